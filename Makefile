@@ -1,0 +1,49 @@
+# The book and its library. `make help` lists the commands.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+BOOK   := _build/html
+PORT   ?= 8000
+NB     ?=
+export PYTHONPATH :=
+
+.PHONY: help book serve run test bench clean
+help: ## list the commands
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
+
+# Installing is slow, so it happens once for each change of what is to be installed.
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/book.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[book]'
+	@touch $@
+
+$(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[book,test]'
+	@touch $@ $(VENV)/book.stamp
+
+book: $(VENV)/book.stamp ## render the book from the stored outputs
+	$(BIN)/jupyter-book build . -q
+	@echo "The book: file://$(CURDIR)/$(BOOK)/index.html   (make serve: http://localhost:$(PORT))"
+
+serve: book ## render the book and serve it on localhost
+	$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory $(BOOK)
+
+run: $(VENV)/test.stamp ## export, execute notebooks in place, clean them; NB=10_attention for one
+	$(BIN)/nbdev-export
+	$(BIN)/python tools/notebooks.py run $(NB)
+
+test: $(VENV)/test.stamp ## everything: export, notebooks, library, book, browser
+	$(BIN)/python tools/notebooks.py check
+	$(BIN)/python -m pytest --ignore tests/test_browser.py
+	$(BIN)/python tools/notebooks.py test $(NB)
+	$(BIN)/jupyter-book build . -q -W -n --keep-going --all --path-output _build/check
+	ATTNLIB_BOOK=_build/check/_build/html $(BIN)/python -m pytest tests/test_browser.py
+
+bench: $(VENV)/test.stamp ## time the attention backends side by side and record the result
+	$(BIN)/python benchmarks/attention.py --out benchmarks/results
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) _build build dist *.egg-info

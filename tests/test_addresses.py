@@ -1,0 +1,47 @@
+"""The repository's address and the version stand in one place; every other mention is held to it."""
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+import attnlib
+
+ROOT = Path(__file__).parent.parent
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+REPOSITORY, BOOK = URLS["Repository"], URLS["Book"]
+FILES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CITATION.cff", "_config.yml", "index.md")),
+    *sorted((ROOT / "nbs").glob("*.ipynb")),
+    *sorted((ROOT / "api").glob("*.md")),
+    *sorted((ROOT / ".github").rglob("*.yml")),
+]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_address_is_the_address(path):
+    text = path.read_text()
+    name = REPOSITORY.rsplit("/", 1)[1]
+    for found in re.findall(rf"https?://github\.com/[\w.-]+/{name}\b", text):
+        assert found == REPOSITORY
+    for found in re.findall(r"colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)", text):
+        assert found == REPOSITORY.split("github.com/")[1]
+    for found in re.findall(rf"https?://[\w.-]+\.github\.io/{name}\b", text):
+        assert found == BOOK
+
+
+def test_the_book_points_to_the_repository():
+    config = yaml.safe_load((ROOT / "_config.yml").read_text())
+    assert config["repository"]["url"] == REPOSITORY
+
+
+def test_citation_carries_version_and_address():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == attnlib.__version__
+    assert citation["repository-code"] == REPOSITORY and citation["url"] == BOOK
+    assert citation["license"] == "Apache-2.0"

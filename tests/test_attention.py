@@ -1,0 +1,343 @@
+"""Attention against its definition: parity of the backends, properties, gradients, bad input."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnlib
+from attnlib.attention import (
+    AdditiveAttention,
+    attention,
+    attention_backend,
+    attention_weights,
+    causal_mask,
+    masked_softmax,
+    padding_mask,
+)
+
+BACKENDS = ["reference", "sdpa", "auto"]
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+sizes = st.integers(1, 6)
+
+
+def tensors(seed, n, m, d=4, d_v=3, lead=(2, 3), dtype=torch.float64, device="cpu"):
+    """q, k, v, a mask that leaves some rows empty, and a bias."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(*lead, *s, generator=g, dtype=torch.float64) for s in ((n, d), (m, d), (m, d_v)))
+    mask = torch.rand(lead[0], 1, n, m, generator=g) > 0.5
+    bias = torch.randn(lead[1], n, m, generator=g, dtype=torch.float64)
+    return [x.to(device, dtype) for x in (q, k, v)] + [mask.to(device), bias.to(device, dtype)]
+
+
+def by_loops(q, k, v, mask, bias):
+    """The definition, a pair of tokens at a time."""
+    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+    mask, bias = mask.expand(*q.shape[:-1], k.shape[-2]), bias.expand(*q.shape[:-1], k.shape[-2])
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            for i in range(q.shape[2]):
+                allowed = [j for j in range(k.shape[2]) if mask[b, h, i, j]]
+                logits = [q[b, h, i] @ k[b, h, j] / math.sqrt(q.shape[-1]) + bias[b, h, i, j] for j in allowed]
+                if allowed:
+                    weights = [math.exp(z - max(logits)) for z in logits]
+                    out[b, h, i] = sum(w * v[b, h, j] for w, j in zip(weights, allowed)) / sum(weights)
+    return out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(seed=st.integers(0, 2**31), n=sizes, m=sizes)
+@settings(max_examples=20, deadline=None)
+def test_equals_the_definition(backend, seed, n, m):
+    q, k, v, mask, bias = tensors(seed, n, m)
+    with attention_backend(backend):
+        out = attention(q, k, v, mask=mask, bias=bias)
+    torch.testing.assert_close(out, by_loops(q, k, v, mask, bias), atol=1e-12, rtol=0)
+
+
+# bfloat16 keeps 8 significant bits: rounding q, k, v, the weights and the output costs a few units of 2^-8
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-2}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("options", [(), ("mask",), ("bias",), ("mask", "bias")], ids=str)
+def test_backends_agree_with_float64(device, dtype, options):
+    seed = torch.seed() % 2**31
+    for n, m in ((1, 1), (5, 7), (33, 16), (64, 64)):
+        arguments = tensors(seed, n, m, d=16, d_v=8, device=device)
+        results = {}
+        for name, kind in (("truth", torch.float64), *((backend, dtype) for backend in BACKENDS)):
+            q, k, v, mask, bias = (x if x.dtype == torch.bool else x.to(dtype).to(kind) for x in arguments)
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            chosen = {"mask": mask, "bias": bias}
+            with attention_backend("reference" if name == "truth" else name):
+                out = attention(*leaves, **{option: chosen[option] for option in options})
+            results[name] = [out, *torch.autograd.grad(out.square().mean() * m, leaves)]
+        for backend in BACKENDS:
+            for found, truth in zip(results[backend], results["truth"]):
+                error = (found.double() - truth).abs().max() / truth.abs().max().clamp_min(1)
+                assert error <= TOLERANCE[dtype], f"{backend}, seed {seed}, {n} queries, {m} keys: {error:.1e}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_the_derivatives(backend):
+    q, k, v, mask, bias = tensors(0, 3, 4)
+    mask[0, :, 1] = False
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, bias)]
+
+    def f(q, k, v, bias):
+        with attention_backend(backend):
+            return attention(q, k, v, mask=mask, bias=bias, scale=0.7)
+
+    assert torch.autograd.gradcheck(f, leaves)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", ["mask", "bias", "both"])
+def test_query_that_may_attend_nowhere_gets_zeros_and_zero_gradient(device, backend, how):
+    q, k, v, _, bias = tensors(1, 4, 5, device=device)
+    mask = torch.ones(4, 5, dtype=torch.bool, device=device)
+    mask[2] = False
+    options = {"mask": mask} if how == "mask" else {"bias": torch.where(mask, bias, -torch.inf)}
+    if how == "both":
+        options["mask"] = mask
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with attention_backend(backend), torch.autograd.set_detect_anomaly(True):
+        out = attention(*leaves, **options)
+        grads = torch.autograd.grad(out.square().sum(), leaves)
+    assert (out[..., 2, :] == 0).all() and (grads[0][..., 2, :] == 0).all()
+    assert all(g.isfinite().all() for g in grads) and (out[..., 1, :] != 0).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("n, m", [(0, 4), (3, 0), (0, 0)])
+def test_empty_sequences(backend, n, m):
+    q, k, v, mask, bias = tensors(0, n, m)
+    q.requires_grad_()
+    with attention_backend(backend):
+        for options in ({}, {"mask": mask}, {"bias": bias}):
+            out = attention(q, k, v, **options)
+            assert out.shape == (2, 3, n, 3) and (out == 0).all()
+            assert torch.equal(torch.autograd.grad(out.sum(), q)[0], torch.zeros_like(q))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leading_axes_broadcast(backend):
+    q, k, v = torch.randn(2, 1, 4, 8), torch.randn(3, 5, 8), torch.randn(5, 6)
+    full = [q.expand(2, 3, 4, 8), k.expand(2, 3, 5, 8), v.expand(2, 3, 5, 6)]
+    mask = torch.rand(2, 1, 1, 5) > 0.3
+    with attention_backend(backend):
+        torch.testing.assert_close(attention(q, k, v, mask=mask), attention(*full, mask=mask.expand(2, 3, 4, 5)))
+        torch.testing.assert_close(attention(q[0, 0], k[0], v), full_attention(q[0, 0], k[0], v))
+
+
+def full_attention(q, k, v):
+    return (q @ k.T / math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(seed=st.integers(0, 2**31), n=sizes)
+@settings(max_examples=20, deadline=None)
+def test_permuting_tokens_permutes_outputs(backend, seed, n):
+    x = tensors(seed, n, n)[0]
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    with attention_backend(backend):
+        out = attention(x, 2 * x, x - 1)
+        permuted = attention(x[..., order, :], 2 * x[..., order, :], x[..., order, :] - 1)
+    torch.testing.assert_close(permuted, out[..., order, :], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(seed=st.integers(0, 2**31), n=sizes, m=st.integers(2, 6), data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_masking_a_key_equals_removing_it(backend, seed, n, m, data):
+    q, k, v, _, bias = tensors(seed, n, m)
+    gone = data.draw(st.integers(0, m - 1))
+    kept = [j for j in range(m) if j != gone]
+    mask = torch.tensor([j != gone for j in range(m)])
+    with attention_backend(backend):
+        masked = attention(q, k, v, mask=mask, bias=bias)
+        removed = attention(q, k[..., kept, :], v[..., kept, :], bias=bias[..., kept])
+    torch.testing.assert_close(masked, removed, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(seed=st.integers(0, 2**31), n=st.integers(2, 6), data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_causal_output_does_not_depend_on_the_future(backend, seed, n, data):
+    q, k, v, _, _ = tensors(seed, n, n)
+    now = data.draw(st.integers(0, n - 2))
+    later = [x.clone() for x in (q, k, v)]
+    for x in later:
+        x[..., now + 1 :, :] += 3
+    with attention_backend(backend):
+        out, changed = (attention(*xs, mask=causal_mask(n))[..., : now + 1, :] for xs in ((q, k, v), later))
+    torch.testing.assert_close(changed, out, atol=1e-12, rtol=0)
+
+
+@given(seed=st.integers(0, 2**31), shift=st.floats(-1e3, 1e3))
+@settings(max_examples=20, deadline=None)
+def test_a_bias_that_all_keys_share_changes_nothing(seed, shift):
+    q, k, v, mask, bias = tensors(seed, 3, 5)
+    plain = attention_weights(q, k, mask=mask, bias=bias)
+    torch.testing.assert_close(attention_weights(q, k, mask=mask, bias=bias + shift), plain, atol=1e-11, rtol=0)
+
+
+def test_weights_average_the_values():
+    q, k, v, mask, bias = tensors(0, 5, 7)
+    weights = attention_weights(q, k, mask=mask, bias=bias)
+    torch.testing.assert_close(weights @ v, attention(q, k, v, mask=mask, bias=bias), atol=1e-12, rtol=0)
+    rows = weights.sum(-1)
+    torch.testing.assert_close(rows, mask.any(-1).double().expand_as(rows))
+    assert (weights[~mask.expand_as(weights)] == 0).all()
+
+
+def test_large_logits_do_not_overflow():
+    q = torch.full((1, 2), 1e4)
+    assert torch.equal(attention_weights(q, torch.tensor([[1e4, 1e4], [0.0, 0.0]])), torch.tensor([[1.0, 0.0]]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_keeps_the_mean(backend):
+    torch.manual_seed(0)
+    q, k, v, _, _ = tensors(0, 4, 64, lead=(1, 1))
+    with attention_backend(backend):
+        samples = torch.stack([attention(q, k, v, dropout_p=0.3) for _ in range(3000)])
+    plain = attention(q, k, v)
+    assert (samples[0] - samples[1]).abs().max() > 1e-3
+    torch.testing.assert_close(samples.mean(0), plain, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast(backend):
+    q, k, v, mask, bias = tensors(0, 5, 7, dtype=torch.float32)
+    with attention_backend(backend):
+        exact = attention(q, k, v, mask=mask, bias=bias)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attention(q, k, v, mask=mask, bias=bias)
+    torch.testing.assert_close(out.float(), exact, atol=4e-2, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiles_without_graph_breaks(backend):
+    q, k, v, mask, bias = tensors(0, 5, 7)
+
+    def f(q, k, v):
+        return attention(q, k, v, mask=mask, bias=bias)
+
+    torch._dynamo.reset()
+    with attention_backend(backend):
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(q, k, v), f(q, k, v), atol=1e-12, rtol=0)
+
+
+def test_backend_is_restored_even_after_an_error():
+    module = __import__("attnlib.attention", fromlist=["_backend"])
+    with pytest.raises(RuntimeError), attention_backend("reference"):
+        raise RuntimeError
+    assert module._backend == "auto"
+
+
+def test_auto_rule():
+    module = __import__("attnlib.attention", fromlist=["_choose"])
+    short, long = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(600, 8, dtype=torch.bfloat16)
+    assert module._choose(short, short, short) == "sdpa"
+    trained = short.clone().requires_grad_()
+    assert module._choose(trained, short, short) == "reference"
+    assert module._choose(trained, long, long) == "sdpa"
+    assert module._choose(trained.float(), short.float(), short.float()) == "sdpa"
+    with torch.no_grad():
+        assert module._choose(trained, short, short) == "sdpa"
+
+
+# --- additive attention, masks ---------------------------------------------------------------------------------------
+
+
+def test_additive_attention():
+    torch.manual_seed(0)
+    module = AdditiveAttention(6, 4, 5).double()
+    q, k, v = (torch.randn(2, n, d, dtype=torch.float64) for n, d in ((3, 6), (7, 4), (7, 2)))
+    mask = padding_mask(torch.tensor([4, 0]), 7)[:, 0]  # (2, 1, 7)
+    out = module(q, k, v, mask)
+    weights = module.attention_weights(q, k, mask)
+    torch.testing.assert_close(out, weights @ v)
+    assert (out[1] == 0).all() and (weights[0, :, 4:] == 0).all()
+    torch.testing.assert_close(out[0], module(q[0], k[0, :4], v[0, :4]), atol=1e-12, rtol=0)
+    assert {name: tuple(p.shape) for name, p in module.named_parameters()} == {
+        "query_proj.weight": (5, 6), "key_proj.weight": (5, 4), "score.weight": (1, 5),
+    }
+    with pytest.raises(TypeError, match="mask of dtype torch.float64 must be torch.bool"):
+        module(q, k, v, mask.double())
+    with pytest.raises(ValueError, match=r"mask of shape \(3, 1, 7\) must broadcast to the logits' shape \(2, 3, 7\)"):
+        module(q, k, v, torch.ones(3, 1, 7, dtype=torch.bool))
+
+
+def test_masked_softmax_without_a_mask_is_the_softmax():
+    z = torch.randn(4, 5)
+    assert torch.equal(masked_softmax(z), F.softmax(z, -1))
+
+
+def test_causal_mask():
+    assert causal_mask(3).tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+    assert causal_mask(1, 3).tolist() == [[True, True, True]]  # the newest of three positions sees all of them
+    assert torch.equal(causal_mask(2, 5), causal_mask(5)[3:])
+    with pytest.raises(ValueError, match=r"m \(2\) must be at least n \(3\)"):
+        causal_mask(3, 2)
+
+
+def test_padding_mask():
+    assert padding_mask(torch.tensor([2, 0, 3])).shape == (3, 1, 1, 3)
+    assert padding_mask(torch.tensor([2, 0, 3]), 4)[:, 0, 0].sum(-1).tolist() == [2, 0, 3]
+    with pytest.raises(ValueError, match=r"m \(2\) must be at least the longest of the lengths \(3\)"):
+        padding_mask(torch.tensor([1, 3]), 2)
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------------
+
+q, k, v = torch.zeros(2, 3, 5, 8), torch.zeros(2, 3, 7, 8), torch.zeros(2, 3, 7, 4)
+
+
+@pytest.mark.parametrize("error, message, arguments, options", [
+    (ValueError, r"q of width 8 and k of width 6 must have one width", (q, k[..., :6], v), {}),
+    (ValueError, r"q of width 0 and k of width 0 must have one width, at least 1", (q[..., :0], k[..., :0], v), {}),
+    (ValueError, r"v has 6 rows and k has 7; every key needs one value", (q, k, v[..., :6, :]), {}),
+    (ValueError, r"q of shape \(8,\) must have at least 2 axes", (q[0, 0, 0], k, v), {}),
+    (ValueError, r"q, k, v of shapes \(2, 3, 5, 8\), \(3, 3, 7, 8\).* must agree, or broadcast",
+     (q, torch.zeros(3, 3, 7, 8), torch.zeros(3, 3, 7, 4)), {}),
+    (TypeError, r"mask of dtype torch.float32 must be torch.bool", (q, k, v), {"mask": torch.ones(5, 7)}),
+    (TypeError, r"mask of dtype torch.int64 must be torch.bool", (q, k, v), {"mask": torch.ones(5, 7).long()}),
+    (ValueError, r"mask of shape \(7, 5\) must broadcast to the logits' shape \(2, 3, 5, 7\)",
+     (q, k, v), {"mask": torch.ones(7, 5, dtype=torch.bool)}),
+    (ValueError, r"mask of shape \(4, 2, 3, 5, 7\) must broadcast",
+     (q, k, v), {"mask": torch.ones(4, 2, 3, 5, 7, dtype=torch.bool)}),
+    (ValueError, r"bias of shape \(2, 3, 5, 6\) must broadcast to the logits' shape \(2, 3, 5, 7\)",
+     (q, k, v), {"bias": torch.zeros(2, 3, 5, 6)}),
+    (ValueError, r"bias of shape \(2, 3, 5, 7\) must broadcast to the logits' shape \(1, 3, 5, 7\)",
+     (q[:1], k[:1], v[:1]), {"bias": torch.zeros(2, 3, 5, 7)}),
+    (TypeError, r"bias of dtype torch.bool must be floating point",
+     (q, k, v), {"bias": torch.ones(5, 7, dtype=torch.bool)}),
+    (ValueError, r"dropout_p \(1.0\) must be in \[0, 1\)", (q, k, v), {"dropout_p": 1.0}),
+    (ValueError, r"dropout_p \(-0.1\) must be in \[0, 1\)", (q, k, v), {"dropout_p": -0.1}),
+    (ValueError, r"dropout_p \(nan\) must be in \[0, 1\)", (q, k, v), {"dropout_p": math.nan}),
+])
+def test_bad_input(error, message, arguments, options):
+    with pytest.raises(error, match=message):
+        attention(*arguments, **options)
+    if "dropout_p" not in options and arguments[2] is v and not message.startswith("v "):
+        with pytest.raises(error, match=message):
+            attention_weights(arguments[0], arguments[1], **options)
+
+
+def test_unknown_backend():
+    message = r"name \('flash'\) must be one of 'auto', 'reference', 'sdpa'"
+    with pytest.raises(ValueError, match=message), attention_backend("flash"):
+        pass
+
+
+def test_package_exports():
+    assert attnlib.AdditiveAttention is AdditiveAttention and attnlib.attention.attention is attention
+    assert attnlib.attention_backend is attention_backend and attnlib.attention_weights is attention_weights
