@@ -3,5 +3,27 @@
 __version__ = "0.1.0"
 
 from .attention import AdditiveAttention, attention_backend, attention_weights, causal_mask, padding_mask
+from .multihead import MultiHeadAttention
+from .position import (
+    LearnedPositionalEmbedding,
+    RelativePositionBias,
+    alibi_bias,
+    apply_rotary,
+    sincos_2d,
+    sinusoidal_encoding,
+)
 
-__all__ = ["AdditiveAttention", "attention_backend", "attention_weights", "causal_mask", "padding_mask"]
+__all__ = [
+    "AdditiveAttention",
+    "LearnedPositionalEmbedding",
+    "MultiHeadAttention",
+    "RelativePositionBias",
+    "alibi_bias",
+    "apply_rotary",
+    "attention_backend",
+    "attention_weights",
+    "causal_mask",
+    "padding_mask",
+    "sincos_2d",
+    "sinusoidal_encoding",
+]

@@ -31,7 +31,9 @@ def masked_softmax(logits, mask=None):
     """
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
-    empty = (logits == -torch.inf).all(-1, keepdim=True)  # (..., N, 1)
+    if logits.shape[-1] == 0:
+        return logits
+    empty = logits.detach().amax(-1, keepdim=True) == -torch.inf  # (..., N, 1)
     return logits.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
 
 # %% ../nbs/10_attention.ipynb #mask-fits-code
@@ -184,15 +186,21 @@ def _reference(q, k, v, mask, bias, scale, dropout_p):
 
 # %% ../nbs/10_attention.ipynb #sdpa
 def _sdpa(q, k, v, mask, bias, scale, dropout_p):
+    if k.shape[-2] == 0:
+        return _reference(q, k, v, mask, bias, scale, dropout_p)
     if bias is not None:
         bias = bias.to(q.dtype)
         mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, scale=scale, dropout_p=dropout_p)
+    mask = mask[(None,) * (q.ndim - mask.ndim)]  # with an axis missing, PyTorch falls back to a slow path
     # let a query without keys attend anywhere, then erase what it got
-    allowed = mask if mask.dtype == torch.bool else mask > -torch.inf
-    empty = ~allowed.any(-1, keepdim=True)  # (..., N, 1)
-    mask = mask | empty if mask.dtype == torch.bool else mask.masked_fill(empty, 0)
+    if mask.dtype == torch.bool:
+        empty = ~mask.any(-1, keepdim=True)  # (..., N, 1)
+        mask = mask | empty
+    else:
+        empty = mask.detach().amax(-1, keepdim=True) == -torch.inf
+        mask = mask.masked_fill(empty, 0)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, dropout_p=dropout_p)
     return out.masked_fill(empty, 0)
 

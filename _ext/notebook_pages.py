@@ -1,0 +1,66 @@
+"""How a notebook becomes a page: nbdev's directives go, a figure keeps its alternative text, boxes get clean HTML."""
+import json
+
+from docutils import nodes
+from sphinx.util import logging
+
+logger = logging.getLogger(__name__)
+
+
+def read_notebook(app, docname, source):
+    """Change the notebook as it is read; the file, which the page offers for download, stays as it is."""
+    if app.env.doc2path(docname).endswith(".ipynb"):
+        notebook = json.loads(source[0])
+        notebook["cells"] = [cell for cell in notebook["cells"] if prepare(cell, docname)]
+        source[0] = json.dumps(notebook)
+
+
+def prepare(cell, docname):
+    """Make a cell fit to be shown, in place; False if the page is better without it."""
+    if cell["cell_type"] != "code":
+        return True
+    lines = "".join(cell["source"]).splitlines()
+    if any(line.startswith("#|") and line[2:].split() == ["hide"] for line in lines):
+        return False
+    cell["source"] = "\n".join(line for line in lines if not line.startswith("#|")).strip("\n")
+    images = [output["data"] for output in cell["outputs"] if "image/png" in output.get("data", {})]
+    if len(images) > 1:
+        logger.warning("cell %r draws %d figures; one fits a cell", cell.get("id"), len(images), location=docname)
+    if images:  # `attnlib.plot.show` stores the alternative text as the picture's plain-text form
+        words = " ".join("".join(images[0].get("text/plain", "")).split())
+        cell["metadata"].setdefault("mystnb", {}).setdefault("image", {})["alt"] = words
+    return bool(cell["source"] or cell["outputs"])
+
+
+def tidy_boxes(app, doctree, docname):
+    """Theorems and exercises: "Proof." in italics, and no id that stands on a page more than once."""
+    for box in doctree.findall(nodes.admonition):
+        if box["classes"][:2] == ["proof", "proof"]:
+            box["ids"] = []
+            word = next(box.findall(nodes.Text))
+            if word.startswith("Proof. "):
+                word.parent.replace(word, [nodes.emphasis("", "Proof."), nodes.Text(word[len("Proof."):])])
+    for section in doctree.findall(nodes.section):
+        if section["ids"] and section["ids"][0] in ("proof-content", "exercise-content", "solution-content"):
+            section["ids"] = []
+
+
+def show_lone_buttons(app, pagename, templatename, context, doctree):
+    """A menu with one entry becomes that entry, so that "Colab" is seen without opening anything."""
+    context["header_buttons"] = [
+        button["buttons"][0] if len(button.get("buttons", [])) == 1 else button
+        for button in context.get("header_buttons", [])
+    ]
+
+
+def drop_mathjax_from_every_page(app, config):
+    """Jupyter Book adds each script below _static to each page; Sphinx asks for MathJax where there are formulas."""
+    config.html_js_files = [name for name in config.html_js_files if not str(name).startswith("mathjax/")]
+
+
+def setup(app):
+    app.connect("config-inited", drop_mathjax_from_every_page)
+    app.connect("source-read", read_notebook)
+    app.connect("doctree-resolved", tidy_boxes)
+    app.connect("html-page-context", show_lone_buttons, priority=600)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,110 @@
+"""Time the attention backends side by side and record the result: `python benchmarks/attention.py --out FOLDER`.
+
+Runs interleave the backends (one call each, in turn), so that a busy machine slows all of them alike. Recorded are
+medians, the quartiles of the ratio to the reference, and the largest difference between the outputs.
+"""
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+from attnlib.attention import attention, attention_backend
+
+SHAPES = {  # (B, h, N, d): where such attention occurs
+    "sentence": (32, 8, 32, 64),
+    "window": (256, 4, 49, 32),
+    "patches": (8, 6, 197, 64),
+    "text": (2, 8, 1024, 64),
+    "long text": (1, 8, 4096, 64),
+}
+BACKENDS = ["reference", "sdpa", "auto"]
+
+
+def synchronize(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def call(backend, inputs, bias, training):
+    with attention_backend(backend), torch.set_grad_enabled(training):
+        out = attention(*inputs, bias=bias)
+        if training:
+            torch.autograd.grad(out.sum(), inputs)
+    return out
+
+
+def measure(shape, dtype, device, with_bias, training, repeats):
+    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=training) for _ in range(3)]
+    bias = torch.randn(shape[1], shape[2], shape[2], device=device, dtype=dtype) if with_bias else None
+    outputs = {name: call(name, inputs, bias, training) for name in BACKENDS}  # warms up, too
+    difference = max((outputs[name] - outputs["reference"]).abs().max().item() for name in BACKENDS)
+    times = {name: [] for name in BACKENDS}
+    for _ in range(repeats):
+        for name in BACKENDS:
+            synchronize(device)
+            began = time.perf_counter()
+            call(name, inputs, bias, training)
+            synchronize(device)
+            times[name].append(1000 * (time.perf_counter() - began))
+    row = {"difference": difference}
+    for name in BACKENDS:
+        ratios = sorted(a / b for a, b in zip(times[name], times["reference"]))
+        quarter = len(ratios) // 4
+        row[name] = {
+            "ms": round(statistics.median(times[name]), 4),
+            "ratio": round(statistics.median(ratios), 3),
+            "quartiles": [round(ratios[quarter], 3), round(ratios[-1 - quarter], 3)],
+        }
+    return row
+
+
+def machine(device):
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit or None,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, help="folder for the record")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that the benchmark runs")
+    arguments = parser.parse_args()
+    shapes = {"tiny": (1, 2, 8, 4)} if arguments.tiny else SHAPES
+
+    rows = []
+    print(f"{'':10} {'dtype':9} {'bias':5} {'pass':8}" + "".join(f"{name:>22}" for name in BACKENDS))
+    for name, shape in shapes.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            for with_bias in (False, True):
+                for training in (False, True):
+                    torch.manual_seed(len(rows))
+                    row = measure(shape, dtype, arguments.device, with_bias, training, arguments.repeats)
+                    setting = {"name": name, "shape": shape, "dtype": str(dtype)[6:], "bias": with_bias,
+                               "pass": "training" if training else "forward"}
+                    rows.append({**setting, **row})
+                    cells = (f"{row[b]['ms']:10.2f} ms {row[b]['ratio']:8.2f}" for b in BACKENDS)
+                    print(f"{name:10} {setting['dtype']:9} {str(with_bias):5} {setting['pass']:8}"
+                          + "".join(f"{cell:>22}" for cell in cells), flush=True)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        path = arguments.out / f"attention_{arguments.device}.json"
+        path.write_text(json.dumps({**machine(arguments.device), "rows": rows}, indent=1) + "\n")
+        print(f"recorded in {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""Every page of the built book in a headless browser, as a reader meets it: without a network, on a screen and a phone.
+
+`make book` builds the pages; ATTNLIB_BOOK names their folder, _build/html by default. Chromium is looked for as
+$CHROMIUM, `chromium` and `google-chrome`. Without pages or browser the tests are skipped; where CI=true they fail.
+"""
+import functools
+import http.server
+import io
+import json
+import os
+import re
+import shutil
+import threading
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+BOOK = Path(os.environ.get("ATTNLIB_BOOK", ROOT / "_build" / "html")).resolve()
+CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
+TOC = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+]
+
+
+def listed(entry):
+    """The pages below an entry of _toc.yml."""
+    pages = [entry["file"]] if "file" in entry else []
+    return pages + [page for key in ("chapters", "sections") for child in entry.get(key, ()) for page in listed(child)]
+
+
+PAGES = [TOC["root"], *(page for part in TOC["parts"] for page in listed(part))]
+NOTEBOOKS = [page for page in PAGES if (ROOT / f"{page}.ipynb").exists()]
+CHAPTERS = [page for part in TOC["parts"] if part.get("numbered") for page in listed(part)]
+every_page = pytest.mark.parametrize("name", [*PAGES, "genindex", "py-modindex", "search"])
+every_notebook = pytest.mark.parametrize("name", NOTEBOOKS)
+
+
+def missing(what):
+    (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(what)
+
+
+# --- the reader ---------------------------------------------------------------------------------------------------
+
+LOOK = r"""async () => {
+  if (window.MathJax) await MathJax.startup.promise;
+  await document.fonts.ready;
+  const all = (selector, f) => [...document.querySelectorAll(selector)].map(f);
+  const words = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode())
+    if (!walker.currentNode.parentElement.closest("script, style, noscript, pre, code, mjx-container"))
+      words.push(walker.currentNode.data);
+  return {
+    text: words.join(" "),
+    code: all("pre", pre => pre.textContent),
+    uncopied: all(".cell_input .highlight", cell => cell.querySelector("button.copybtn") ? 0 : 1),
+    formulas: all("mjx-container", formula => 1).length,
+    math_errors: all("mjx-merror, [data-mjx-error], .MathJax_Error",
+      error => error.dataset.mjxError || error.title || error.textContent),
+    images: all("img", image => ({src: image.src, alt: image.alt, drawn: image.complete && image.naturalWidth > 0})),
+    links: all("a[href]", link => link.href),
+    ids: all("[id]", element => element.id),
+    boxes: all(".proof.admonition", box => 1).length,
+    exercises: all(".exercise.admonition", box => 1).length,
+    solutions: all(".solution.admonition", box => box.classList.contains("toggle-hidden")
+      && [...box.children].slice(1).every(child => child.matches("button") || child.clientHeight === 0)),
+    bar: document.querySelector("header.bd-header")?.offsetHeight || 0,
+  };
+}"""
+
+SEARCHES = """() => [...document.querySelectorAll("button[class*=search-button], input[type=search]")]
+  .filter(element => element.checkVisibility({visibilityProperty: true})).length"""
+
+SIZE = """() => {
+  const article = document.querySelector("article") || document.querySelector("main");
+  const scrolls = element => element !== article
+    && (getComputedStyle(element).overflowX !== "visible" || scrolls(element.parentElement));
+  const beyond = [...article.querySelectorAll("*")].filter(element =>
+    element.getBoundingClientRect().right > innerWidth + 1 && !scrolls(element.parentElement));
+  return {width: document.scrollingElement.scrollWidth, beyond: beyond.slice(0, 5).map(e => e.outerHTML.slice(0, 120))};
+}"""
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="session")
+def site():
+    """The address of the pages, served from this machine."""
+    if not (BOOK / "index.html").exists():
+        missing(f"no book in {BOOK}: build it with `make book`, or set ATTNLIB_BOOK to the folder of its pages")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=BOOK))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing("playwright is not installed: pip install 'attnlib[test]'")
+    program = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if not program:
+        missing("no Chromium: install it, or set CHROMIUM to its path")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def opened(site, browser):
+    """A function that opens a page of the book, once, and tells what was seen."""
+    seen = {}
+
+    def visit(name):
+        if name not in seen:
+            seen[name] = look(name, site, browser)
+        return seen[name]
+
+    return visit
+
+
+def look(name, site, browser):
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    complaints, outside = [], []
+
+    page.on("request", lambda request: request.url.startswith((site, "data:", "blob:")) or outside.append(request.url))
+    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("response", lambda answer: answer.status >= 400 and complaints.append(f"{answer.status} {answer.url}"))
+    page.goto(f"{site}{name}.html", wait_until="load")
+    seen = page.evaluate(LOOK)
+    seen["searches"] = page.evaluate(SEARCHES)
+    seen["night"] = at_night(page)
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_timeout(200)
+    seen["phone"] = page.evaluate(SIZE)
+    seen["phone_searches"] = page.evaluate(SEARCHES)
+    seen.update(complaints=complaints, outside=outside, site=site)
+    page.close()
+    return seen
+
+
+def at_night(page):
+    """Press the button until the page is dark; the brightness, 0 to 1, of page, text and first figure."""
+    for _ in range(3):
+        if page.evaluate("document.documentElement.dataset.theme") == "dark":
+            break
+        page.locator(".theme-switch-button:visible").first.click()
+    night = page.evaluate("""() => {
+      const brightness = color => color.match(/\\d+/g).slice(0, 3).reduce((sum, c) => sum + Number(c), 0) / 765;
+      const style = getComputedStyle(document.querySelector("main"));
+      return {theme: document.documentElement.dataset.theme, text: brightness(style.color),
+              page: brightness(getComputedStyle(document.body).backgroundColor)};
+    }""")
+    figure = page.locator(".cell_output img").first
+    if figure.count() and figure.is_visible():
+        from matplotlib.image import imread
+
+        page.wait_for_timeout(300)  # colours fade
+        pixels = imread(io.BytesIO(figure.screenshot()))  # (H, W, C)
+        night["figure"] = float(pixels[12, 12, :3].mean())
+    return night
+
+
+@functools.lru_cache(maxsize=None)
+def anchors(path):
+    return set(re.findall(r'\bid="([^"]+)"', path.read_text(encoding="utf-8")))
+
+
+def source(name):
+    cells = json.loads((ROOT / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+# --- what every page owes its reader ------------------------------------------------------------------------------
+
+
+@every_page
+def test_page_needs_no_network(opened, name):
+    assert opened(name)["outside"] == []
+
+
+@every_page
+def test_no_error_in_the_console(opened, name):
+    assert opened(name)["complaints"] == []
+
+
+@every_page
+def test_formulas_are_set(opened, name):
+    seen = opened(name)
+    html = (BOOK / f"{name}.html").read_text(encoding="utf-8")
+    written = len(re.findall(r'class="(?:amsmath )?math notranslate', html))
+    assert seen["math_errors"] == []
+    assert seen["formulas"] == written, f"{written} formulas in the page's source, {seen['formulas']} set"
+
+
+@every_page
+def test_nothing_raw_is_left(opened, name):
+    seen = opened(name)
+    raw = re.compile(
+        r".{0,30}(?:\\[a-zA-Z]+|\\[()\[\]]|\$|:::|```"  # TeX, fences
+        r"|\{(?:prf:\w+|doc|eq|ref|numref|cite:?\w*|download|exercise|solution)[^}]*\}"  # roles and directives
+        r"|<(?:Figure|Axes)[ :]|[\x00-\x08\x0b-\x1f]).{0,30}"  # outputs without words, control characters
+    )
+    assert raw.findall(seen["text"]) == []
+    assert [line for code in seen["code"] for line in code.splitlines() if re.match(r"\s*#\s?\|", line)] == []
+
+
+@every_page
+def test_code_can_be_copied(opened, name):
+    assert sum(opened(name)["uncopied"]) == 0
+
+
+@every_page
+def test_images_are_there_and_described(opened, name):
+    images = opened(name)["images"]
+    assert [image["src"] for image in images if not image["drawn"]] == []
+    useless = re.compile(r"\s*$|<|\S+\.(?:png|svg|jpe?g|gif|webp)$")
+    assert [image for image in images if useless.match(image["alt"])] == []
+
+
+@every_page
+def test_links_lead_somewhere(opened, name):
+    seen, dead = opened(name), []
+    for link in sorted(set(seen["links"])):
+        if not link.startswith(seen["site"]):
+            continue
+        parts = urlsplit(link)
+        target = BOOK / (unquote(parts.path).lstrip("/") or "index.html")
+        if not target.is_file():
+            dead.append(link)
+        elif parts.fragment and unquote(parts.fragment) not in anchors(target):
+            dead.append(f"{link} (no such place on the page)")
+    assert dead == []
+
+
+@every_page
+def test_no_id_stands_twice(opened, name):
+    ids = [i for i in opened(name)["ids"] if not i.startswith(("MJX-", "mjx-"))]
+    assert sorted({i for i in ids if ids.count(i) > 1}) == []
+
+
+@every_page
+def test_colab_opens_the_notebook(opened, name):
+    repository, branch = CONFIG["repository"]["url"], CONFIG["repository"]["branch"]
+    prefix = f"{repository.replace('https://github.com', 'https://colab.research.google.com/github')}/blob/{branch}/"
+    colab = {link for link in opened(name)["links"] if "colab" in urlsplit(link).netloc}
+    assert colab <= {f"{prefix}{notebook}.ipynb" for notebook in NOTEBOOKS}
+    if name in NOTEBOOKS:
+        assert colab == {f"{prefix}{name}.ipynb"}
+
+
+@every_page
+def test_one_search_and_no_empty_bar(opened, name):
+    seen, expected = opened(name), 2 if name == "search" else 1  # the search page has its own field
+    assert (seen["searches"], seen["phone_searches"]) == (expected, expected)
+    assert seen["bar"] == 0
+
+
+@every_page
+def test_page_fits_a_phone(opened, name):
+    phone = opened(name)["phone"]
+    assert phone["width"] <= 391
+    assert phone["beyond"] == [], "beyond the right edge, and not inside a box that scrolls"
+
+
+@every_page
+def test_dark_mode(opened, name):
+    night = opened(name)["night"]
+    assert night["theme"] == "dark"
+    assert night["page"] < 0.2 and night["text"] > 0.6, night
+    assert night.get("figure", 1.0) > 0.7, f"the figures' background is dark: {night}"
+
+
+# --- what a chapter owes its reader -------------------------------------------------------------------------------
+
+
+@every_notebook
+def test_boxes_exercises_and_folded_solutions(opened, name):
+    seen, text = opened(name), source(name)
+    assert seen["boxes"] == len(re.findall(r"(?m)^:{3,}\{prf:", text))
+    assert seen["exercises"] == len(re.findall(r"(?m)^[:`]{3,}\{exercise(?:-start)?\}", text))
+    assert len(seen["solutions"]) == len(re.findall(r"(?m)^[:`]{3,}\{solution(?:-start)?\}", text))
+    assert all(seen["solutions"]), "a solution lies open"
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_chapter_has_theorems_and_exercises(opened, name):
+    seen = opened(name)
+    assert seen["boxes"] >= 2 and seen["exercises"] >= 1 and seen["solutions"]
+
+
+def test_a_solution_unfolds(site, browser):
+    name = next((name for name in CHAPTERS if "{solution" in source(name)), None)
+    if name is None:
+        pytest.skip("no chapter has a solution yet")
+    page = browser.new_page()
+    page.goto(f"{site}{name}.html")
+    solution = page.locator(".solution.admonition").first
+    assert solution.bounding_box()["height"] < 80
+    solution.locator(".admonition-title").first.click()
+    page.wait_for_timeout(500)
+    assert solution.bounding_box()["height"] > 80
+    page.close()
+
+
+def test_search_finds_a_function(site, browser):
+    page = browser.new_page()
+    page.goto(f"{site}search.html?q=causal_mask")
+    page.wait_for_selector("#search-results li a", timeout=10_000)
+    page.wait_for_timeout(1000)  # the quotations follow
+    assert any("attention" in link.get_attribute("href") for link in page.locator("#search-results li a").all())
+    assert "\\" not in page.locator("#search-results").inner_text()
+    page.close()
+
+
+def test_first_page_leads_to_every_notebook():
+    text = (ROOT / "index.md").read_text(encoding="utf-8")
+    assert [name for name in NOTEBOOKS if f"{{doc}}`{name}`" not in text] == []
+
+
+def test_example_on_the_first_page_runs():
+    code = re.search(r"```python\n(.*?)```", (ROOT / "index.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    exec(code, {})

@@ -1,0 +1,257 @@
+"""The training loop: schedules, exact resume, several processes, checkpoints that say what is wrong."""
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from attnlib.train import adamw, epochs, fit, learning_rate, load_checkpoint, save_checkpoint
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+
+def data(n=64):
+    g = torch.Generator().manual_seed(7)
+    x = torch.randn(n, 5, generator=g)
+    return x, x[:, :3].argmax(-1)
+
+
+# --- schedules and batches -------------------------------------------------------------------------------------------
+
+
+def test_schedules():
+    settings = dict(steps=100, warmup=10)
+    for schedule in ("cosine", "inverse_sqrt", "constant"):
+        rates = [learning_rate(step, schedule=schedule, **settings) for step in range(100)]
+        assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)]) and max(rates) == 1
+        assert all(a >= b for a, b in zip(rates[9:], rates[10:]))
+    assert learning_rate(55, schedule="cosine", **settings) == pytest.approx(0.5)
+    assert learning_rate(39, schedule="inverse_sqrt", **settings) == pytest.approx(0.5)
+    assert learning_rate(99, schedule="cosine", steps=100, warmup=0) < 1e-3
+
+
+def test_inverse_sqrt_is_the_schedule_of_2017():
+    d_model, warmup = 512, 4000
+    paper = [d_model**-0.5 * min(s**-0.5, s * warmup**-1.5) for s in range(1, 20_000)]
+    ours = [(d_model * warmup) ** -0.5 * learning_rate(s - 1, steps=20_000, warmup=warmup, schedule="inverse_sqrt")
+            for s in range(1, 20_000)]
+    assert ours == pytest.approx(paper, rel=1e-12)
+
+
+def test_every_pass_shows_every_row_once():
+    batches = epochs(torch.arange(12), torch.arange(12) * 2, batch_size=4, seed=3)
+    passes = [[batches(step) for step in range(3 * e, 3 * e + 3)] for e in range(4)]
+    orders = [torch.cat([x for x, _ in batches_of_pass]) for batches_of_pass in passes]
+    for order in orders:
+        assert sorted(order.tolist()) == list(range(12))
+    assert not torch.equal(orders[0], orders[1])
+    assert all(torch.equal(y, 2 * x) for one in passes for x, y in one)
+
+
+@pytest.mark.parametrize("tensors, size, message", [
+    ((torch.zeros(3), torch.zeros(4)), 2, r"tensors have \[3, 4\] rows"),
+    ((torch.zeros(3),), 4, r"batch_size \(4\) must be between 1 and the number of rows \(3\)"),
+    ((torch.zeros(3),), 0, r"batch_size \(0\) must be between 1"),
+])
+def test_epochs_refuses(tensors, size, message):
+    with pytest.raises(ValueError, match=message):
+        epochs(*tensors, batch_size=size)
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+def test_fit_learns_and_equals_a_plain_loop():
+    """Without dropout, the loop is AdamW on the mean loss with the schedule and clipping, and nothing else."""
+    batches = epochs(*data(), batch_size=16)
+    model, plain = network(), network()
+    model[3], plain[3] = nn.Identity(), nn.Identity()
+    history = fit(model, loss_fn, batches, steps=40, lr=1e-2, warmup=5, every=10)
+    optimizer = adamw(plain, 1e-2, (0.9, 0.98), 0.01)
+    for step in range(40):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * learning_rate(step, steps=40, warmup=5, schedule="cosine")
+        x, y = batches(step)
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+    for a, b in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    assert [record["step"] for record in history] == [10, 20, 30, 40]
+    assert history[-1]["loss"] < history[0]["loss"]
+
+
+def test_biases_and_norms_do_not_decay():
+    groups = adamw(network(), 1e-3, (0.9, 0.98), 0.1).param_groups
+    assert {p.ndim for p in groups[0]["params"]} == {2} and groups[0]["weight_decay"] == 0.1
+    assert {p.ndim for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0
+
+
+@pytest.mark.parametrize("stop", [10, 20])
+def test_resumed_run_equals_the_whole_one_bit_for_bit(tmp_path, stop):
+    batches = epochs(*data(), batch_size=16)
+    run = dict(steps=30, lr=1e-2, warmup=3, every=10, seed=5)
+    whole, first, second = network(), network(), network(seed=9)  # the last one's weights are replaced
+    history = fit(whole, loss_fn, batches, **run)
+    fit(first, loss_fn, batches, **run, checkpoint=tmp_path / "a.json", stop_after=stop)
+    torch.manual_seed(12345)  # what else draws random numbers must not matter
+    torch.rand(17)
+    again = fit(second, loss_fn, batches, **run, checkpoint=tmp_path / "a.json")
+    for a, b in zip(whole.state_dict().values(), second.state_dict().values()):
+        assert torch.equal(a, b)
+    assert again == history
+    assert len(list(tmp_path.iterdir())) == 2  # the JSON file and the newest tensors
+
+
+def test_finished_run_is_not_run_again(tmp_path):
+    run = dict(steps=10, every=5, checkpoint=tmp_path / "a.json")
+    history = fit(network(), loss_fn, epochs(*data(), batch_size=16), **run)
+    never = lambda step: pytest.fail("a batch was asked for")  # noqa: E731
+    assert fit(network(), loss_fn, never, **run) == history
+
+
+def test_resuming_with_other_settings_is_refused(tmp_path):
+    run = dict(steps=10, every=5, checkpoint=tmp_path / "a.json")
+    fit(network(), loss_fn, epochs(*data(), batch_size=16), **run)
+    with pytest.raises(ValueError, match=r"lr \(0.5\) must be 0.001, as in the run that .*a.json belongs to"):
+        fit(network(), loss_fn, epochs(*data(), batch_size=16), **run, lr=0.5)
+
+
+def test_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(tmp_path):
+    batches = epochs(*data(), batch_size=16)
+    calls = []
+
+    def breaks(model, batch):
+        calls.append(None)
+        total, count = loss_fn(model, batch)
+        return total * (math.nan if len(calls) == 8 else 1), count
+
+    with pytest.raises(FloatingPointError, match="the loss is nan: a smaller lr"):
+        fit(network(), breaks, batches, steps=20, every=5, checkpoint=tmp_path / "a.json")
+    assert len(calls) == 8 and load_checkpoint(tmp_path / "a.json")[1]["step"] == 5
+
+
+def test_evaluation_sees_the_model_in_evaluation_mode():
+    def evaluate(model):
+        assert not model.training and not torch.is_grad_enabled()
+        return {"answer": 42}
+
+    history = fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=4, every=2, evaluate=evaluate)
+    assert [record["answer"] for record in history] == [42, 42]
+
+
+@pytest.mark.parametrize("wrong, message", [
+    (dict(steps=0), r"steps \(0\) must be an integer of at least 1"),
+    (dict(steps=2.5), r"steps \(2.5\) must be an integer"),
+    (dict(steps=5, every=0), r"every \(0\) must be an integer of at least 1"),
+    (dict(steps=5, warmup=6), r"warmup \(6\) must be at most steps \(5\)"),
+    (dict(steps=5, lr=0.0), r"lr \(0.0\) must be positive"),
+    (dict(steps=5, clip=-1.0), r"clip \(-1.0\) must be positive, or None"),
+    (dict(steps=5, schedule="linear"), r"schedule \('linear'\) must be 'cosine', 'inverse_sqrt' or 'constant'"),
+    (dict(steps=50, every=10, stop_after=15), r"stop_after \(15\) must be a multiple of every \(10\)"),
+])
+def test_bad_arguments(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        fit(network(), loss_fn, epochs(*data(), batch_size=16), **wrong)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_carries_tensors_exactly(tmp_path):
+    tensors = {"model.a": torch.randn(3, 4), "b": torch.arange(5), "half": torch.randn(2).bfloat16()}
+    save_checkpoint(tmp_path / "deep" / "c.json", tensors, {"step": 7, "history": [{"loss": 0.1}]})
+    loaded, state = load_checkpoint(tmp_path / "deep" / "c.json")
+    assert all(torch.equal(loaded[key], x) and loaded[key].dtype == x.dtype for key, x in tensors.items())
+    assert state["step"] == 7 and state["history"] == [{"loss": 0.1}]
+
+
+def test_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "c.json"
+    save_checkpoint(path, {"a": torch.ones(3)}, {"step": 1})
+    monkeypatch.setattr(json, "dumps", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError):
+        save_checkpoint(path, {"a": torch.zeros(3)}, {"step": 2})
+    monkeypatch.undo()
+    tensors, state = load_checkpoint(path)
+    assert state["step"] == 1 and torch.equal(tensors["a"], torch.ones(3))
+
+
+def test_broken_checkpoints_are_described(tmp_path):
+    path = tmp_path / "c.json"
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(path)
+    save_checkpoint(path, {"a": torch.ones(100)}, {"step": 1})
+    file = next(tmp_path.glob("*.safetensors"))
+    whole = file.read_bytes()
+    for broken in (whole[:-50], whole[:4], b"PK\x03\x04 a zip file, such as torch.save writes"):
+        file.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"c-00000001.safetensors is truncated or no safetensors file"):
+            load_checkpoint(path)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"c.json belongs to .*c-00000001.safetensors, which is missing"):
+        load_checkpoint(path)
+    for foreign in ("{", "[1, 2]", '{"step": 3}', "\x00\x01"):
+        path.write_text(foreign)
+        with pytest.raises(ValueError, match="c.json is not a checkpoint's JSON file"):
+            load_checkpoint(path)
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from test_train import network, data
+from attnlib.train import fit, epochs
+import torch.nn as nn, torch.nn.functional as F
+
+def uneven(model, batch):  # counts differ between the processes: only some terms count
+    x, y = batch
+    keep = (x[:, 4] > 0.3).float()
+    return (F.cross_entropy(model(x), y, reduction="none") * keep).sum(), keep.sum()
+
+model = network()
+model[3] = nn.Identity()
+history = fit(model, uneven, epochs(*data(), batch_size=16), steps=20, lr=1e-2, every=5, checkpoint={out!r})
+"""
+
+
+def test_two_processes_train_like_one(tmp_path):
+    results = []
+    for processes in (1, 2):
+        out = tmp_path / f"{processes}.json"
+        script = tmp_path / f"run{processes}.py"
+        script.write_text(SCRIPT.format(tests=str(ROOT / "tests"), out=str(out)))
+        launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1", "--mixed_precision", "no"]
+        launch += ["--dynamo_backend", "no", "--num_processes", str(processes), "--main_process_port", "0"]
+        env = dict(os.environ, OMP_NUM_THREADS="1", TQDM_DISABLE="1", PYTHONPATH=str(ROOT))
+        done = subprocess.run([sys.executable, *launch, script], env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        results.append(load_checkpoint(out))
+    (one, state_one), (two, state_two) = results
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], atol=1e-5, rtol=1e-4)
+    assert [r["loss"] for r in state_two["history"]] == pytest.approx([r["loss"] for r in state_one["history"]], rel=1e-4)
