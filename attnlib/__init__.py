@@ -12,12 +12,16 @@ from .position import (
     sincos_2d,
     sinusoidal_encoding,
 )
+from .seq2seq import Seq2Seq
+from .transformer import Transformer
 
 __all__ = [
     "AdditiveAttention",
     "LearnedPositionalEmbedding",
     "MultiHeadAttention",
     "RelativePositionBias",
+    "Seq2Seq",
+    "Transformer",
     "alibi_bias",
     "apply_rotary",
     "attention_backend",

@@ -1,0 +1,340 @@
+"""The Transformer: parity with torch.nn.Transformer and Marian, cached decoding, masks, loss, bad input."""
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnlib.attention import attention_backend, causal_mask
+from attnlib.train import epochs, fit
+from attnlib.transformer import Transformer, from_marian, from_torch, label_smoothing_loss
+
+EXACT = dict(rtol=0, atol=1e-11)  # float64 sums through a few layers
+
+
+def small(**options):
+    torch.manual_seed(0)
+    settings = dict(d_model=16, nhead=2, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=24, max_length=32)
+    return Transformer(20, **(settings | options)).double().eval()
+
+
+def shake(module):
+    """Random numbers in every parameter, biases and norms included, so that none can hide."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, dtype=parameter.dtype) * 0.1)
+    return module
+
+
+def sentences(batch, length, vocab=20, seed=0, shortest=1):
+    """Random tokens from 1 on, with padding 0 behind all rows but the first."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, vocab, (batch, length), generator=generator)
+    lengths = torch.randint(shortest, length + 1, (batch, 1), generator=generator)
+    lengths[0] = length
+    return tokens.masked_fill(torch.arange(length) >= lengths, 0)
+
+
+# --- torch.nn.Transformer ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_parity_with_torch(norm_first, activation, dtype, atol):
+    torch.manual_seed(0)
+    theirs = nn.Transformer(24, 3, 2, 3, 40, 0.0, activation, batch_first=True, norm_first=norm_first, dtype=dtype)
+    ours = from_torch(shake(theirs), 20, max_length=16)
+    assert ours.encoder.norm is not None and ours.decoder.norm is not None
+    x, y = torch.randn(3, 7, 24, dtype=dtype), torch.randn(3, 5, 24, dtype=dtype)
+    real = torch.arange(7) < torch.tensor([[7], [4], [1]])
+    mask, causal = real[:, None, None, :], causal_mask(5)
+    memory = theirs.encoder(x, src_key_padding_mask=~real)
+    torch.testing.assert_close(ours.encoder(x, mask)[real], memory[real], rtol=0, atol=atol)
+    expected = theirs.decoder(y, memory, tgt_mask=~causal, memory_key_padding_mask=~real)
+    out = ours.decoder(y, memory, causal, mask)
+    torch.testing.assert_close(out, expected, rtol=0, atol=atol)
+
+    torch.autograd.backward([expected.square().sum(), out.square().sum()])
+    gradients = {name.replace("feed_forward.", ""): p.grad for name, p in ours.decoder.named_parameters()}
+    for name, parameter in theirs.decoder.named_parameters():
+        scale = parameter.grad.abs().max().item() + 1
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=10 * atol * scale)
+
+
+def test_torch_without_final_norms():
+    theirs = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
+    theirs.encoder.norm = theirs.decoder.norm = None
+    assert from_torch(theirs, 20, max_length=8).encoder.norm is None
+
+
+# --- Marian ------------------------------------------------------------------------------------------------------
+
+
+def marian(dtype, **options):
+    transformers = pytest.importorskip("transformers")
+    settings = dict(
+        vocab_size=30, d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32,
+        activation_function="swish", scale_embedding=True, pad_token_id=29, eos_token_id=0, bos_token_id=None,
+        decoder_start_token_id=29, forced_eos_token_id=None, dropout=0.0, attention_dropout=0.0,
+        share_encoder_decoder_embeddings=True, decoder_vocab_size=30,
+    )
+    torch.manual_seed(0)
+    model = transformers.MarianMTModel(transformers.MarianConfig(**(settings | options))).to(dtype).eval()
+    shake(model)
+    for part in (model.model.encoder, model.model.decoder):  # shaken too, so made anew
+        part.embed_positions.weight.data = part.embed_positions.create_weight().to(dtype)
+    model.final_logits_bias.normal_()
+    return model
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("shared", [True, False])
+def test_parity_with_marian(dtype, atol, shared):
+    options = {} if shared else dict(share_encoder_decoder_embeddings=False, decoder_vocab_size=26, pad_token_id=25,
+                                     decoder_start_token_id=25)
+    theirs = marian(dtype, **options)
+    pad = theirs.config.pad_token_id
+    ours = from_marian(theirs.config, theirs.state_dict()).eval()
+    src, labels = sentences(3, 9, 25), sentences(3, 6, 25, seed=1)
+    src, labels = src.masked_fill(src == 0, pad), labels.masked_fill(labels == 0, -100)
+    expected = theirs(input_ids=src, attention_mask=(src != pad).long(), labels=labels)
+    memory, mask = ours.encode(src)
+    real = src != pad
+    assert memory.dtype == dtype
+    torch.testing.assert_close(memory[real], expected.encoder_last_hidden_state[real], rtol=0, atol=atol)
+    tgt = theirs.prepare_decoder_input_ids_from_labels(labels)  # begins with the padding token
+    logits = ours.decode(tgt, memory, mask)
+    torch.testing.assert_close(logits, expected.logits, rtol=0, atol=atol)
+    loss, count = label_smoothing_loss(logits, labels, smoothing=0.0, pad_id=-100)
+    torch.testing.assert_close(loss / count, expected.loss, rtol=0, atol=atol)
+
+
+def test_marian_greedy_with_cache():
+    theirs = marian(torch.float64)
+    ours = from_marian(theirs.config, theirs.state_dict()).eval()
+    src = sentences(2, 9, 29, shortest=9)
+    expected = theirs.generate(src, num_beams=1, do_sample=False, max_new_tokens=12)
+    memory, mask = ours.encode(src)
+    tokens, cache = torch.full((2, 1), 29), ours.new_cache()
+    for _ in range(expected.shape[1] - 1):
+        best = ours.decode(tokens[:, -1:], memory, mask, cache)[:, -1:]
+        best[..., 29] = -torch.inf  # generate never chooses padding (bad_words_ids of published models)
+        tokens = torch.cat([tokens, best.argmax(-1)], dim=1)
+    for mine, their in zip(tokens.tolist(), expected.tolist()):
+        end = their.index(0) if 0 in their else len(their)
+        if 29 not in their[1:end]:
+            assert mine[:end] == their[:end]
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(scale_embedding=False), r"scale_embedding \(False\) of config must be True"),
+    (dict(decoder_attention_heads=4), r"encoder_attention_heads \(2\) of config must be 4"),
+])
+def test_marian_that_is_another_model(options, words):
+    theirs = marian(torch.float32, **options)
+    with pytest.raises(ValueError, match=words):
+        from_marian(theirs.config, theirs.state_dict())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_marian_file_keeps_a_tied_matrix_once(shared):
+    theirs = marian(torch.float32, share_encoder_decoder_embeddings=shared)
+    weights = {key: x for key, x in theirs.state_dict().items() if key != "lm_head.weight" and "positions" not in key}
+    if shared:
+        weights = {key: x for key, x in weights.items() if "embed_tokens" not in key}
+    whole, part = (from_marian(theirs.config, x).state_dict() for x in (theirs.state_dict(), weights))
+    assert all(torch.equal(whole[key], part[key]) for key in whole)
+
+
+def test_marian_lists_missing_weights():
+    theirs = marian(torch.float32)
+    weights = theirs.state_dict()
+    del weights["model.encoder.layers.1.fc1.bias"]
+    with pytest.raises(RuntimeError, match=r"Missing.*encoder.layers.1.feed_forward.linear1.bias"):
+        from_marian(theirs.config, weights)
+
+
+# --- what the model is -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_cache_changes_nothing(norm_first):
+    model = shake(small(norm_first=norm_first))
+    src, tgt = sentences(3, 7), sentences(3, 9, seed=1, shortest=9)
+    memory, mask = model.encode(src)
+    whole = model.decode(tgt, memory, mask)
+    for cuts in ([1] * 9, [4, 3, 2], [9]):
+        cache = model.new_cache()
+        parts = [model.decode(part, memory, mask, cache) for part in tgt.split(cuts, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole, **EXACT)
+        assert cache[2]["self"][0].shape == (3, 2, 9, 8) and cache[2]["cross"][1].shape == (3, 2, 7, 8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch=st.integers(1, 4), m=st.integers(1, 6), n=st.integers(1, 6), more=st.integers(0, 4), seed=st.integers(0, 99))
+def test_padding_changes_nothing(batch, m, n, more, seed):
+    model = small()
+    src, tgt = sentences(batch, m, seed=seed), sentences(batch, n, seed=seed + 1)
+    expected = model(src, tgt)
+    longer = model(F.pad(src, (0, more)), F.pad(tgt, (0, more)))
+    torch.testing.assert_close(longer[:, :n], expected, **EXACT)
+    one_by_one = [model(s[None, s != 0], t[None, t != 0])[0] for s, t in zip(src, tgt)]
+    for row, alone in zip(expected, one_by_one):
+        torch.testing.assert_close(row[: len(alone)], alone, **EXACT)
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(2, 8), data=st.data(), norm_first=st.booleans())
+def test_no_look_into_the_future(n, data, norm_first):
+    at = data.draw(st.integers(1, n - 1))
+    model, src, tgt = small(norm_first=norm_first), sentences(2, 5), sentences(2, n, shortest=n)
+    other = tgt.clone()
+    other[:, at:] = torch.randint(1, 20, (2, n - at), generator=torch.Generator().manual_seed(n))
+    torch.testing.assert_close(model(src, tgt)[:, :at], model(src, other)[:, :at], **EXACT)
+
+
+def test_a_source_of_padding_only_is_finite():
+    model, src = small(), torch.zeros(1, 4, dtype=torch.int64)
+    logits = model(src, sentences(1, 3))
+    logits.sum().backward()
+    assert logits.isfinite().all() and all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("tgt_vocab, tie, distinct", [(None, True, 1), (None, False, 3), (15, True, 2), (15, False, 3)])
+def test_tied_weights(tgt_vocab, tie, distinct):
+    model = small(tgt_vocab=tgt_vocab, tie_weights=tie)
+    tables = {model.src_embed.weight, model.tgt_embed.weight, model.output.weight}
+    assert len(tables) == distinct
+    assert model(sentences(2, 4), sentences(2, 3, 15)).shape == (2, 3, tgt_vocab or 20)
+    copied = copy.deepcopy(model)
+    assert len({copied.src_embed.weight, copied.tgt_embed.weight, copied.output.weight}) == distinct
+    other = small(tgt_vocab=tgt_vocab, tie_weights=tie)
+    other.load_state_dict(shake(model).state_dict(), strict=True)
+    torch.testing.assert_close(other(sentences(2, 4), sentences(2, 3, 15)), model(sentences(2, 4), sentences(2, 3, 15)))
+
+
+@pytest.mark.parametrize("norm_first, last", [(False, False), (True, True)])
+def test_parameter_count(norm_first, last):
+    d, f, v = 16, 24, 20
+    encoder, decoder = 4 * d * d + 2 * d * f + f + 9 * d, 8 * d * d + 2 * d * f + f + 15 * d
+    count = v * d + 2 * encoder + 3 * decoder + 4 * d * last
+    assert sum(p.numel() for p in small(norm_first=norm_first).parameters()) == count
+
+
+def test_maps_are_the_weights_that_were_used():
+    model = shake(small(dropout=0.5)).train()
+    src, tgt = sentences(3, 7), sentences(3, 5, seed=1)
+    maps = model.attention_maps(src, tgt)
+    assert model.training and {name: len(x) for name, x in maps.items()} == {"encoder": 2, "decoder": 3, "cross": 3}
+    assert maps["cross"][0].shape == (3, 2, 5, 7)
+    for weights in sum(maps.values(), []):
+        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1], dtype=torch.float64), **EXACT)
+    padding = (src == 0)[:, None, None, :]
+    assert (maps["encoder"][1].masked_select(padding) == 0).all() and (maps["cross"][1].masked_select(padding) == 0).all()
+    assert (maps["decoder"][2].triu(1) == 0).all()
+    layer = model.eval().encoder.layers[0].self_attn
+    x = model.embed("src", src, model.src_embed)
+    torch.testing.assert_close(maps["encoder"][0], layer.attention_maps(x, mask=(src != 0)[:, None, None, :]), **EXACT)
+
+
+def test_backends_agree():
+    model, src, tgt = shake(small()), sentences(3, 7), sentences(3, 5)
+    with attention_backend("reference"):
+        expected = model(src, tgt)
+    with attention_backend("sdpa"):
+        torch.testing.assert_close(model(src, tgt), expected, **EXACT)
+
+
+def test_gradients_against_differences():
+    model = small(d_model=4, nhead=2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=4, activation="gelu")
+    src, tgt, weight = sentences(2, 3), sentences(2, 3), model.src_embed.weight.detach().clone().requires_grad_()
+
+    def loss(weight):
+        names = ("src_embed.weight", "tgt_embed.weight", "output.weight")
+        logits = torch.func.functional_call(model, dict.fromkeys(names, weight), (src, tgt))
+        return label_smoothing_loss(logits, tgt)[0]
+
+    assert torch.autograd.gradcheck(loss, weight)
+
+
+# --- the loss ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(smoothing=st.floats(0, 1), vocab=st.integers(2, 9), seed=st.integers(0, 99))
+def test_loss_is_the_formula(smoothing, vocab, seed):
+    targets = sentences(3, 5, vocab, seed)
+    logits = torch.randn(3, 5, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    loss, count = label_smoothing_loss(logits, targets, smoothing=smoothing)
+    expected = 0.0
+    for row, target in zip(logits.flatten(0, 1), targets.flatten()):
+        if target != 0:
+            log_p = row.log_softmax(-1)
+            expected -= (1 - smoothing) * log_p[target].item() + smoothing * log_p.mean().item()
+    assert math.isclose(loss.item(), expected, rel_tol=1e-10, abs_tol=1e-10) and count == (targets != 0).sum()
+
+
+def test_it_learns_to_copy():
+    torch.manual_seed(0)
+    model = Transformer(12, None, 32, 4, 1, 1, 64, 0.0, norm_first=True, max_length=8)
+    words = torch.randint(3, 12, (512, 5))
+    tgt = torch.cat([torch.ones(512, 1, dtype=torch.int64), words], dim=1)
+
+    def loss_fn(model, batch):
+        return label_smoothing_loss(model(batch[0], batch[1][:, :-1]), batch[1][:, 1:], smoothing=0.0)
+
+    history = fit(model, loss_fn, epochs(words, tgt, batch_size=64), steps=150, lr=5e-3, warmup=20, every=50)
+    assert history[-1]["loss"] < 0.5 < 1 < history[0]["loss"]
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("src, tgt, error, words", [
+    (torch.tensor([[1, 20]]), torch.tensor([[1]]), ValueError, r"src holds the token 20; it must be from 0 to 19"),
+    (torch.tensor([[1]]), torch.tensor([[-1, 3]]), ValueError, r"tgt holds the token -1; it must be from 0 to 19"),
+    (torch.ones(1, 33, dtype=torch.int64), torch.tensor([[1]]), ValueError,
+     r"src ends at token 33; there are max_length \(32\) positions"),
+    (torch.tensor([[1], [2]]), torch.tensor([[1]]), ValueError, r"src has 2 rows and tgt 1"),
+    (torch.tensor([[1.0]]), torch.tensor([[1]]), TypeError, r"src of dtype torch.float32 must be torch.int64 or"),
+    (torch.tensor([1]), torch.tensor([[1]]), ValueError, r"src of shape \(1,\) must be \(B, N\)"),
+    (torch.ones(1, 0, dtype=torch.int64), torch.tensor([[1]]), ValueError, r"src of shape \(1, 0\) must be \(B, N\)"),
+])
+def test_bad_tokens(src, tgt, error, words):
+    with pytest.raises(error, match=words):
+        small()(src, tgt)
+
+
+def test_bad_positions_with_a_cache():
+    model, src = small(), sentences(1, 3)
+    memory, mask = model.encode(src)
+    cache = model.new_cache()
+    model.decode(torch.ones(1, 32, dtype=torch.int64), memory, mask, cache)
+    with pytest.raises(ValueError, match=r"tgt ends at token 33; there are max_length \(32\) positions"):
+        model.decode(torch.ones(1, 1, dtype=torch.int64), memory, mask, cache)
+    with pytest.raises(ValueError, match=r"tgt has 2 rows and memory 1"):
+        model.decode(torch.ones(2, 1, dtype=torch.int64), memory, mask)
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(nhead=3), r"embed_dim \(16\) must be divisible by num_heads \(3\)"),
+    (dict(activation="tanh"), r"activation \('tanh'\) must be one of 'relu', 'gelu'"),
+    (dict(dropout=1.5), r"dropout \(1.5\) must be in \[0, 1\)"),
+    (dict(pad_id=20), r"pad_id \(20\) must be a token of src_vocab \(20\), from 0 to 19"),
+    (dict(tgt_vocab=10, pad_id=15), r"pad_id \(15\) must be a token of tgt_vocab \(10\), from 0 to 9"),
+])
+def test_bad_settings(options, words):
+    with pytest.raises(ValueError, match=words):
+        small(**options)
+
+
+def test_torch_with_another_activation():
+    theirs = nn.Transformer(8, 2, 1, 1, 8, activation=torch.tanh, batch_first=True)
+    with pytest.raises(ValueError, match=r"activation .*tanh.* of module must be F.relu, F.gelu or F.silu"):
+        from_torch(theirs, 20)
