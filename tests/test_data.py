@@ -1,9 +1,14 @@
 """Number words and tokens: right names, disjoint splits, texts restored exactly."""
+import hashlib
+import io
+import tarfile
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnlib import data
 from attnlib.data import BOS, EOS, LANGUAGES, PAD, UNK, decode, draw_numbers, encode, number_words, train_bpe
 
 
@@ -77,3 +82,59 @@ def test_unknown_letters_become_unknown_tokens(tokenizer):
 def test_prefixes_must_be_one_for_each_text(tokenizer):
     with pytest.raises(ValueError):
         encode(tokenizer, ["one", "two"], prefix=["<2de>"])
+
+
+# --- Multi30k, on a small archive of the same form -------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A server folder with a small training.tar.gz; Multi30k's table points to it, after an address that is dead."""
+    server = tmp_path / "server"
+    server.mkdir()
+    texts = {"train.en": "A dog runs.\nTwo men cook.\n", "train.de": "Ein Hund rennt.\nZwei Männer kochen.\n"}
+    archive = server / "training.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, text in texts.items():
+            info = tarfile.TarInfo(f"./{name}")
+            info.size = len(text.encode())
+            tar.addfile(info, io.BytesIO(text.encode()))
+    checksum = hashlib.sha256(archive.read_bytes()).hexdigest()
+    sources = {"http://127.0.0.1:9/": checksum, server.as_uri() + "/": checksum}
+    monkeypatch.setattr(data, "MULTI30K", {"train": ("train", "training.tar.gz", sources)})
+    return archive
+
+
+def test_multi30k_takes_the_second_source_and_keeps_the_file(small, tmp_path):
+    english, german = data.multi30k("train", tmp_path / "kept")
+    assert english == ["A dog runs.", "Two men cook."] and german == ["Ein Hund rennt.", "Zwei Männer kochen."]
+    small.unlink()
+    assert data.multi30k("train", tmp_path / "kept") == (english, german)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["training.tar.gz"]
+
+
+def test_multi30k_refuses_a_file_that_is_not_the_published_one(small, tmp_path):
+    small.write_bytes(small.read_bytes() + b"x")
+    with pytest.raises(ConnectionError, match=r"could not be fetched.*invalid hash.*Put it at .*training.tar.gz"):
+        data.multi30k("train", tmp_path / "kept")
+    assert not list((tmp_path / "kept").iterdir())  # nothing half-done stays
+    (tmp_path / "kept" / "training.tar.gz").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="has another SHA-256 than the published file: delete it"):
+        data.multi30k("train", tmp_path / "kept")
+
+
+def test_multi30k_offline_says_what_was_wanted(tmp_path, small):
+    small.unlink()
+    with pytest.raises(ConnectionError, match=r"training.tar.gz could not be fetched from http://127.0.0.1:9/training"):
+        data.multi30k("train", tmp_path / "kept")
+
+
+def test_multi30k_unknown_split():
+    with pytest.raises(ValueError, match=r"split \('dev'\) must be one of 'train', 'valid', 'test'"):
+        data.multi30k("dev")
+
+
+def test_multi30k_table_is_complete():
+    for _, name, sources in data.MULTI30K.values():
+        assert name.endswith(".tar.gz") and len(sources) == 2
+        assert all(len(checksum) == 64 and int(checksum, 16) for checksum in sources.values())
