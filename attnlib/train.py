@@ -235,6 +235,8 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
         if (step + 1) % every and step + 1 != steps:
             continue
         mean = (accelerator.reduce(total, "sum") / count).item()
+        if not math.isfinite(mean):  # a step that did not look: nothing of it must reach the checkpoint
+            raise FloatingPointError(f"the loss before step {step + 1} is {mean}: a smaller lr may help")
         history.append({"step": step + 1, "loss": mean, "lr": rate, **_evaluated(evaluate, plain)})
         total = count = 0
         bar.set_postfix(loss=f"{mean:.3f}")

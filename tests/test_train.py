@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from attnlib import train
 from attnlib.train import adamw, epochs, fit, learning_rate, load_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +20,10 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # with several, products need not add in the same order twice
+    yield
+    torch.set_num_threads(threads)
 
 
 def network(seed=0):
@@ -151,6 +156,21 @@ def test_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(tmp_path):
     with pytest.raises(FloatingPointError, match="the loss is nan: a smaller lr"):
         fit(network(), breaks, batches, steps=20, every=5, checkpoint=tmp_path / "a.json")
     assert len(calls) == 8 and load_checkpoint(tmp_path / "a.json")[1]["step"] == 5
+
+
+def test_loss_that_no_step_looked_at_does_not_reach_the_checkpoint(tmp_path, monkeypatch):
+    """On a GPU only some steps look at the loss; the record before a checkpoint does."""
+    original, calls = train.train_step, []
+
+    def blind(*arguments):
+        loss, terms = original(*arguments)
+        calls.append(None)
+        return loss * (math.nan if len(calls) == 8 else 1), terms
+
+    monkeypatch.setattr(train, "train_step", blind)
+    with pytest.raises(FloatingPointError, match="the loss before step 10 is nan"):
+        fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=20, every=5, checkpoint=tmp_path / "a.json")
+    assert load_checkpoint(tmp_path / "a.json")[1]["step"] == 5
 
 
 def test_evaluation_sees_the_model_in_evaluation_mode():
