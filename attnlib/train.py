@@ -4,12 +4,15 @@
 
 # %% auto #0
 __all__ = ['learning_rate', 'epochs', 'save_checkpoint', 'load_checkpoint', 'adamw', 'train_step', 'training_state', 'resume',
-           'fit']
+           'fit', 'machine', 'write_record', 'read_record']
 
 # %% ../nbs/91_train.ipynb #imports
+import datetime
 import json
 import math
 import os
+import platform
+import subprocess
 from pathlib import Path
 
 import torch
@@ -269,3 +272,36 @@ def _check_run(steps, lr, warmup, clip, every, stop_after, schedule):
     if stop_after is not None and stop_after % every:
         raise ValueError(f"stop_after ({stop_after}) must be a multiple of every ({every}): a run resumes from a record")
     learning_rate(0, steps=steps, warmup=0, schedule=schedule)  # an unknown schedule fails before training
+
+# %% ../nbs/91_train.ipynb #records
+def machine(device="cpu"):
+    """What a measurement depends on: device, threads, versions, commit and date, as a dict."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit or None,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write_record(path, result, device="cpu"):
+    """Write a dict of results, and the machine it comes from, to a JSON file; an older one stands until it is complete."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps({**machine(device), **result}, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def read_record(name):
+    """The record `name`.json of the book as a dict; raises FileNotFoundError, with the names there are, if it is none of them."""
+    here = Path(__file__).parent
+    folders = [here / "results", here.parent / "benchmarks" / "results"]  # installed; in the repository
+    found = {path.stem: path for folder in folders for path in folder.glob("*.json")}
+    if name not in found:
+        raise FileNotFoundError(f"name ({name!r}) must be one of {', '.join(sorted(found)) or 'the records, and there are none'}")
+    return json.loads(found[name].read_text(encoding="utf-8"))

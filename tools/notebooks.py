@@ -154,17 +154,30 @@ def check():
 # --- running -----------------------------------------------------------------------------------------------------
 
 
+def startup(folder):
+    """An IPython folder whose kernels can import torchvision (see tools/torchvision_ops.py); it names nothing."""
+    target = Path(folder) / "ipython" / "profile_default" / "startup"
+    target.mkdir(parents=True)
+    path = f'__import__("sys").path.append({str(ROOT / "tools")!r})'
+    import_it = '__import__("torchvision_ops")\n__import__("sys").path.pop()\n'
+    (target / "first.py").write_text(f"{path}\n{import_it}", encoding="utf-8")
+    return target.parent.parent
+
+
 def run(paths):
     from nbclient import NotebookClient
 
-    for path in paths:
-        began = time.perf_counter()
-        nb = nbformat.read(path, 4)
-        where = {"metadata": {"path": str(NBS)}}
-        NotebookClient(nb, timeout=900, kernel_name="python3", coalesce_streams=True, resources=where).execute()
-        nb.metadata["figures"] = stamps(nb)
-        write(canonical(nb), path)
-        print(f"{path.name}: {time.perf_counter() - began:.0f} s, {len(nb.metadata['figures'])} figures", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["IPYTHONDIR"] = str(startup(folder))
+        for path in paths:
+            began = time.perf_counter()
+            nb = nbformat.read(path, 4)
+            where = {"metadata": {"path": str(NBS)}}
+            NotebookClient(nb, timeout=900, kernel_name="python3", coalesce_streams=True, resources=where).execute()
+            nb.metadata["figures"] = stamps(nb)
+            write(canonical(nb), path)
+            seconds = time.perf_counter() - began
+            print(f"{path.name}: {seconds:.0f} s, {len(nb.metadata['figures'])} figures", flush=True)
 
 
 def test(paths):
@@ -173,10 +186,12 @@ def test(paths):
         folder = Path(folder)
         site, dist = folder / "site", folder / "dist"
         quiet = dict(check=True, stdout=subprocess.DEVNULL)
+        ipython = startup(folder)
         source = folder / "source"  # setuptools leaves a build folder behind: not in the checkout
         source.mkdir()
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source)
+        shutil.copytree(ROOT / "benchmarks" / "results", source / "benchmarks" / "results")
         shutil.copytree(ROOT / "attnlib", source / "attnlib", ignore=shutil.ignore_patterns("__pycache__"))
         subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", dist, source], **quiet)
         wheel = next(dist.glob("*.whl"))
@@ -186,7 +201,7 @@ def test(paths):
             alone = folder / path.stem
             alone.mkdir()
             shutil.copy(path, alone)
-            env = dict(os.environ, PYTHONPATH=str(site), ATTNLIB_SITE=str(site))
+            env = dict(os.environ, PYTHONPATH=str(site), ATTNLIB_SITE=str(site), IPYTHONDIR=str(ipython))
             origin = subprocess.run(
                 [sys.executable, "-c", "import attnlib; print(attnlib.__file__)"],
                 cwd=alone, env=env, check=True, capture_output=True, text=True,

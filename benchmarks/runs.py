@@ -1,0 +1,76 @@
+"""The chapters' full training runs: `python benchmarks/runs.py PART ... --out FOLDER`.
+
+Each part is a function of the library; this file calls it and records what it gives, as FOLDER/PART.json. A run that
+is interrupted goes on from its last checkpoint when the same command is given again. With --tiny every part runs in
+seconds, to see that it works; such a record means nothing.
+"""
+import argparse
+import functools
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from attnlib import translation
+from attnlib.train import write_record
+from attnlib.transformer import POSITIONS
+
+
+def bf16():
+    """A new engine in bfloat16, on a GPU where there is one."""
+    return Accelerator(mixed_precision="bf16")
+
+
+def numbers(directions, folder, tiny):
+    small = dict(steps=8, numbers=200, tests=132, vocab_size=500, d_model=32, layers=1, batch_size=16) if tiny else {}
+    _, _, record = translation.number_run(directions, **small, checkpoint=folder / "numbers.json", accelerator=bf16())
+    return record
+
+
+def lengths(folder, tiny):
+    small = dict(steps=5, numbers=500, tests=5, d_model=16) if tiny else {}
+    seeds = range(1 if tiny else 3)
+    return {"runs": [translation.length_run(position, seed=seed, **small, accelerator=bf16())
+                     for position in POSITIONS for seed in seeds]}
+
+
+def multi30k(folder, tiny):
+    small = dict(steps=4, vocab_size=200, d_model=32, layers=1, batch_size=2, beam_size=2) if tiny else {}
+    _, _, record = translation.multi30k_run(**small, checkpoint=folder / "multi30k.json", accelerator=bf16())
+    return record
+
+
+ALL = [pair for pair in translation.DIRECTIONS if pair not in translation.HELD_OUT]
+ENGLISH = [pair for pair in translation.DIRECTIONS if "en" in pair]
+PARTS = {
+    "numbers": functools.partial(numbers, ALL),
+    "numbers_english": functools.partial(numbers, ENGLISH),
+    "lengths": lengths,
+    "multi30k": multi30k,  # needs a network, or the archives where attnlib.data.multi30k looks for them
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the records")
+    parser.add_argument("--checkpoints", type=Path, help="folder of unfinished runs; a temporary one by default")
+    parser.add_argument("--threads", type=int, help="threads on a CPU; PyTorch's own choice by default")
+    parser.add_argument("--tiny", action="store_true", help="a few steps of small models, to see that all runs")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.parts:
+            began = time.perf_counter()
+            record = PARTS[name]((arguments.checkpoints or Path(folder)) / name, arguments.tiny)
+            record["seconds"] = round(time.perf_counter() - began)
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            write_record(arguments.out / f"{name}.json", record, device)
+            print(f"{name}: {record['seconds']} s, recorded in {arguments.out / name}.json", flush=True)
+
+
+if __name__ == "__main__":
+    main()
