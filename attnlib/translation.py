@@ -205,11 +205,10 @@ def length_run(position, *, longest=5, steps=1500, numbers=30_000, tests=300, d_
     pairs = epochs(encode(tokenizer, english), encode(tokenizer, german), batch_size=64, seed=seed)
     fit(model, translation_loss, lambda step: tuple(map(trim, pairs(step))), steps=steps, lr=3e-3,
         warmup=steps // 10, weight_decay=0.0, every=steps, seed=seed, accelerator=accelerator)
-    accuracy = []
-    for own in tests.values():
-        src = encode(tokenizer, number_words(own, "en")).to(model.output.weight.device)
-        said = decode(tokenizer, greedy(model, src, 120).cpu())
-        accuracy.append(sum(a == b for a, b in zip(said, number_words(own, "de"))) / len(own))
+    every = [n for own in tests.values() for n in own]
+    src = encode(tokenizer, number_words(every, "en")).to(model.output.weight.device)
+    said = dict(zip(every, decode(tokenizer, greedy(model, src, 120).cpu())))
+    accuracy = [sum(said[n] == number_words([n], "de")[0] for n in own) / len(own) for own in tests.values()]
     settings = dict(position=position, longest=longest, steps=steps, numbers=len(seen), d_model=d_model, seed=seed)
     return {**settings, "accuracy": [round(share, 4) for share in accuracy]}
 
