@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['DIRECTIONS', 'HELD_OUT', 'tag', 'number_tokenizer', 'number_table', 'trim', 'direction_batches', 'translation_loss',
-           'translate_numbers', 'direction_accuracy', 'number_run', 'sparse_numbers', 'length_run', 'multi30k_run',
-           'translate_sentences']
+           'translate_numbers', 'direction_accuracy', 'number_run', 'number_scores', 'sparse_numbers', 'length_run',
+           'multi30k_run', 'translate', 'load_marian']
 
 # %% ../nbs/23_translation.ipynb #imports
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 
 from .data import LANGUAGES, PAD, decode, draw_numbers, encode, multi30k, number_words, train_bpe
 from .decoding import beam_search, greedy
@@ -113,61 +114,79 @@ def translate_numbers(model, tokenizer, texts, language, *, max_length=100):
 
 # %% ../nbs/23_translation.ipynb #accuracy
 def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500):
-    """The share of numbers named exactly right in each direction.
+    """How often a number is named right in each direction.
 
     Number i is asked in direction i mod len(directions), so that n numbers are n translations.
 
     Returns
     -------
-    dict of (str, str) to float
+    dict of (str, str) to (float, float)
+        For each direction the share of names that are right, letter for letter, and the share of those that are right
+        for the number but in another language than the one asked for.
     """
     hits = {pair: [] for pair in directions}
     asked = [(number, *directions[i % len(directions)]) for i, number in enumerate(numbers)]
     for first in range(0, len(asked), batch_size):
         batch = asked[first : first + batch_size]
-        texts = [number_words([number], a)[0] for number, a, _ in batch]
-        said = translate_numbers(model, tokenizer, texts, [b for _, _, b in batch])
-        for (number, a, b), text in zip(batch, said):
-            hits[a, b].append(text == number_words([number], b)[0])
-    return {pair: sum(own) / len(own) for pair, own in hits.items() if own}
+        names = [{language: number_words([number], language)[0] for language in LANGUAGES} for number, _, _ in batch]
+        sources = [own[a] for own, (_, a, _) in zip(names, batch)]
+        said = translate_numbers(model, tokenizer, sources, [b for _, _, b in batch])
+        for (_, a, b), own, text in zip(batch, names, said):
+            right = text == own[b]
+            hits[a, b].append((right, not right and text in own.values()))
+    return {pair: tuple(sum(column) / len(own) for column in zip(*own)) for pair, own in hits.items() if own}
 
 # %% ../nbs/23_translation.ipynb #number-run
-def number_run(directions, *, steps=6000, numbers=60_000, tests=10_000, vocab_size=800, d_model=192, layers=2,
-               batch_size=128, lr=2e-3, seed=0, checkpoint=None, accelerator=None):
-    """Train one model on some directions and test it on all, with numbers below 10⁹ that it has not seen.
+def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_000, vocab_size=800, d_model=192,
+               layers=2, batch_size=128, lr=2e-3, seed=0, checkpoint=None, accelerator=None):
+    """Train one model on some directions and test it on all between their languages, with numbers it has not seen.
 
     Returns
     -------
     model : Transformer
     tokenizer : tokenizers.Tokenizer
     record : dict
-        Settings, history, and the share of exactly right names: "supervised" and "zero_shot", each a dict with
-        "numbers", "mean" and "directions".
+        Settings, history, "supervised" and "zero_shot", see `number_scores`.
     """
-    held_out = [n for n in dict.fromkeys(draw_numbers(2 * tests, 10**9, seed=seed + 1)) if n >= 1000][:tests]
-    seen = draw_numbers(numbers, 10**9, seed=seed + 2, exclude=held_out)
+    held_out = [n for n in dict.fromkeys(draw_numbers(2 * tests, limit, seed=seed + 1)) if n >= 1000][:tests]
+    seen = draw_numbers(numbers, limit, seed=seed + 2, exclude=held_out)
     tokenizer = number_tokenizer(seen[:3000], vocab_size)
     batches = direction_batches(tokenizer, number_table(tokenizer, seen), directions, batch_size=batch_size, seed=seed)
     torch.manual_seed(seed)
     model = Transformer(vocab_size, None, d_model, max(1, d_model // 48), layers, layers, 4 * d_model, dropout=0.0,
                         norm_first=True, max_length=128)
-    parts = {"supervised": directions, "zero_shot": [pair for pair in DIRECTIONS if pair not in directions]}
 
-    def evaluate(model, count=min(500, tests)):
-        accuracies = {name: direction_accuracy(model, tokenizer, held_out[:count], part) for name, part in parts.items()}
-        return {name: sum(each.values()) / len(each) for name, each in accuracies.items() if each}
+    def evaluate(model):
+        scores = number_scores(model, tokenizer, held_out[:500], directions)
+        return {name: own["right"] for name, own in scores.items()}
 
     history = fit(model, translation_loss, batches, steps=steps, lr=lr, warmup=steps // 20, weight_decay=0.0,
                   every=max(1, steps // 12), evaluate=evaluate, checkpoint=checkpoint, seed=seed, accelerator=accelerator)
-    settings = dict(steps=steps, numbers=numbers, vocab_size=vocab_size, d_model=d_model, layers=layers,
+    settings = dict(limit=limit, steps=steps, numbers=numbers, vocab_size=vocab_size, d_model=d_model, layers=layers,
                     batch_size=batch_size, lr=lr, seed=seed, parameters=sum(p.numel() for p in model.parameters()))
-    record = {"settings": settings, "history": history}
-    for name, part in parts.items():
-        found = direction_accuracy(model, tokenizer, held_out, part) if part else {}
-        mean = sum(found.values()) / len(found) if found else None
-        record[name] = {"numbers": len(held_out), "mean": mean,
-                        "directions": {f"{a}-{b}": round(share, 4) for (a, b), share in found.items()}}
-    return model, tokenizer, record
+    scores = number_scores(model, tokenizer, held_out, directions)
+    return model, tokenizer, {"settings": settings, "history": history, **scores}
+
+# %% ../nbs/23_translation.ipynb #number-scores
+def number_scores(model, tokenizer, numbers, directions):
+    """Accuracies over the `directions` of training ("supervised") and over the others of their languages ("zero_shot").
+
+    Returns
+    -------
+    dict of dict
+        "numbers", how many were asked; "right" and "elsewhere", the shares named right and named right in another
+        language, as means over directions; "directions", both for each.
+    """
+    known = {language for pair in directions for language in pair}
+    zero_shot = [(a, b) for a, b in DIRECTIONS if {a, b} <= known and (a, b) not in directions]
+    scores = {}
+    for name, part in (("supervised", directions), ("zero_shot", zero_shot)):
+        found = direction_accuracy(model, tokenizer, numbers, part) if part else {}
+        if found:
+            right, elsewhere = (sum(column) / len(found) for column in zip(*found.values()))
+            each = {f"{a}-{b}": [round(share, 4) for share in shares] for (a, b), shares in found.items()}
+            scores[name] = {"numbers": len(numbers), "right": right, "elsewhere": elsewhere, "directions": each}
+    return scores
 
 # %% ../nbs/23_translation.ipynb #sparse-numbers
 def sparse_numbers(count, nonzero, *, seed=0):
@@ -240,7 +259,7 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
     history = fit(model, translation_loss, lambda step: tuple(map(trim, pairs(step))), steps=steps, lr=lr,
                   warmup=steps // 10, every=max(1, steps // 20), seed=seed, checkpoint=checkpoint, accelerator=accelerator)
     english, german = multi30k("test", folder)
-    said = translate_sentences(model, tokenizer, english, beam_size=beam_size)
+    said = translate(model, tokenizer, english, beam_size=beam_size)
     metric = sacrebleu.BLEU()
     settings = dict(steps=steps, vocab_size=tokenizer.get_vocab_size(), d_model=d_model, layers=layers, dropout=dropout,
                     batch_size=batch_size, lr=lr, beam_size=beam_size, seed=seed)
@@ -249,15 +268,64 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
               "examples": [list(row) for row in zip(english[:5], said, german)]}
     return model, tokenizer, record
 
-# %% ../nbs/23_translation.ipynb #translate-sentences
-def translate_sentences(model, tokenizer, texts, *, beam_size=4, max_length=200, batch_size=64):
-    """Translate texts with the tokens of `train_bpe` by beam search, in batches of similar length: a list of str."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    said = [""] * len(texts)
-    for first in range(0, len(order), batch_size):
+# %% ../nbs/23_translation.ipynb #translate
+def translate(model, tokenizer, texts, *, beam_size=4, length_penalty=1.0, max_length=200, batch_size=64):
+    """Translate sentences by beam search, in batches of similar length.
+
+    Parameters
+    ----------
+    model : Transformer
+    tokenizer : tokenizers.Tokenizer or transformers.MarianTokenizer
+        From `train_bpe` or `load_marian`.
+    texts : sequence of str
+    beam_size, length_penalty
+        See `attnlib.decoding.beam_search`.
+    max_length : int
+        Tokens after which a translation that has not ended is cut.
+
+    Returns
+    -------
+    list of str
+    """
+    marian = not isinstance(tokenizer, Tokenizer)
+    ends = dict(bos_id=model.pad_id, eos_id=tokenizer.eos_token_id) if marian else {}  # Marian starts from padding
+    order, said = sorted(range(len(texts)), key=lambda i: len(texts[i])), [""] * len(texts)
+    for first in range(0, len(texts), batch_size):
         rows = order[first : first + batch_size]
-        src = encode(tokenizer, [texts[i] for i in rows]).to(model.output.weight.device)
-        out = beam_search(model, src, max_length, beam_size)
-        for i, text in zip(rows, decode(tokenizer, out.cpu())):
+        batch = [texts[i] for i in rows]
+        src = tokenizer(batch, return_tensors="pt", padding=True).input_ids if marian else encode(tokenizer, batch)
+        out, _ = beam_search(model, src.to(model.output.weight.device), max_length, beam_size,
+                             length_penalty=length_penalty, **ends)
+        read = tokenizer.batch_decode(out, skip_special_tokens=True) if marian else decode(tokenizer, out.cpu())
+        for i, text in zip(rows, read):
             said[i] = text
     return said
+
+# %% ../nbs/23_translation.ipynb #load-marian
+def load_marian(source):
+    """A published Marian model, such as those of Helsinki-NLP, with its tokenizer.
+
+    Parameters
+    ----------
+    source : str or Path
+        A folder with config.json, the weights, vocab.json, source.spm and target.spm, or the name of a repository of
+        the Hugging Face hub that has them, such as "Helsinki-NLP/opus-mt-en-de".
+
+    Returns
+    -------
+    model : Transformer
+    tokenizer : transformers.MarianTokenizer
+
+    Raises
+    ------
+    OSError
+        If the files are neither there nor can be fetched.
+    """
+    from transformers import MarianMTModel, MarianTokenizer
+
+    try:
+        tokenizer, theirs = (part.from_pretrained(source) for part in (MarianTokenizer, MarianMTModel))
+    except (OSError, TypeError) as error:  # a tokenizer without its files fails with a TypeError
+        wanted = "a folder with config.json, the weights, vocab.json, source.spm and target.spm, or a hub's repository"
+        raise OSError(f"source ({str(source)!r}) must be {wanted}: {error}") from error
+    return from_marian(theirs.config, theirs.state_dict()).eval(), tokenizer
