@@ -3,6 +3,8 @@
 __version__ = "0.1.0"
 
 from .attention import AdditiveAttention, attention_backend, attention_weights, causal_mask, padding_mask
+from .deit import DistilledVisionTransformer
+from .models import create_model, list_models, load_pretrained
 from .multihead import MultiHeadAttention
 from .position import (
     LearnedPositionalEmbedding,
@@ -13,20 +15,28 @@ from .position import (
     sinusoidal_encoding,
 )
 from .seq2seq import Seq2Seq
+from .swin import SwinTransformer
 from .transformer import Transformer
+from .vit import VisionTransformer
 
 __all__ = [
     "AdditiveAttention",
+    "DistilledVisionTransformer",
     "LearnedPositionalEmbedding",
     "MultiHeadAttention",
     "RelativePositionBias",
     "Seq2Seq",
+    "SwinTransformer",
     "Transformer",
+    "VisionTransformer",
     "alibi_bias",
     "apply_rotary",
     "attention_backend",
     "attention_weights",
     "causal_mask",
+    "create_model",
+    "list_models",
+    "load_pretrained",
     "padding_mask",
     "sincos_2d",
     "sinusoidal_encoding",

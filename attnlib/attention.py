@@ -30,11 +30,19 @@ def masked_softmax(logits, mask=None):
         Rows that sum to one; a row with nothing to choose from is zero, and so is its gradient.
     """
     if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf)
+        logits = logits + torch.where(mask, 0.0, -torch.inf).to(logits.dtype)
     if logits.shape[-1] == 0:
         return logits
     empty = logits.detach().amax(-1, keepdim=True) == -torch.inf  # (..., N, 1)
+    if not _may_hold(empty):
+        return logits.softmax(-1)
     return logits.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+
+
+def _may_hold(condition):
+    """Whether a condition may be true somewhere: asked on a CPU; of a GPU the answer would have to be waited for."""
+    can_look = condition.device.type == "cpu" and not torch.compiler.is_compiling()
+    return not can_look or bool(condition.any())
 
 # %% ../nbs/10_attention.ipynb #mask-fits-code
 def _check_mask(mask, logits):
@@ -130,8 +138,10 @@ def _check(q, k, v, mask, bias, dropout_p=0.0):
         raise ValueError(f"q of width {q.shape[-1]} and k of width {k.shape[-1]} must have one width, at least 1")
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"v has {v.shape[-2]} rows and k has {k.shape[-2]}; every key needs one value")
+    leading = q.shape[:-2]
     try:
-        leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        if not leading == k.shape[:-2] == v.shape[:-2]:  # to compare is five times as fast
+            leading = torch.broadcast_shapes(leading, k.shape[:-2], v.shape[:-2])
     except RuntimeError:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v of shapes {shapes} must agree, or broadcast, in all but the last 2 axes") from None
@@ -194,13 +204,13 @@ def _sdpa(q, k, v, mask, bias, scale, dropout_p):
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, scale=scale, dropout_p=dropout_p)
     mask = mask[(None,) * (q.ndim - mask.ndim)]  # with an axis missing, PyTorch falls back to a slow path
+    boolean = mask.dtype == torch.bool
+    possible = mask if boolean else mask.detach() > -torch.inf
+    empty = ~possible.any(-1, keepdim=True)  # (..., N, 1)
+    if not _may_hold(empty):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, dropout_p=dropout_p)
     # let a query without keys attend anywhere, then erase what it got
-    if mask.dtype == torch.bool:
-        empty = ~mask.any(-1, keepdim=True)  # (..., N, 1)
-        mask = mask | empty
-    else:
-        empty = mask.detach().amax(-1, keepdim=True) == -torch.inf
-        mask = mask.masked_fill(empty, 0)
+    mask = mask | empty if boolean else mask.masked_fill(empty, 0)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, dropout_p=dropout_p)
     return out.masked_fill(empty, 0)
 

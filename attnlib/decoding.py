@@ -135,7 +135,7 @@ def reorder_cache(cache, rows):
     The keys and values of cross-attention stay, because beams only move within one sentence.
     """
     for layer in cache:
-        layer["self"] = tuple(x[rows] for x in layer["self"])  # (B, h, tokens, d)
+        layer["self"].reorder(rows)
 
 # %% ../nbs/22_decoding.ipynb #keep-best
 def _keep_best(best, best_score, value, grown):

@@ -6,6 +6,8 @@
 __all__ = ['split_heads', 'merge_heads', 'MultiHeadAttention']
 
 # %% ../nbs/11_multihead.ipynb #imports
+from itertools import groupby
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -48,17 +50,21 @@ class _Projections(nn.Module):
         for name, x, width in zip(("query", "key", "value"), inputs, (self.embed_dim, self.kdim, self.vdim)):
             if x.ndim != 3 or x.shape[-1] != width:
                 raise ValueError(f"{name} of shape {tuple(x.shape)} must be (B, tokens, {width})")
-        bias = self.in_proj_bias
-        if self.fused and all(x is inputs[0] for x in inputs):
-            rows = len(inputs) * self.embed_dim  # without values the rows of W^V are not needed
-            bias = None if bias is None else bias[:rows]
-            parts = F.linear(inputs[0], self.in_proj_weight[:rows], bias).chunk(len(inputs), dim=-1)
-        else:
-            separate = (getattr(self, f"{name}_proj_weight", None) for name in "qkv")
-            weights = self.in_proj_weight.chunk(3) if self.fused else separate
-            biases = (None,) * 3 if bias is None else bias.chunk(3)
-            parts = [F.linear(x, weight, b) for x, weight, b in zip(inputs, weights, biases)]
+        runs = [list(run) for _, run in groupby(inputs, key=id)] if self.fused else [[x] for x in inputs]
+        counts = [len(run) * self.embed_dim for run in runs]
+        separate = (getattr(self, f"{name}_proj_weight", None) for name in "qkv")
+        weights = _split_rows(self.in_proj_weight, counts) if self.fused else separate
+        parts = []
+        for run, weight, bias in zip(runs, weights, _split_rows(self.in_proj_bias, counts)):
+            parts += F.linear(run[0], weight, bias).chunk(len(run), dim=-1)
         return [split_heads(part, self.num_heads) for part in parts]
+
+
+def _split_rows(stacked, counts):
+    """The first rows of a tensor, then the next, as many as `counts` says; all of it, or None, as it is."""
+    if stacked is None or counts == [len(stacked)]:
+        return [stacked] * len(counts)
+    return stacked.split([*counts, len(stacked) - sum(counts)])
 
 # %% ../nbs/11_multihead.ipynb #class
 class MultiHeadAttention(_Projections):

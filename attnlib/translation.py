@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['DIRECTIONS', 'HELD_OUT', 'tag', 'number_tokenizer', 'number_table', 'trim', 'direction_batches', 'translation_loss',
-           'translate_numbers', 'direction_accuracy', 'number_run', 'number_scores', 'sparse_numbers', 'length_run',
+           'translate_numbers', 'direction_accuracy', 'number_scores', 'number_run', 'sparse_numbers', 'length_run',
            'multi30k_run', 'translate', 'load_marian']
 
 # %% ../nbs/23_translation.ipynb #imports
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
@@ -136,9 +138,30 @@ def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500)
             hits[a, b].append((right, not right and text in own.values()))
     return {pair: tuple(sum(column) / len(own) for column in zip(*own)) for pair, own in hits.items() if own}
 
+# %% ../nbs/23_translation.ipynb #number-scores
+def number_scores(model, tokenizer, numbers, directions):
+    """Accuracies over the `directions` of training ("supervised") and over the others of their languages ("zero_shot").
+
+    Returns
+    -------
+    dict of dict
+        "numbers", how many were asked; "right" and "elsewhere", the shares named right and named right in another
+        language, as means over directions; "directions", both for each.
+    """
+    known = {language for pair in directions for language in pair}
+    zero_shot = [(a, b) for a, b in DIRECTIONS if {a, b} <= known and (a, b) not in directions]
+    scores = {}
+    for name, part in (("supervised", directions), ("zero_shot", zero_shot)):
+        found = direction_accuracy(model, tokenizer, numbers, part) if part else {}
+        if found:
+            right, elsewhere = (sum(column) / len(found) for column in zip(*found.values()))
+            each = {f"{a}-{b}": [round(share, 4) for share in shares] for (a, b), shares in found.items()}
+            scores[name] = {"numbers": len(numbers), "right": right, "elsewhere": elsewhere, "directions": each}
+    return scores
+
 # %% ../nbs/23_translation.ipynb #number-run
 def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_000, vocab_size=800, d_model=192,
-               layers=2, batch_size=128, lr=2e-3, seed=0, checkpoint=None, accelerator=None):
+               layers=2, batch_size=128, lr=2e-3, every=500, seed=0, checkpoint=None, accelerator=None):
     """Train one model on some directions and test it on all between their languages, with numbers it has not seen.
 
     Returns
@@ -161,32 +184,11 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
         return {name: own["right"] for name, own in scores.items()}
 
     history = fit(model, translation_loss, batches, steps=steps, lr=lr, warmup=steps // 20, weight_decay=0.0,
-                  every=max(1, steps // 12), evaluate=evaluate, checkpoint=checkpoint, seed=seed, accelerator=accelerator)
+                  every=min(every, steps), evaluate=evaluate, checkpoint=checkpoint, seed=seed, accelerator=accelerator)
     settings = dict(limit=limit, steps=steps, numbers=numbers, vocab_size=vocab_size, d_model=d_model, layers=layers,
                     batch_size=batch_size, lr=lr, seed=seed, parameters=sum(p.numel() for p in model.parameters()))
     scores = number_scores(model, tokenizer, held_out, directions)
     return model, tokenizer, {"settings": settings, "history": history, **scores}
-
-# %% ../nbs/23_translation.ipynb #number-scores
-def number_scores(model, tokenizer, numbers, directions):
-    """Accuracies over the `directions` of training ("supervised") and over the others of their languages ("zero_shot").
-
-    Returns
-    -------
-    dict of dict
-        "numbers", how many were asked; "right" and "elsewhere", the shares named right and named right in another
-        language, as means over directions; "directions", both for each.
-    """
-    known = {language for pair in directions for language in pair}
-    zero_shot = [(a, b) for a, b in DIRECTIONS if {a, b} <= known and (a, b) not in directions]
-    scores = {}
-    for name, part in (("supervised", directions), ("zero_shot", zero_shot)):
-        found = direction_accuracy(model, tokenizer, numbers, part) if part else {}
-        if found:
-            right, elsewhere = (sum(column) / len(found) for column in zip(*found.values()))
-            each = {f"{a}-{b}": [round(share, 4) for share in shares] for (a, b), shares in found.items()}
-            scores[name] = {"numbers": len(numbers), "right": right, "elsewhere": elsewhere, "directions": each}
-    return scores
 
 # %% ../nbs/23_translation.ipynb #sparse-numbers
 def sparse_numbers(count, nonzero, *, seed=0):
@@ -321,11 +323,18 @@ def load_marian(source):
     OSError
         If the files are neither there nor can be fetched.
     """
+    from huggingface_hub import snapshot_download
     from transformers import MarianMTModel, MarianTokenizer
 
-    try:
-        tokenizer, theirs = (part.from_pretrained(source) for part in (MarianTokenizer, MarianMTModel))
-    except (OSError, TypeError) as error:  # a tokenizer without its files fails with a TypeError
-        wanted = "a folder with config.json, the weights, vocab.json, source.spm and target.spm, or a hub's repository"
-        raise OSError(f"source ({str(source)!r}) must be {wanted}: {error}") from error
-    return from_marian(theirs.config, theirs.state_dict()).eval(), tokenizer
+    folder, files = Path(source), ("config.json", "vocab.json", "source.spm", "target.spm")
+    if not folder.is_dir():
+        try:
+            weights = ("model.safetensors", "pytorch_model.bin")
+            folder = Path(snapshot_download(str(source), allow_patterns=["*.json", *files, *weights]))
+        except (OSError, ValueError) as error:  # no network; no such repository; not the name of one
+            raise OSError(f"source ({str(source)!r}) is no folder and cannot be fetched from the hub: {error}") from error
+    missing = [name for name in files if not (folder / name).exists()]
+    if missing:
+        raise FileNotFoundError(f"source ({str(source)!r}) must hold {', '.join(missing)} as well")
+    theirs = MarianMTModel.from_pretrained(folder)
+    return from_marian(theirs.config, theirs.state_dict()).eval(), MarianTokenizer.from_pretrained(folder)

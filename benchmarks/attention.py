@@ -4,14 +4,11 @@ Runs interleave the backends (one call each, in turn), so that a busy machine sl
 medians, the quartiles of the ratio to the reference, and the largest difference between the outputs.
 """
 import argparse
-import datetime
-import json
-import platform
+import functools
 import statistics
-import subprocess
-import time
 from pathlib import Path
 
+import common
 import torch
 
 from attnlib.attention import attention, attention_backend
@@ -24,11 +21,6 @@ SHAPES = {  # (B, h, N, d): where such attention occurs
     "long text": (1, 8, 4096, 64),
 }
 BACKENDS = ["reference", "sdpa", "auto"]
-
-
-def synchronize(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def call(backend, inputs, bias, training):
@@ -44,36 +36,12 @@ def measure(shape, dtype, device, with_bias, training, repeats):
     bias = torch.randn(shape[1], shape[2], shape[2], device=device, dtype=dtype) if with_bias else None
     outputs = {name: call(name, inputs, bias, training) for name in BACKENDS}  # warms up, too
     difference = max((outputs[name] - outputs["reference"]).abs().max().item() for name in BACKENDS)
-    times = {name: [] for name in BACKENDS}
-    for _ in range(repeats):
-        for name in BACKENDS:
-            synchronize(device)
-            began = time.perf_counter()
-            call(name, inputs, bias, training)
-            synchronize(device)
-            times[name].append(1000 * (time.perf_counter() - began))
+    calls = {name: functools.partial(call, name, inputs, bias, training) for name in BACKENDS}
+    times = common.take_turns(calls, repeats, device)
     row = {"difference": difference}
     for name in BACKENDS:
-        ratios = sorted(a / b for a, b in zip(times[name], times["reference"]))
-        quarter = len(ratios) // 4
-        row[name] = {
-            "ms": round(statistics.median(times[name]), 4),
-            "ratio": round(statistics.median(ratios), 3),
-            "quartiles": [round(ratios[quarter], 3), round(ratios[-1 - quarter], 3)],
-        }
+        row[name] = {"ms": round(statistics.median(times[name]), 4), **common.ratio(times[name], times["reference"])}
     return row
-
-
-def machine(device):
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit or None,
-        "date": datetime.date.today().isoformat(),
-    }
 
 
 def main():
@@ -100,10 +68,7 @@ def main():
                     print(f"{name:10} {setting['dtype']:9} {str(with_bias):5} {setting['pass']:8}"
                           + "".join(f"{cell:>22}" for cell in cells), flush=True)
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        path = arguments.out / f"attention_{arguments.device}.json"
-        path.write_text(json.dumps({**machine(arguments.device), "rows": rows}, indent=1) + "\n")
-        print(f"recorded in {path}")
+        common.write(arguments.out, "attention", arguments.device, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -23,9 +23,11 @@ def bf16():
     return Accelerator(mixed_precision="bf16")
 
 
-def numbers(directions, folder, tiny):
-    small = dict(steps=8, numbers=200, tests=132, vocab_size=500, d_model=32, layers=1, batch_size=16) if tiny else {}
-    _, _, record = translation.number_run(directions, **small, checkpoint=folder / "numbers.json", accelerator=bf16())
+def numbers(directions, steps, folder, tiny):
+    size = dict(steps=steps)
+    if tiny:
+        size = dict(steps=8, numbers=200, tests=132, vocab_size=500, d_model=32, layers=1, batch_size=16)
+    _, _, record = translation.number_run(directions, **size, checkpoint=folder / "numbers.json", accelerator=bf16())
     return record
 
 
@@ -45,8 +47,8 @@ def multi30k(folder, tiny):
 ALL = [pair for pair in translation.DIRECTIONS if pair not in translation.HELD_OUT]
 ENGLISH = [pair for pair in translation.DIRECTIONS if "en" in pair]
 PARTS = {
-    "numbers": functools.partial(numbers, ALL),
-    "numbers_english": functools.partial(numbers, ENGLISH),
+    "numbers": functools.partial(numbers, ALL, 6000),
+    "numbers_english": functools.partial(numbers, ENGLISH, 2500),  # fewer directions are learned sooner
     "lengths": lengths,
     "multi30k": multi30k,  # needs a network, or the archives where attnlib.data.multi30k looks for them
 }

@@ -1,15 +1,37 @@
-"""Number words and tokens: right names, disjoint splits, texts restored exactly."""
+"""Text and images: right names, disjoint splits, texts restored exactly; scenes that ask what they should."""
 import hashlib
 import io
+import pickle
+import sys
 import tarfile
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlib import data
-from attnlib.data import BOS, EOS, LANGUAGES, PAD, UNK, decode, draw_numbers, encode, number_words, train_bpe
+from attnlib.data import (
+    BOS,
+    EOS,
+    KINDS,
+    LANGUAGES,
+    PAD,
+    UNK,
+    cifar,
+    decode,
+    describe_scenes,
+    digits,
+    draw_numbers,
+    draw_scenes,
+    encode,
+    number_words,
+    scenes,
+    standardize,
+    train_bpe,
+)
 
 
 def test_number_words():
@@ -138,3 +160,198 @@ def test_multi30k_table_is_complete():
     for _, name, sources in data.MULTI30K.values():
         assert name.endswith(".tar.gz") and len(sources) == 2
         assert all(len(checksum) == 64 and int(checksum, 16) for checksum in sources.values())
+
+
+# --- digits -----------------------------------------------------------------------------------------------------------
+
+
+def test_digits_are_scikit_learns_split_in_two():
+    from sklearn.datasets import load_digits
+
+    (train, train_labels), (test, test_labels) = digits("train"), digits("test")
+    assert train.shape == (1437, 1, 8, 8) and test.shape == (360, 1, 8, 8) and train.dtype == torch.float32
+    assert train_labels.dtype == torch.int64 and test_labels.dtype == torch.int64
+    found = sorted((*x.flatten().tolist(), y) for x, y in zip(torch.cat([train, test]), [*train_labels, *test_labels]))
+    data = load_digits()
+    wanted = sorted((*(x / 16).tolist(), int(y)) for x, y in zip(data.data, data.target))
+    assert found == wanted
+
+
+def test_digits_are_the_same_for_a_seed_and_others_for_another():
+    assert torch.equal(digits("test")[0], digits("test", seed=0)[0])
+    assert not torch.equal(digits("test")[0], digits("test", seed=1)[0])
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 28, 32])
+def test_digits_at_other_sizes(size):
+    images, labels = digits("test", size)
+    assert images.shape == (360, 1, size, size) and torch.equal(labels, digits("test")[1])
+    assert images.min() >= 0 and images.max() <= 1 + 1e-6
+    torch.testing.assert_close(images.mean((1, 2, 3)), digits("test")[0].mean((1, 2, 3)), rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("dev",), r"split \('dev'\) must be 'train' or 'test'"),
+    (("train", 0), r"size \(0\) must be a positive integer"),
+    (("train", 8.5), r"size \(8.5\) must be a positive integer"),
+])
+def test_digits_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        digits(*arguments)
+
+
+# --- scenes -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 2**40), st.sampled_from(["kind", "color"]))
+@settings(max_examples=40, deadline=None)
+def test_scenes_are_images_with_balanced_labels(count, size, seed, task):
+    images, labels = scenes(count, size, seed=seed, task=task)
+    assert images.shape == (count, 3, size, size) and images.dtype == torch.float32
+    assert images.min() >= 0 and images.max() <= 1
+    assert labels.dtype == torch.int64 and labels.sum() == (count + 1) // 2
+
+
+def test_labels_say_what_the_scenes_show():
+    found = describe_scenes(500, seed=1)
+    for task in ("kind", "color"):
+        labels = scenes(500, 8, seed=1, task=task)[1].bool()
+        first, second = found[task].reshape(500, 2, -1).unbind(1)
+        assert torch.equal((first == second).all(-1), labels)
+    apart = (found["color"][:, 0] - found["color"][:, 1]).norm(dim=-1)
+    assert ((apart == 0) | (apart >= 0.4)).all()
+    assert ((found["center"][:, 0] - found["center"][:, 1]).norm(dim=-1) > 0.46).all()
+    radius = found["radius"][..., None]
+    assert (found["center"] - radius >= 0).all() and (found["center"] + radius <= 1).all()
+
+
+def test_a_single_shape_says_nothing_about_the_answer():
+    n = 40_000
+    found = describe_scenes(n, seed=2)
+    same_kind = found["kind"][:, 0] == found["kind"][:, 1]
+    same_color = (found["color"][:, 0] == found["color"][:, 1]).all(-1)
+    error = 4 * (0.25 / (n / 4)) ** 0.5  # four standard deviations
+    for answer in (same_kind, same_color):
+        for i in range(2):
+            for kind in range(4):
+                assert abs(answer[found["kind"][:, i] == kind].float().mean() - 0.5) < error
+            left = found["center"][:, i, 0] < 0.5
+            bright = found["color"][:, i].sum(-1) > found["color"][:, i].sum(-1).median()
+            big = found["radius"][:, i] > 0.095
+            for feature in (left, bright, big):
+                assert abs(answer[feature].float().mean() - 0.5) < error
+    assert abs((same_kind == same_color).float().mean() - 0.5) < error
+
+
+def test_the_same_seed_gives_the_same_scenes_at_every_size_and_for_both_questions():
+    large, small = scenes(50, 128, seed=3)[0], scenes(50, 32, seed=3)[0]
+    difference = (F.avg_pool2d(large, 4) - small).abs()  # at corners the covered part is a rough estimate
+    assert difference.mean() < 1e-3 and difference.max() < 0.3 and (difference > 0.1).float().mean() < 2e-3
+    assert torch.equal(scenes(50, 32, seed=3, task="color")[0], small)
+    assert not torch.equal(scenes(50, 32, seed=4)[0], small)
+
+
+@pytest.mark.parametrize("kind", range(4), ids=KINDS)
+def test_the_drawn_area_is_the_shapes(kind):
+    """Covered pixels add up to the shape's area, counted on a grid 20 times finer without any smoothing."""
+    scene = describe_scenes(1, seed=5)
+    scene["kind"][:] = kind
+    scene["radius"][:] = 0.1
+    scene["color"][:], scene["background"][:] = 1, 0
+    grid = (torch.arange(2000) + 0.5) / 1000 - 1
+    inside = (list(KINDS.values())[kind](grid[None, :], grid[:, None]) < 0).double().mean() * 4  # [-1, 1]² has area 4
+    for size in (48, 100):
+        area = draw_scenes(scene, size)[0, 0].double().sum() / size**2
+        assert abs(area / (2 * 0.1**2 * inside) - 1) < 0.04
+
+
+def test_drawing_in_parts_gives_the_same():
+    scene = describe_scenes(300, seed=6)
+    rows = {key: x[100:200] for key, x in scene.items()}
+    assert torch.equal(draw_scenes(scene, 96)[100:200], draw_scenes(rows, 96))
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (dict(count=0), r"count \(0\) must be a positive integer"),
+    (dict(count=2.0), r"count \(2.0\) must be a positive integer"),
+    (dict(count=2, size=0), r"size \(0\) must be a positive integer"),
+    (dict(count=2, task="same"), r"task \('same'\) must be 'kind' or 'color'"),
+])
+def test_scenes_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        scenes(**arguments)
+
+
+# --- CIFAR, on small files of the same form ---------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["cifar10", "cifar100"])
+def photographs(request, tmp_path, monkeypatch):
+    """An archive like the published one, 2 images a file; torchvision's table has its checksums, no address works."""
+    from torchvision import datasets
+
+    kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[request.param]
+    key = "labels" if request.param == "cifar10" else "fine_labels"
+    generator, sums, images = np.random.default_rng(0), {}, {}
+    archive = tmp_path / "kept" / kind.filename
+    archive.parent.mkdir()
+    with tarfile.open(archive, "w:gz") as tar:
+        for name in [*(name for name, _ in kind.train_list + kind.test_list), kind.meta["filename"]]:
+            images[name] = generator.integers(0, 256, (2, 3072), dtype=np.uint8)
+            content = {"data": images[name], key: [len(images), 7], kind.meta["key"]: ["a", "b"]}
+            raw = pickle.dumps(content)
+            sums[name] = hashlib.md5(raw).hexdigest()
+            info = tarfile.TarInfo(f"{kind.base_folder}/{name}")
+            info.size = len(raw)
+            tar.addfile(info, io.BytesIO(raw))
+    monkeypatch.setattr(kind, "train_list", [[name, sums[name]] for name, _ in kind.train_list])
+    monkeypatch.setattr(kind, "test_list", [[name, sums[name]] for name, _ in kind.test_list])
+    monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": sums[kind.meta["filename"]]})
+    monkeypatch.setattr(kind, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    monkeypatch.setattr(kind, "url", "http://127.0.0.1:9/nothing.tar.gz")
+    return request.param, kind, archive, images
+
+
+def test_cifar_reads_a_local_archive(photographs):
+    name, kind, archive, images = photographs
+    for split, files in ("train", kind.train_list), ("test", kind.test_list):
+        pixels, labels = cifar(name, split, archive.parent)
+        wanted = np.concatenate([images[file] for file, _ in files]).reshape(-1, 3, 32, 32)
+        assert pixels.dtype == torch.float32 and pixels.is_contiguous() and labels.dtype == torch.int64
+        assert torch.equal(pixels, torch.from_numpy(wanted).float() / 255)
+        assert labels.tolist() == [y for file, _ in files for y in (list(images).index(file) + 1, 7)]
+
+
+def test_cifar_refuses_a_changed_file(photographs):
+    name, kind, archive, _ = photographs
+    cifar(name, "test", archive.parent)
+    changed = archive.parent / kind.base_folder / kind.test_list[0][0]
+    changed.write_bytes(changed.read_bytes() + b"x")
+    archive.write_bytes(archive.read_bytes()[:100])
+    with pytest.raises(ConnectionError, match=rf"{kind.filename} could not be fetched from http://127.0.0.1:9/"):
+        cifar(name, "test", archive.parent)
+
+
+def test_cifar_offline_says_what_was_wanted(photographs, tmp_path):
+    name, kind, _, _ = photographs
+    with pytest.raises(ConnectionError, match=rf"Put it, with MD5 {kind.tgz_md5}, at .*elsewhere.{kind.filename}"):
+        cifar(name, "train", tmp_path / "elsewhere")
+
+
+def test_cifar_refuses(monkeypatch):
+    with pytest.raises(ValueError, match=r"name \('cifar'\) must be 'cifar10' or 'cifar100'"):
+        cifar("cifar")
+    with pytest.raises(ValueError, match=r"split \('valid'\) must be 'train' or 'test'"):
+        cifar("cifar10", "valid")
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ImportError, match=r"cifar10 is read by torchvision, which is missing: `pip install"):
+        cifar("cifar10", "test")
+
+
+def test_standardize():
+    reference = torch.rand(50, 3, 4, 4) * torch.tensor([1.0, 2.0, 3.0])[:, None, None] + 5
+    images = standardize(reference, reference)
+    torch.testing.assert_close(images.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-5)
+    torch.testing.assert_close(images.std((0, 2, 3)), torch.ones(3))
+    torch.testing.assert_close(standardize(reference[:5], reference), images[:5])
+    assert torch.isfinite(standardize(torch.ones(2, 1, 3, 3), torch.ones(2, 1, 3, 3))).all()

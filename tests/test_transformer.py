@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnlib.attention import attention_backend, causal_mask
 from attnlib.train import epochs, fit
-from attnlib.transformer import Transformer, from_marian, from_torch, label_smoothing_loss
+from attnlib.transformer import POSITIONS, KeyValues, Transformer, from_marian, from_torch, label_smoothing_loss
 
 EXACT = dict(rtol=0, atol=1e-11)  # float64 sums through a few layers
 
@@ -261,6 +261,88 @@ def test_gradients_against_differences():
         return label_smoothing_loss(logits, tgt)[0]
 
     assert torch.autograd.gradcheck(loss, weight)
+
+
+# --- positions ---------------------------------------------------------------------------------------------------
+
+LEARNED = {"learned": "positions.learned", "relative": "positions.encoder"}  # the schemes that have parameters
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("cuts", [[1] * 9, [4, 3, 2]])
+def test_cache_changes_nothing_in_any_scheme(position, cuts):
+    model = shake(small(position=position))
+    src, tgt = sentences(3, 7), sentences(3, 9, seed=1, shortest=9)
+    memory, mask = model.encode(src)
+    cache = model.new_cache()
+    parts = [model.decode(part, memory, mask, cache) for part in tgt.split(cuts, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model.decode(tgt, memory, mask), **EXACT)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_order_counts_but_without_positions(position):
+    model, src, order = shake(small(position=position)), sentences(2, 6, shortest=6), torch.tensor([3, 0, 5, 1, 2, 4])
+    memory, permuted = model.encode(src)[0], model.encode(src[:, order])[0]
+    difference = (permuted - memory[:, order]).abs().max()
+    assert difference < 1e-11 if position == "none" else difference > 1e-3
+    tgt = sentences(2, 6, seed=1, shortest=6)  # the decoder is causal: it knows the order in every scheme
+    assert (model(src, tgt[:, order]) - model(src, tgt)[:, order]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_padding_changes_nothing_in_any_scheme(position):
+    model, src, tgt = shake(small(position=position)), sentences(3, 6), sentences(3, 5, seed=1)
+    longer = model(F.pad(src, (0, 3)), F.pad(tgt, (0, 2)))
+    torch.testing.assert_close(longer[:, :5], model(src, tgt), **EXACT)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_gradients_reach_learned_positions(position):
+    model = small(position=position)
+    label_smoothing_loss(model(sentences(2, 5), sentences(2, 4)), sentences(2, 4, seed=2))[0].backward()
+    named = {name: p for name, p in model.named_parameters() if name.startswith("positions.")}
+    assert bool(named) is (position in LEARNED)
+    assert all(p.grad.abs().max() > 0 for p in named.values())
+    assert position not in LEARNED or any(name.startswith(LEARNED[position]) for name in named)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_positions_go_through_a_state_dict(position):
+    model, other = shake(small(position=position)), small(position=position)
+    other.load_state_dict(model.state_dict(), strict=True)
+    src, tgt = sentences(2, 5), sentences(2, 4)
+    torch.testing.assert_close(other(src, tgt), model(src, tgt), rtol=0, atol=0)
+
+
+def test_an_unknown_scheme():
+    with pytest.raises(ValueError, match=r"position \('circular'\) must be one of 'sinusoidal', 'learned', 'relative'"):
+        small(position="circular")
+
+
+# --- the cache's room --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(parts=st.lists(st.integers(1, 5), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_key_values_are_what_was_put_in(parts, seed):
+    generator, kept, every = torch.Generator().manual_seed(seed), KeyValues(), []
+    for n in parts:
+        every.append(torch.randn(2, 3, 2, n, 4, generator=generator))
+        found = kept.append(*every[-1])
+        expected = torch.cat(every, dim=3)
+        assert torch.equal(torch.stack(found), expected) and torch.equal(torch.stack(list(kept)), expected)
+        assert len(kept) == sum(parts[: len(every)]) <= kept.room.shape[3] <= 2 * len(kept)
+    rows = torch.tensor([2, 0, 0])
+    kept.reorder(rows)
+    assert torch.equal(kept[1], expected[1, rows])
+
+
+def test_a_mask_that_hides_nothing_changes_nothing():
+    model, src, tgt = shake(small()), sentences(2, 5, shortest=5), sentences(2, 4)
+    memory, mask = model.encode(src)
+    assert mask.all() and mask.shape == (2, 1, 1, 5)
+    torch.testing.assert_close(model.decode(tgt, memory, mask), model.decode(tgt, memory), **EXACT)
+    torch.testing.assert_close(model.encoder(model.embed("src", src, model.src_embed), mask), memory, **EXACT)
 
 
 # --- the loss ----------------------------------------------------------------------------------------------------

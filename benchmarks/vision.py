@@ -1,0 +1,174 @@
+"""Time the vision models beside their peers: `python benchmarks/vision.py --models vit_small_patch16_224 --out FOLDER`.
+
+Forward (logits, evaluation) and training step (forward, cross-entropy, backward, AdamW) against timm, torchvision, the
+transformers library and vit-pytorch, as far as they have the model. Weights are copied where names can be mapped, and
+outputs are compared before anything is timed. All take turns, with fresh random images, at the same precision of
+float32 matrix products: see `MODES`. In bfloat16 evaluation has bfloat16 weights, and training is under autocast.
+"""
+import argparse
+import itertools
+import re
+import statistics
+from pathlib import Path
+
+import common
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import attnlib
+
+MODES = {  # name: (torch.set_float32_matmul_precision, dtype)
+    "float32": ("highest", torch.float32),
+    "float32, medium": ("medium", torch.float32),
+    "bfloat16": ("highest", torch.bfloat16),
+}
+
+
+# --- the same model of other libraries ---------------------------------------------------------------------------
+
+
+class Logits(nn.Module):
+    """A model of the transformers library that returns its logits alone."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).logits
+
+
+def vit_peers(ours):
+    import torchvision
+    import transformers
+    import vit_pytorch
+
+    width, depth, heads = ours.embed_dim, len(ours.blocks), ours.blocks[0].attn.num_heads
+    patch, size, hidden = ours.patch_embed.patch_size[0], ours.patch_embed.img_size[0], 4 * ours.embed_dim
+    config = transformers.ViTConfig(hidden_size=width, num_hidden_layers=depth, num_attention_heads=heads,
+                                    intermediate_size=hidden, image_size=size, patch_size=patch, layer_norm_eps=1e-6,
+                                    num_labels=ours.num_classes, attn_implementation="sdpa")
+    return {
+        "torchvision": torchvision.models.VisionTransformer(size, patch, depth, heads, width, hidden,
+                                                            num_classes=ours.num_classes),
+        "transformers": Logits(transformers.ViTForImageClassification(config)),
+        "vit-pytorch": vit_pytorch.ViT(image_size=size, patch_size=patch, num_classes=ours.num_classes, dim=width,
+                                       depth=depth, heads=heads, mlp_dim=hidden, dim_head=width // heads),
+    }
+
+
+def swin_peers(ours):
+    import torchvision
+
+    name = {96: "swin_t", 128: "swin_b"}.get(ours.embed_dim)
+    return {"torchvision": getattr(torchvision.models, name)()} if name else {}
+
+
+def peers(name, num_classes=1000, **options):
+    """{library: model}, ours first; those whose names can be mapped have its weights."""
+    import timm
+
+    theirs = timm.create_model(name, num_classes=num_classes, **options)
+    ours = attnlib.create_model(name, num_classes=num_classes, **options)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    others = vit_peers(ours) if re.match("vit_", name) else swin_peers(ours) if re.match("swin_", name) else {}
+    return {"attnlib": ours, "timm": theirs, **others}
+
+
+def check(models, name, size, options):
+    """The largest difference of each peer's logits from ours with its weights, where its names can be mapped."""
+    found, x = {}, torch.randn(2, 3, size, size)
+    for library, model in list(models.items())[1:]:
+        own = attnlib.create_model(name, **options)
+        source = model.model if isinstance(model, Logits) else model
+        try:
+            attnlib.load_pretrained(own, source.state_dict())
+        except ValueError:
+            continue  # vit-pytorch has a norm more: of the same size, but not the same function
+        with torch.no_grad():
+            found[library] = (own.eval()(x) - model.eval()(x)).abs().max().item()
+            assert found[library] < 1e-3, (library, found[library])
+    return found
+
+
+# --- what is timed -----------------------------------------------------------------------------------------------
+
+
+def forward(model, images, dtype):
+    def call():
+        with torch.inference_mode():
+            model(next(images).to(dtype))
+
+    return call
+
+
+def training(model, images, dtype, device):
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
+
+    def call():
+        x = next(images)
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            logits = model(x)
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        F.cross_entropy(logits.float(), torch.arange(len(x), device=device) % logits.shape[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return call
+
+
+def measure(name, mode, kind, batch, device, repeats, compiled, options):
+    precision, dtype = MODES[mode]
+    torch.set_float32_matmul_precision(precision)
+    models = {library: model.to(device) for library, model in peers(name, **options).items()}
+    size = models["attnlib"].patch_embed.img_size[0]
+    pool = [torch.randn(batch, 3, size, size, device=device) for _ in range(3)]
+    calls = {}
+    for library, model in models.items():
+        model = model.to(dtype).eval() if kind == "forward" else model.train()
+        model = torch.compile(model) if compiled else model
+        images = itertools.cycle(pool)
+        calls[library] = forward(model, images, dtype) if kind == "forward" else training(model, images, dtype, device)
+    memory = {library: common.peak_memory(call, device) for library, call in calls.items()}
+    common.take_turns(calls, 2, device)
+    times = common.take_turns(calls, repeats, device)
+    return [{"model": name, "mode": mode, "pass": kind, "batch": batch, "compiled": compiled, "library": library,
+             "memory": memory[library], "ms": round(statistics.median(times[library]), 2),
+             **common.ratio(times["attnlib"], times[library])} for library in models]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["vit_small_patch16_224"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--batch", type=int, nargs="+", help="8 on a CPU; 128 and 1 on a GPU")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--passes", nargs="+", choices=["forward", "training"], default=["forward", "training"])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--compile", action="store_true", help="time compiled models as well")
+    parser.add_argument("--out", type=Path, help="folder for the record")
+    parser.add_argument("--name", default="vision", help="name of the record")
+    parser.add_argument("--tiny", action="store_true", help="small images and few classes, to see that it runs")
+    arguments = parser.parse_args()
+    options = dict(img_size=32, num_classes=4) if arguments.tiny else {}
+    batches = arguments.batch or ([128, 1] if arguments.device == "cuda" else [8])
+    rows, differences = [], {}
+    for name in arguments.models:
+        torch.manual_seed(0)
+        models = peers(name, **options)
+        differences[name] = check(models, name, models["attnlib"].patch_embed.img_size[0], options)
+        print(name, "largest difference of logits with the same weights:", differences[name])
+        for mode, kind, batch in itertools.product(arguments.modes, arguments.passes, batches):
+            for compiled in (False, True)[: 1 + arguments.compile]:
+                rows += measure(name, mode, kind, batch, arguments.device, arguments.repeats, compiled, options)
+                for row in rows[-len(models):]:
+                    print(f"{name} {mode:16} {kind:8} batch {batch:3} {'compiled' if compiled else 'eager':8} "
+                          f"{row['library']:14} {row['ms']:9.1f} ms   attnlib / it {row['ratio']:.3f} {row['quartiles']}",
+                          flush=True)
+    if arguments.out:
+        common.write(arguments.out, arguments.name, arguments.device, {"differences": differences, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

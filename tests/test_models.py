@@ -1,0 +1,412 @@
+"""Names, files and weights: what fits is loaded as timm loads it, what does not is listed and changes nothing."""
+import argparse
+import hashlib
+import pickle
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from timm.models._manipulate import adapt_input_conv
+
+from attnlib import models
+from attnlib.models import adapt_channels, create_model, list_models, load_pretrained, read_weights, state_dict_of
+from attnlib.vit import VisionTransformer
+
+NAME = "vit_tiny_patch16_224"
+SMALL = dict(depth=2, embed_dim=48, num_heads=3)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A small timm model with weights that are all different, and its files."""
+    torch.manual_seed(0)
+    model = timm.create_model(NAME, **SMALL).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.1)
+    folder = tmp_path_factory.mktemp("published")
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(model.state_dict(), folder / "model.pth")
+    return folder / "model.safetensors", model
+
+
+def fresh(**changes):
+    torch.manual_seed(1)
+    return create_model(NAME, **{**SMALL, **changes}).eval()
+
+
+def copy_of(model):
+    return {key: x.clone() for key, x in model.state_dict().items()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def refuses(model, source, error=ValueError):
+    """The message with which the source is refused; the model must not have changed."""
+    before = copy_of(model)
+    with pytest.raises(error) as caught:
+        load_pretrained(model, source)
+    assert equal(before, copy_of(model))
+    return str(caught.value)
+
+
+# --- as timm, bit for bit ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [
+    dict(), dict(num_classes=10), dict(num_classes=0), dict(in_chans=1), dict(in_chans=3), dict(in_chans=4),
+    dict(in_chans=6), dict(img_size=64), dict(img_size=384), dict(img_size=(96, 160)), dict(img_size=(112, 448)),
+    dict(num_classes=7, in_chans=1, img_size=(160, 96)),
+], ids=str)
+def test_adapted_weights_equal_timms(published, changes):
+    path, _ = published
+    source = dict(file=str(path), custom_load=False)
+    theirs = timm.create_model(NAME, pretrained=True, pretrained_cfg_overlay=source, **SMALL, **changes).eval()
+    ours = fresh(**changes)
+    start = copy_of(ours)
+    kept = load_pretrained(ours, path)
+    assert kept == (["head.weight", "head.bias"] if changes.get("num_classes") else [])
+    for key, x in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], start[key] if key in kept else x), key
+    theirs.load_state_dict(ours.state_dict())
+    size = changes.get("img_size", 224)
+    x = torch.rand(2, changes.get("in_chans", 3), *(size if isinstance(size, tuple) else (size, size)))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)
+
+
+@given(channels=st.integers(1, 13), base=st.sampled_from([1, 3, 4]), half=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_channels_equal_timms(channels, base, half):
+    weight = torch.randn(5, base, 4, 4).to(torch.bfloat16 if half else torch.float32)
+    before = weight.clone()
+    adapted = adapt_channels(weight, channels)
+    assert adapted.dtype == weight.dtype and torch.equal(weight, before)
+    assert torch.equal(adapted, adapt_input_conv(channels, weight.clone(), base_chans=base))
+
+
+def test_every_registered_name_has_timms_default_repository():
+    assert {name for name in list_models() if name.startswith("vit")} <= set(timm.list_models())
+    for name, (_, hub, _) in models._MODELS.items():
+        if timm.is_model(name):
+            assert hub == timm.get_pretrained_cfg(name).hf_hub_id, name
+
+
+def test_torchvisions_file_loads(tmp_path):
+    from torchvision.models import VisionTransformer as Other
+
+    torch.manual_seed(0)
+    theirs = Other(image_size=32, patch_size=16, num_layers=2, num_heads=3, hidden_dim=48, mlp_dim=192, num_classes=10)
+    nn.init.normal_(theirs.heads.head.weight)
+    torch.save(theirs.eval().state_dict(), tmp_path / "theirs.pth")
+    ours = create_model(NAME, tmp_path / "theirs.pth", num_classes=10, img_size=32, **SMALL).eval()
+    x = torch.rand(2, 3, 32, 32)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)
+    adapted = create_model(NAME, tmp_path / "theirs.pth", num_classes=3, in_chans=1, img_size=64, **SMALL)
+    assert torch.equal(adapted.patch_embed.proj.weight, ours.patch_embed.proj.weight.sum(1, keepdim=True))
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_sources_give_the_same(published, tmp_path):
+    path, model = published
+    wanted = model.state_dict()
+    prefixed = {f"module._orig_mod.{key}": x for key, x in wanted.items()}
+    for wrapper in ("state_dict_ema", "model_ema", "state_dict", "model"):
+        torch.save({wrapper: prefixed, "args": argparse.Namespace(lr=0.1), "epoch": 3}, tmp_path / f"{wrapper}.pth")
+        assert equal(state_dict_of(tmp_path / f"{wrapper}.pth"), wanted)
+    torch.save(wanted, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    files = (path, str(path), path.parent, path.with_suffix(".pth"), tmp_path / "old.pth")
+    for source in (*files, wanted, {"model": wanted}):
+        assert equal(state_dict_of(source), wanted)
+
+
+def test_the_averaged_weights_come_first(published):
+    wanted = published[1].state_dict()
+    assert equal(state_dict_of({"model": {"x": torch.ones(1)}, "model_ema": wanted}), wanted)
+
+
+def test_a_source_is_not_changed(published):
+    source = dict(published[1].state_dict())
+    before = {key: x.clone() for key, x in source.items()}
+    load_pretrained(fresh(in_chans=6, img_size=96, num_classes=3), source)
+    assert equal(source, before)
+
+
+def test_half_precision_weights_load_into_float32(published):
+    half = {key: x.half() for key, x in published[1].state_dict().items()}
+    model = fresh()
+    assert load_pretrained(model, half) == []
+    assert model.norm.weight.dtype == torch.float32 and torch.equal(model.norm.weight, half["norm.weight"].float())
+
+
+def test_create_model_takes_a_file(published):
+    path, theirs = published
+    assert equal(create_model(NAME, pretrained=str(path), **SMALL).state_dict(), theirs.state_dict())
+
+
+# --- bad files --------------------------------------------------------------------------------------------------------
+
+
+@given(share=st.floats(0, 1, exclude_max=True), ending=st.sampled_from([".safetensors", ".pth"]))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_truncated_file_is_refused_wherever_it_is_cut(published, tmp_path, share, ending):
+    whole = published[0].with_suffix(ending).read_bytes()
+    cut = tmp_path / f"cut{ending}"
+    cut.write_bytes(whole[: int(share * len(whole))])
+    message = refuses(fresh(), cut)
+    assert str(cut) in message and ("truncated or no" in message or "refused" in message)
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_with_code_is_refused_and_not_run(published, tmp_path, zipped):
+    weights = {**published[1].state_dict(), "head.bias": Trap(tmp_path / "run")}
+    torch.save(weights, tmp_path / "trap.pth", _use_new_zipfile_serialization=zipped)
+    assert "trap.pth is refused: a pickle may run code" in refuses(fresh(), tmp_path / "trap.pth")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("ending", [".pth", ".bin", ".safetensors"])
+def test_a_bare_pickle_is_refused_and_not_run(tmp_path, protocol, ending):
+    path = tmp_path / f"bare{ending}"
+    path.write_bytes(pickle.dumps({"head.bias": Trap(tmp_path / "run")}, protocol=protocol))
+    with pytest.raises(ValueError, match="refused|truncated or no"):
+        read_weights(path)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not weights", b"PK\x03\x04", b"\x80\x02."])
+@pytest.mark.parametrize("ending", [".pth", ".safetensors"])
+def test_another_file_is_refused(tmp_path, content, ending):
+    (tmp_path / f"other{ending}").write_bytes(content)
+    assert f"other{ending}" in refuses(fresh(), tmp_path / f"other{ending}")
+
+
+def test_no_such_file(tmp_path):
+    for source in (tmp_path / "none.pth", str(tmp_path / "none.safetensors"), "weights/none.pth", tmp_path):
+        assert "is not a file" in refuses(fresh(), source, FileNotFoundError)
+
+
+def test_what_is_not_tensors_by_name_is_refused(tmp_path):
+    torch.save([torch.ones(1)], tmp_path / "list.pth")
+    assert "source holds a list; it must hold tensors by name" in refuses(fresh(), tmp_path / "list.pth")
+    message = refuses(fresh(), {"cls_token": torch.ones(1), "epoch": 3, "optimizer": {}})
+    assert "'epoch': 'int'" in message and "'optimizer': 'dict'" in message
+
+
+# --- weights that do not fit ------------------------------------------------------------------------------------------
+
+
+def test_every_key_that_does_not_fit_is_listed(published):
+    wrong = dict(published[1].state_dict())
+    del wrong["norm.bias"], wrong["blocks.0.attn.qkv.weight"]
+    wrong |= {"blocks.7.ls": torch.ones(3), "extra": torch.ones(2, 2), "blocks.1.mlp.fc1.bias": torch.ones(5)}
+    wrong["norm.weight"] = torch.ones(48, dtype=torch.int8)
+    assert refuses(fresh(), wrong).split("\n  ") == [
+        "source does not fit VisionTransformer; nothing was loaded.",
+        "missing: blocks.0.attn.qkv.weight (144, 48)",
+        "missing: norm.bias (48,)",
+        "unexpected: blocks.7.ls (3,)",
+        "unexpected: extra (2, 2)",
+        "of another shape: blocks.1.mlp.fc1.bias (5,), the model has (192,)",
+        "of another shape: norm.weight (48,) of torch.int8, the model has (48,)",
+    ]
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_nothing_is_ever_half_loaded(published, data):
+    wrong = dict(published[1].state_dict())
+    body = sorted(key for key in wrong if not key.startswith("head."))
+    keys = data.draw(st.sets(st.sampled_from(body), min_size=1, max_size=4))
+    for key in keys:
+        change = data.draw(st.sampled_from(["missing", "renamed", "reshaped"]))
+        x = wrong.pop(key)
+        if change == "renamed":
+            wrong[f"{key}_"] = x
+        if change == "reshaped":
+            wrong[key] = torch.zeros(*x.shape[:-1], x.shape[-1] + 1)
+    message = refuses(fresh(num_classes=data.draw(st.sampled_from([1000, 10, 0]))), wrong)
+    assert all(key in message for key in keys)
+
+
+def test_other_classes_do_not_hide_other_errors(published):
+    wrong = {key: x for key, x in published[1].state_dict().items() if not key.startswith("blocks.1.")}
+    assert refuses(fresh(num_classes=10), wrong).count("missing: blocks.1.") == 12
+
+
+def test_another_pooling_is_another_model(published):
+    """timm loads this and leaves the norm before its classifier, which has another name there, at its start."""
+    message = refuses(fresh(num_classes=10, global_pool="avg"), published[0])
+    assert "missing: fc_norm.weight (48,)" in message and "unexpected: norm.weight (48,)" in message
+
+
+def test_a_classifier_with_a_part_missing_is_listed(published):
+    wrong = {key: x for key, x in published[1].state_dict().items() if key != "head.bias"}
+    assert "missing: head.bias (1000,)" in refuses(fresh(), wrong)
+
+
+def test_weights_without_classifier_load_with_a_warning(published):
+    features = {key: x for key, x in published[1].state_dict().items() if not key.startswith("head.")}
+    model = fresh()
+    start = copy_of(model)
+    with pytest.warns(UserWarning, match="source has no classifier; the model's keeps its random values"):
+        assert load_pretrained(model, features) == ["head.weight", "head.bias"]
+    assert torch.equal(model.head.weight, start["head.weight"]) and torch.equal(model.cls_token, features["cls_token"])
+    assert load_pretrained(fresh(num_classes=0), features) == []
+
+
+def test_a_model_without_values_is_refused(published):
+    with pytest.raises(ValueError, match='model is on the device "meta"'):
+        create_model(NAME, pretrained=published[0], device="meta", **SMALL)
+
+
+def test_a_module_without_hooks_loads_as_it_is():
+    source, model = nn.Linear(3, 4), nn.Linear(3, 4)
+    assert load_pretrained(model, source.state_dict()) == [] and equal(model.state_dict(), source.state_dict())
+    assert "weight (4, 3), the model has (4, 5)" in refuses(nn.Linear(5, 4), source.state_dict())
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def test_pretrained_fetches_timms_file(published, monkeypatch):
+    asked = []
+
+    def download(*args, **kwargs):
+        asked.append((args, kwargs))
+        return str(published[0])
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    model = create_model(NAME, pretrained=True, num_classes=10, **SMALL)
+    repository = "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    assert asked == [((repository, "model.safetensors"), {"revision": None})]
+    assert torch.equal(model.cls_token, published[1].cls_token)
+    load_pretrained(model, "owner/other.name@v1.0")
+    assert asked[1] == (("owner/other.name", "model.safetensors"), {"revision": "v1.0"})
+
+
+def test_offline_says_what_was_wanted_and_what_to_do(monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("no route to host\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    with pytest.raises(ConnectionError) as caught:
+        create_model(NAME, pretrained=True, **SMALL)
+    assert str(caught.value) == (
+        "model.safetensors of timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k could not be fetched from huggingface.co "
+        "(OSError: no route to host). With a copy, pass its path: create_model(name, pretrained=path) or "
+        "load_pretrained(model, path)"
+    )
+    assert "timm/anything" in refuses(fresh(), "timm/anything", ConnectionError)
+
+
+def test_the_hubs_own_offline_error_is_understood(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConnectionError, match="model.safetensors of timm/no-such-model could not be fetched"):
+        load_pretrained(fresh(), "timm/no-such-model")
+
+
+def test_without_the_hubs_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"fetching timm/x needs `pip install huggingface-hub`. With a copy"):
+        load_pretrained(fresh(), "timm/x")
+
+
+def test_a_file_in_the_cache_is_held_to_its_checksum(published, monkeypatch, tmp_path):
+    """The cache links snapshots/…/model.safetensors to blobs/SHA-256."""
+    content = published[0].read_bytes()
+    blob = tmp_path / "blobs" / hashlib.sha256(content).hexdigest()
+    link = tmp_path / "snapshots" / "model.safetensors"
+    for path in (blob, link):
+        path.parent.mkdir()
+    blob.write_bytes(content)
+    link.symlink_to(Path("..") / "blobs" / blob.name)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **kwargs: str(link))
+    assert load_pretrained(fresh(), "owner/name") == []
+    blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # one bit
+    message = refuses(fresh(), "owner/name")
+    assert "has another SHA-256 than the published file: delete" in message and blob.name in message
+
+
+def test_no_published_weights(registry):
+    registry.register_model("a_model", VisionTransformer, **SMALL)
+    with pytest.raises(ValueError, match=r"pretrained \(True\): no weights are published for a_model"):
+        create_model("a_model", pretrained=True)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(models, "_MODELS", {})
+    return models
+
+
+@pytest.mark.parametrize("name, near", [
+    ("vit_bas_patch16_224", "vit_base_patch16_224"), ("vit_tiny_patch16", "vit_tiny_patch16_224"),
+    ("ViT_Huge_patch14_224", "vit_huge_patch14_224"), ("vit_base_patch23_224", "vit_base_patch32_224"),
+])
+def test_an_unknown_name_gets_the_nearest(name, near):
+    with pytest.raises(ValueError, match=rf"name \('{name}'\) is not the name of a model; nearest names: .*{near}"):
+        create_model(name)
+
+
+def test_a_name_like_no_other():
+    with pytest.raises(ValueError, match=r"name \('zzz'\) is not the name of a model; list_models\(\) has all names"):
+        create_model("zzz")
+
+
+def test_list_models_sorts_numbers_as_numbers_and_filters(registry):
+    for name in ("net_10_a", "net_9_b", "net_9_a", "other"):
+        registry.register_model(name, VisionTransformer)
+    assert list_models() == ["net_9_a", "net_9_b", "net_10_a", "other"]
+    assert list_models("net_*") == ["net_9_a", "net_9_b", "net_10_a"]
+    assert list_models("*_[ab]") == list_models("net_*") and list_models("?ther") == ["other"]
+    assert list_models("nothing*") == []
+
+
+def test_registering_again_replaces_and_a_taken_name_is_refused(registry):
+    registry.register_model("a", VisionTransformer, depth=1)
+    registry.register_model("a", type("VisionTransformer", (VisionTransformer,), {}), depth=2, **{"embed_dim": 48})
+    assert len(create_model("a", num_heads=3).blocks) == 2
+    with pytest.raises(ValueError, match=r"name \('a'\) belongs to VisionTransformer already; Linear must"):
+        registry.register_model("a", nn.Linear)
+
+
+def test_arguments_override_those_of_the_name(registry):
+    registry.register_model("a", VisionTransformer, img_size=64, patch_size=16, **SMALL)
+    model = create_model("a", num_classes=3, in_chans=2, depth=1, drop_path_rate=0.1)
+    assert model(torch.zeros(1, 2, 64, 64)).shape == (1, 3) and len(model.blocks) == 1
+    assert create_model("a", img_size=(32, 48)).pos_embed.shape == (1, 7, 48)
+    with pytest.raises(TypeError, match="no_such"):
+        create_model("a", no_such=1)
+
+
+def test_models_imports_no_chapter():
+    source = Path(models.__file__).read_text()
+    assert "from attnlib" not in source and "from ." not in source
