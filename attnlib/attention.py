@@ -244,12 +244,14 @@ def attention_backend(name):
 
 
 def _choose(q, k, v):
-    """The backend measured fastest: the fused kernels, but for short half-precision training on a CPU."""
+    """The backend measured fastest: the fused kernels, but for short training of lower precision on a CPU."""
     if _backend != "auto":
         return _backend
-    half_on_cpu = q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
+    lower = q.dtype in (torch.bfloat16, torch.float16)
+    if not torch.compiler.is_compiling():  # which could not ask
+        lower = lower or torch.get_float32_matmul_precision() == "medium"
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return "reference" if half_on_cpu and training and k.shape[-2] <= 512 else "sdpa"
+    return "reference" if training and lower and q.device.type == "cpu" and k.shape[-2] <= 512 else "sdpa"
 
 # %% ../nbs/10_attention.ipynb #attention
 def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):

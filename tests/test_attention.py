@@ -250,6 +250,12 @@ def test_auto_rule():
     assert module._choose(trained, short, short) == "reference"
     assert module._choose(trained, long, long) == "sdpa"
     assert module._choose(trained.float(), short.float(), short.float()) == "sdpa"
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert module._choose(trained.float(), short.float(), short.float()) == "reference"
+    finally:
+        torch.set_float32_matmul_precision(precision)
     with torch.no_grad():
         assert module._choose(trained, short, short) == "sdpa"
 
