@@ -42,8 +42,11 @@ test: $(VENV)/test.stamp ## everything: export, notebooks, library, book, browse
 	$(BIN)/jupyter-book build . -q -W -n --keep-going --all --path-output _build/check
 	ATTNLIB_BOOK=_build/check/_build/html $(BIN)/python -m pytest tests/test_browser.py
 
-bench: $(VENV)/test.stamp ## time the attention backends side by side and record the result
+bench: $(VENV)/test.stamp ## time the library beside its peers and record the results; the machine should be quiet
 	$(BIN)/python benchmarks/attention.py --out benchmarks/results
+	$(BIN)/python benchmarks/translation.py --out benchmarks/results
+	$(BIN)/python benchmarks/vision.py --models vit_small_patch16_224 --name vit --out benchmarks/results
+	$(BIN)/python benchmarks/vision.py --models swin_tiny_patch4_window7_224 --name swin --batch 4 --out benchmarks/results
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) _build build dist *.egg-info

@@ -244,14 +244,14 @@ def attention_backend(name):
 
 
 def _choose(q, k, v):
-    """The backend measured fastest: the fused kernels, but for short training of lower precision on a CPU."""
+    """The backend measured fastest: the fused kernels, but for few keys in lower precision on a CPU."""
     if _backend != "auto":
         return _backend
-    lower = q.dtype in (torch.bfloat16, torch.float16)
-    if not torch.compiler.is_compiling():  # which could not ask
-        lower = lower or torch.get_float32_matmul_precision() == "medium"
-    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return "reference" if training and lower and q.device.type == "cpu" and k.shape[-2] <= 512 else "sdpa"
+    if q.dtype in (torch.bfloat16, torch.float16):  # only the backward pass of the kernels is slow
+        slow = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    else:  # a compiler cannot ask for the precision
+        slow = not torch.compiler.is_compiling() and torch.get_float32_matmul_precision() == "medium"
+    return "reference" if slow and q.device.type == "cpu" and k.shape[-2] <= 512 else "sdpa"
 
 # %% ../nbs/10_attention.ipynb #attention
 def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):

@@ -60,17 +60,26 @@ def vit_peers(ours):
 
 def swin_peers(ours):
     import torchvision
+    import transformers
 
-    name = {96: "swin_t", 128: "swin_b"}.get(ours.embed_dim)
-    return {"torchvision": getattr(torchvision.models, name)()} if name else {}
+    depths = [len(stage.blocks) for stage in ours.layers]
+    heads = [stage.blocks[0].attn.num_heads for stage in ours.layers]
+    size, window = ours.patch_embed.img_size[0], ours.layers[0].blocks[0].attn.window_size[0]
+    config = transformers.SwinConfig(image_size=size, embed_dim=ours.embed_dim, depths=depths, num_heads=heads,
+                                     window_size=window, drop_path_rate=0.0, num_labels=ours.num_classes)
+    return {
+        "torchvision": torchvision.models.SwinTransformer([4, 4], ours.embed_dim, depths, heads, [window, window],
+                                                          num_classes=ours.num_classes, stochastic_depth_prob=0.0),
+        "transformers": Logits(transformers.SwinForImageClassification(config)),
+    }
 
 
 def peers(name, num_classes=1000, **options):
     """{library: model}, ours first; those whose names can be mapped have its weights."""
     import timm
 
-    theirs = timm.create_model(name, num_classes=num_classes, **options)
-    ours = attnlib.create_model(name, num_classes=num_classes, **options)
+    options = dict(num_classes=num_classes, drop_path_rate=0.0) | options  # timm's Swin drops paths by default
+    theirs, ours = timm.create_model(name, **options), attnlib.create_model(name, **options)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     others = vit_peers(ours) if re.match("vit_", name) else swin_peers(ours) if re.match("swin_", name) else {}
     return {"attnlib": ours, "timm": theirs, **others}

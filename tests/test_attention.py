@@ -254,6 +254,8 @@ def test_auto_rule():
     try:
         torch.set_float32_matmul_precision("medium")
         assert module._choose(trained.float(), short.float(), short.float()) == "reference"
+        assert module._choose(short.float(), short.float(), short.float()) == "reference"
+        assert module._choose(long.float(), long.float(), long.float()) == "sdpa"
     finally:
         torch.set_float32_matmul_precision(precision)
     with torch.no_grad():

@@ -37,3 +37,14 @@ def test_translation_benchmark(tmp_path):
         assert (row["error"] is not None) == compared
         assert not compared or row["error"] < (1e-5 if row["mode"] == "float32" else 0.05)
     assert all(row["same_tokens"] == 1 for row in record["decoding"] if row["mode"] == "float32")
+
+
+def test_vision_benchmark(tmp_path):
+    """All peers of ViT run, those with our weights agree, and each has a ratio."""
+    command = [sys.executable, ROOT / "benchmarks" / "vision.py", "--tiny", "--device", "cpu", "--repeats", "2"]
+    options = ["--models", "vit_tiny_patch16_224", "--modes", "float32", "bfloat16", "--batch", "2", "--name", "vit"]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    subprocess.run([*command, *options, "--out", tmp_path], check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    record = json.loads((tmp_path / "vit_cpu.json").read_text())
+    assert set(record["differences"]["vit_tiny_patch16_224"]) == {"timm", "torchvision", "transformers"}
+    assert len(record["rows"]) == 2 * 2 * 5 and all(row["ms"] > 0 and row["ratio"] > 0 for row in record["rows"])
