@@ -7,7 +7,9 @@ __all__ = ['masked_softmax', 'AdditiveAttention', 'causal_mask', 'padding_mask',
            'attention']
 
 # %% ../nbs/10_attention.ipynb #imports
+import warnings
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 import torch.nn as nn
@@ -160,8 +162,8 @@ def _weights(q, k, mask, bias, scale):
     logits = (q * scale) @ k.mT  # (..., N, d) @ (..., d, M) -> (..., N, M)
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
-    if mask is None and bias is None:
-        return logits.softmax(-1)
+    if mask is None and (bias is None or not _may_hold(~(bias.detach() > -torch.inf).any(-1))):
+        return logits.softmax(-1)  # a bias is often smaller than the logits, so its rows are looked at
     return masked_softmax(logits, mask)
 
 
@@ -215,7 +217,15 @@ def _sdpa(q, k, v, mask, bias, scale, dropout_p):
     return out.masked_fill(empty, 0)
 
 # %% ../nbs/10_attention.ipynb #backend
-_BACKENDS = {"reference": _reference, "sdpa": _sdpa}
+def _triton(q, k, v, mask, bias, scale, dropout_p):
+    from attnlib.flash import flash_attention
+
+    if dropout_p > 0:  # the kernel drops nothing
+        return _sdpa(q, k, v, mask, bias, scale, dropout_p)
+    return flash_attention(q, k, v, mask=mask, bias=bias, scale=scale)
+
+
+_BACKENDS = {"reference": _reference, "sdpa": _sdpa, "triton": _triton}
 _backend = "auto"
 
 
@@ -225,8 +235,10 @@ def attention_backend(name):
 
     Parameters
     ----------
-    name : {"auto", "reference", "sdpa"}
-        "reference" is the equation as written, "sdpa" PyTorch's fused kernels, "auto" what was measured fastest.
+    name : {"auto", "reference", "sdpa", "triton"}
+        "reference" is the equation as written, "sdpa" PyTorch's fused kernels, "triton" the kernel of
+        `attnlib.flash` (with dropout "sdpa"), "auto" what was measured fastest. Where the package triton is missing,
+        a warning says so and "auto" takes the place of "triton".
 
     Raises
     ------
@@ -236,6 +248,9 @@ def attention_backend(name):
     global _backend
     if name not in ("auto", *_BACKENDS):
         raise ValueError(f"name ({name!r}) must be one of {', '.join(map(repr, ('auto', *_BACKENDS)))}")
+    if name == "triton" and find_spec("triton") is None:
+        warnings.warn('name ("triton"): the package triton is missing; "auto" is used instead', stacklevel=3)
+        name = "auto"
     previous, _backend = _backend, name
     try:
         yield
@@ -247,11 +262,17 @@ def _choose(q, k, v):
     """The backend measured fastest: the fused kernels, but for few keys in lower precision on a CPU."""
     if _backend != "auto":
         return _backend
-    if q.dtype in (torch.bfloat16, torch.float16):  # only the backward pass of the kernels is slow
-        slow = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if q.device.type != "cpu" or k.shape[-2] > 512:
+        return "sdpa"
+    half, compiling = q.dtype in (torch.bfloat16, torch.float16), torch.compiler.is_compiling()
+    learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if not learning and not compiling and q.shape[-2] == 1:
+        slow = half and k.numel() > 1024 * k.shape[-1]
+    elif half:  # only the backward pass of the kernels is slow
+        slow = learning
     else:  # a compiler cannot ask for the precision
-        slow = not torch.compiler.is_compiling() and torch.get_float32_matmul_precision() == "medium"
-    return "reference" if slow and q.device.type == "cpu" and k.shape[-2] <= 512 else "sdpa"
+        slow = not compiling and torch.get_float32_matmul_precision() == "medium"
+    return "reference" if slow else "sdpa"
 
 # %% ../nbs/10_attention.ipynb #attention
 def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):

@@ -152,12 +152,13 @@ def load_checkpoint(path):
 
 # %% ../nbs/91_train.ipynb #adamw
 def adamw(model, lr, betas, weight_decay):
-    """AdamW over a model's parameters; those with fewer than two axes, biases and norms, do not decay."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    """AdamW; what has fewer than two axes (biases, norms), or is in `model.no_weight_decay()`, does not decay."""
+    spared = getattr(model, "no_weight_decay", set)()
+    decays = {True: [], False: []}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            decays[p.ndim >= 2 and name not in spared].append(p)
+    groups = [{"params": decays[True], "weight_decay": weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=betas)
 
 # %% ../nbs/91_train.ipynb #step

@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention, causal_mask
-from .multihead import MultiHeadAttention, merge_heads
+from .multihead import Linear, MultiHeadAttention, linear, merge_heads
 from attnlib.position import (
     LearnedPositionalEmbedding, RelativePositionBias, alibi_bias, apply_rotary, sinusoidal_encoding
 )
@@ -40,8 +40,8 @@ class FeedForward(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation ({activation!r}) must be one of {', '.join(map(repr, ACTIVATIONS))}")
-        self.linear1 = nn.Linear(d_model, dim_feedforward)
-        self.linear2 = nn.Linear(dim_feedforward, d_model)
+        self.linear1 = Linear(d_model, dim_feedforward)
+        self.linear2 = Linear(dim_feedforward, d_model)
         self.activation = activation
 
     def forward(self, x):
@@ -156,7 +156,7 @@ def cached_attention(layer, x, memory=None, *, mask=None, bias=None, cache=None)
         (q,), (k, v) = layer.project(x), cache["cross"]
     else:
         q, k, v = layer.project(x, memory, memory)
-        cache["cross"] = k, v
+        cache["cross"] = k.contiguous(), v.contiguous()  # read at every step
     return layer.out_proj(merge_heads(attention(q, k, v, mask=mask, bias=bias)))
 
 # %% ../nbs/21_transformer.ipynb #decoder-layer
@@ -318,7 +318,7 @@ class _Passes(_Parts):
         mask = causal_mask(n, past + n, tgt.device) if n > 1 else None  # the last token may look at all
         bias = self.positions.bias("decoder", n, past + n, tgt.device)
         x = self.decoder(x, memory, mask, _hiding(src_mask), cache, bias)
-        return F.linear(x, self.output.weight, self.output_bias)  # (B, N, d_model) -> (B, N, tgt_vocab)
+        return linear(x, self.output.weight, self.output_bias)  # (B, N, d_model) -> (B, N, tgt_vocab)
 
     def forward(self, src, tgt):
         """Logits (B, N, tgt_vocab) for source tokens (B, M) and target tokens (B, N), the latter one step behind."""

@@ -258,8 +258,12 @@ def test_auto_rule():
         assert module._choose(long.float(), long.float(), long.float()) == "sdpa"
     finally:
         torch.set_float32_matmul_precision(precision)
+    one, few, many = (torch.zeros(n, 8, dtype=torch.bfloat16) for n in (1, 500, 512))
     with torch.no_grad():
         assert module._choose(trained, short, short) == "sdpa"
+        assert module._choose(one, few, few) == "sdpa"  # a single query: few keys in all, or float32
+        assert module._choose(one[None].expand(3, 1, 8), many.expand(3, 512, 8), many.expand(3, 512, 8)) == "reference"
+        assert module._choose(one.float(), many.float(), many.float()) == "sdpa"
 
 
 # --- additive attention, masks ---------------------------------------------------------------------------------------
@@ -341,9 +345,19 @@ def test_bad_input(error, message, arguments, options):
 
 
 def test_unknown_backend():
-    message = r"name \('flash'\) must be one of 'auto', 'reference', 'sdpa'"
+    message = r"name \('flash'\) must be one of 'auto', 'reference', 'sdpa', 'triton'"
     with pytest.raises(ValueError, match=message), attention_backend("flash"):
         pass
+
+
+def test_without_triton_another_backend_takes_its_place_and_says_so(monkeypatch):
+    module = __import__("attnlib.attention", fromlist=["find_spec"])
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    q, k, v, mask, bias = tensors(0, 5, 7)
+    expected = attention(q, k, v, mask=mask, bias=bias)
+    with pytest.warns(UserWarning, match=r"the package triton is missing; \"auto\" is used"), attention_backend("triton"):
+        assert module._backend == "auto"
+        torch.testing.assert_close(attention(q, k, v, mask=mask, bias=bias), expected)
 
 
 def test_package_exports():

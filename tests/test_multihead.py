@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlib.attention import attention_backend, causal_mask, padding_mask
-from attnlib.multihead import MultiHeadAttention, merge_heads, split_heads
+from attnlib.multihead import Linear, MultiHeadAttention, linear, merge_heads, split_heads
 
 EXACT = dict(rtol=0, atol=1e-12)  # float64 sums of some hundred numbers near 1
 
@@ -283,3 +284,24 @@ def test_two_masks_and_a_bias_together():
     torch.testing.assert_close(together, alone / alone.sum(-1, keepdim=True), **EXACT)
     for i, j in itertools.product(range(5), range(5)):
         assert (together[0, :, i, j] > 0).all() == (j <= i)
+
+
+@given(seed=st.integers(0, 2**31), leading=st.lists(st.integers(1, 6), max_size=3), bias=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_linear_equals_torch(seed, leading, bias):
+    """Few rows and many, with and without gradient, one vector, in layouts that are not contiguous as well."""
+    torch.manual_seed(seed)
+    layer = Linear(24, 7, bias=bias)
+    x = torch.randn(24, *leading).movedim(0, -1)
+    with torch.no_grad():
+        out = layer(x)
+        torch.testing.assert_close(out, F.linear(x, layer.weight, layer.bias), rtol=0, atol=1e-5)
+    assert out.is_contiguous() and out.shape == (*leading, 7)
+    torch.testing.assert_close(layer(x), out, rtol=0, atol=1e-5)  # with gradients
+    exact = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+    torch.testing.assert_close(layer.double()(x.double()), exact, **EXACT)
+
+
+def test_linear_without_rows():
+    with torch.no_grad():
+        assert linear(torch.zeros(2, 0, 24), torch.zeros(7, 24), torch.zeros(7)).shape == (2, 0, 7)

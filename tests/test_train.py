@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from attnlib import train
 from attnlib.train import adamw, epochs, fit, learning_rate, load_checkpoint, save_checkpoint
+from attnlib.vit import VisionTransformer
 
 ROOT = Path(__file__).parent.parent
 
@@ -106,6 +107,15 @@ def test_fit_learns_and_equals_a_plain_loop():
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
     assert [record["step"] for record in history] == [10, 20, 30, 40]
     assert history[-1]["loss"] < history[0]["loss"]
+
+
+def test_what_the_model_spares_does_not_decay():
+    """Learned positions have three axes; timm spares them, and so do we."""
+    model = VisionTransformer(8, 4, 1, 2, embed_dim=8, depth=1, num_heads=2)
+    decaying, spared = ({id(p) for p in group["params"]} for group in adamw(model, 1e-3, (0.9, 0.98), 0.1).param_groups)
+    assert {id(model.pos_embed), id(model.cls_token), id(model.head.bias)} <= spared
+    assert id(model.blocks[0].attn.qkv.weight) in decaying and not decaying & spared
+    assert len(decaying) + len(spared) == len(list(model.parameters()))
 
 
 def test_biases_and_norms_do_not_decay():
