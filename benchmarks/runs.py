@@ -6,6 +6,7 @@ seconds, to see that it works; such a record means nothing.
 """
 import argparse
 import functools
+import importlib
 import tempfile
 import time
 from pathlib import Path
@@ -44,13 +45,33 @@ def multi30k(folder, tiny):
     return record
 
 
+def small(data, folder, tiny):
+    """Every backbone as its chapter's `train_small` makes it, with three seeds."""
+    runs = []
+    for module in BACKBONES:
+        train = importlib.import_module(f"attnlib.{module}")
+        train = train.distill_small if module == "deit" else train.train_small
+        for seed in range(1 if tiny else 3):
+            options = dict(steps=2, batch_size=4) if tiny else dict(checkpoint=folder / f"{module}-{seed}.json")
+            torch.manual_seed(seed)
+            began = time.perf_counter()
+            model, *_, history = train(data, seed=seed, accelerator=bf16(), **options)
+            runs.append({"model": module, "seed": seed, "parameters": sum(p.numel() for p in model.parameters()),
+                         "seconds": round(time.perf_counter() - began, 1), "history": history})
+    return {"data": data, "runs": runs}
+
+
+BACKBONES = ("vit", "deit", "swin", "swinv2", "tnt")
 ALL = [pair for pair in translation.DIRECTIONS if pair not in translation.HELD_OUT]
 ENGLISH = [pair for pair in translation.DIRECTIONS if "en" in pair]
 PARTS = {
     "numbers": functools.partial(numbers, ALL, 6000),
     "numbers_english": functools.partial(numbers, ENGLISH, 2500),  # fewer directions are learned sooner
     "lengths": lengths,
-    "multi30k": multi30k,  # needs a network, or the archives where attnlib.data.multi30k looks for them
+    "digits": functools.partial(small, "digits"),
+    # these need a network, or the archives where attnlib.data looks for them
+    "cifar10": functools.partial(small, "cifar10"),
+    "multi30k": multi30k,
 }
 
 

@@ -17,10 +17,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from transformers import MarianConfig, MarianMTModel
-from x_transformers import Decoder, Encoder, TransformerWrapper
 
 from attnlib.decoding import greedy
 from attnlib.transformer import from_marian, label_smoothing_loss
+
+try:
+    from x_transformers import Decoder, Encoder, TransformerWrapper
+except ModuleNotFoundError:  # the other peers are timed without it
+    Decoder = None
 
 warnings.filterwarnings("ignore", message=".*nested.tensor.*")  # of torch.nn.Transformer
 
@@ -108,13 +112,16 @@ def peers(size, dropout):
     theirs = marian(size, dropout)
     ours = from_marian(theirs.config, theirs.state_dict())
     ours.output_bias.requires_grad_(False)  # Marian does not train it either
+    others = {} if Decoder is None else {
+        "x-transformers": XPeer(size, dropout, False),  # the default
+        "x-transformers, flash": XPeer(size, dropout, True),
+    }
     return {
         "attnlib": ours,
         "torch.nn.Transformer": TorchPeer(size, dropout, ours),
         "Marian": MarianPeer(size, dropout, "sdpa"),  # the default
         "Marian, eager": MarianPeer(size, dropout, "eager"),
-        "x-transformers": XPeer(size, dropout, False),  # the default
-        "x-transformers, flash": XPeer(size, dropout, True),
+        **others,
     }
 
 
