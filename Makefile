@@ -5,9 +5,10 @@ BIN    := $(VENV)/bin
 BOOK   := _build/html
 PORT   ?= 8000
 NB     ?=
+PART   ?=
 export PYTHONPATH :=
 
-.PHONY: help book serve run test bench clean
+.PHONY: help book serve run test bench gpu clean
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
 
@@ -47,6 +48,11 @@ bench: $(VENV)/test.stamp ## time the library beside its peers and record the re
 	$(BIN)/python benchmarks/translation.py --out benchmarks/results
 	$(BIN)/python benchmarks/vision.py --models vit_small_patch16_224 --name vit --out benchmarks/results
 	$(BIN)/python benchmarks/vision.py --models swin_tiny_patch4_window7_224 --name swin --batch 4 --out benchmarks/results
+	$(BIN)/python benchmarks/vision.py --models swinv2_tiny_window8_256 --name swinv2 --batch 4 --repeats 5 --out benchmarks/results
+	$(BIN)/python benchmarks/vision.py --models tnt_s_patch16_224 --name tnt --batch 4 --repeats 5 --out benchmarks/results
+
+gpu: ## on a CUDA machine, with its own PyTorch and no network: check, time and record everything; PART=swin for a part
+	$(PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART))
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) _build build dist *.egg-info
