@@ -258,6 +258,9 @@ def attention_backend(name):
         _backend = previous
 
 
+_TILES = getattr(torch.cpu, "_is_amx_tile_supported", bool)()  # whether this CPU multiplies bfloat16 matrices as tiles
+
+
 def _choose(q, k, v):
     """The backend measured fastest: the fused kernels, but for few keys in lower precision on a CPU."""
     if _backend != "auto":
@@ -267,9 +270,9 @@ def _choose(q, k, v):
     half, compiling = q.dtype in (torch.bfloat16, torch.float16), torch.compiler.is_compiling()
     learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not learning and not compiling and q.shape[-2] == 1:
-        slow = half and k.numel() > 1024 * k.shape[-1]
-    elif half:  # only the backward pass of the kernels is slow
-        slow = learning
+        slow = half and not _TILES and k.numel() > 1024 * k.shape[-1]
+    elif half:  # with units for tiles only the backward pass of the kernels is slow
+        slow = learning or not _TILES
     else:  # a compiler cannot ask for the precision
         slow = not compiling and torch.get_float32_matmul_precision() == "medium"
     return "reference" if slow else "sdpa"

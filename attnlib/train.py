@@ -280,13 +280,23 @@ def machine(device="cpu"):
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     cuda = torch.device(device).type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
+        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit or None,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _processor():
+    """The processor's name where the system tells it, and its widest instructions for products in half precision."""
+    info = Path("/proc/cpuinfo")
+    lines = (line.partition(":") for line in info.read_text().splitlines()) if info.exists() else ()
+    found = {key.strip(): value.strip() for key, _, value in lines}
+    flags = set(found.get("flags", "").split())
+    widest = next((flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags), platform.machine())
+    return f"{found.get('model name', 'CPU')} ({widest})"
 
 
 def write_record(path, result, device="cpu"):

@@ -242,10 +242,13 @@ def test_backend_is_restored_even_after_an_error():
     assert module._backend == "auto"
 
 
-def test_auto_rule():
+@pytest.mark.parametrize("tiles", [False, True])
+def test_auto_rule(monkeypatch, tiles):
     module = __import__("attnlib.attention", fromlist=["_choose"])
+    monkeypatch.setattr(module, "_TILES", tiles)
+    slow = "sdpa" if tiles else "reference"
     short, long = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(600, 8, dtype=torch.bfloat16)
-    assert module._choose(short, short, short) == "sdpa"
+    assert module._choose(short, short, short) == slow
     trained = short.clone().requires_grad_()
     assert module._choose(trained, short, short) == "reference"
     assert module._choose(trained, long, long) == "sdpa"
@@ -260,9 +263,9 @@ def test_auto_rule():
         torch.set_float32_matmul_precision(precision)
     one, few, many = (torch.zeros(n, 8, dtype=torch.bfloat16) for n in (1, 500, 512))
     with torch.no_grad():
-        assert module._choose(trained, short, short) == "sdpa"
+        assert module._choose(trained, short, short) == slow
         assert module._choose(one, few, few) == "sdpa"  # a single query: few keys in all, or float32
-        assert module._choose(one[None].expand(3, 1, 8), many.expand(3, 512, 8), many.expand(3, 512, 8)) == "reference"
+        assert module._choose(one[None].expand(3, 1, 8), many.expand(3, 512, 8), many.expand(3, 512, 8)) == slow
         assert module._choose(one.float(), many.float(), many.float()) == "sdpa"
 
 
