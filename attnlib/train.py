@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['learning_rate', 'epochs', 'save_checkpoint', 'load_checkpoint', 'adamw', 'train_step', 'training_state', 'resume',
-           'fit', 'machine', 'write_record', 'read_record']
+           'fit', 'memory_levels', 'peak_memory', 'machine', 'write_record', 'read_record']
 
 # %% ../nbs/91_train.ipynb #imports
 import datetime
+import itertools
 import json
 import math
 import os
@@ -273,6 +274,37 @@ def _check_run(steps, lr, warmup, clip, every, stop_after, schedule):
     if stop_after is not None and stop_after % every:
         raise ValueError(f"stop_after ({stop_after}) must be a multiple of every ({every}): a run resumes from a record")
     learning_rate(0, steps=steps, warmup=0, schedule=schedule)  # an unknown schedule fails before training
+
+# %% ../nbs/91_train.ipynb #peak-memory
+def memory_levels(call):
+    """The bytes in use on the CPU after every allocation and release during ``call()``, from 0 at its beginning."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    records = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(records, key=lambda e: e.start_ns())]
+    return [0, *itertools.accumulate(sizes)]
+
+
+def peak_memory(call, device="cpu"):
+    """The bytes by which the memory in use rises, at most, above what it was when ``call()`` began.
+
+    Parameters
+    ----------
+    call : callable
+        Without arguments.
+    device : torch.device or str
+        On a GPU the number comes from the allocator's own statistics, on a CPU from `memory_levels`.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return max(memory_levels(call))
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
 
 # %% ../nbs/91_train.ipynb #records
 def machine(device="cpu"):

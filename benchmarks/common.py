@@ -9,6 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import torchvision_ops  # noqa: E402, F401  (before any peer that imports torchvision)
 
+from attnlib import train  # noqa: E402
 from attnlib.train import write_record  # noqa: E402
 
 
@@ -39,12 +40,9 @@ def ratio(times, others):
 
 
 def peak_memory(call, device):
-    """MiB that a call takes at most on a GPU; None on a CPU."""
-    if device != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats()
+    """MiB by which a call raises the memory in use at most; a first call, not counted, makes what is made only once."""
     call()
-    return round(torch.cuda.max_memory_allocated() / 2**20)
+    return round(train.peak_memory(call, device) / 2**20, 1)
 
 
 def write(folder, name, device, record):

@@ -7,7 +7,6 @@ float32 matrix products: see `MODES`. In bfloat16 evaluation has bfloat16 weight
 """
 import argparse
 import itertools
-import re
 import statistics
 from pathlib import Path
 
@@ -78,6 +77,24 @@ def swin_peers(ours):
     }
 
 
+def swinv2_peers(ours):
+    import transformers
+    from torchvision.models import swin_transformer as torchvision_swin
+
+    depths = [len(stage.blocks) for stage in ours.layers]
+    heads = [stage.blocks[0].attn.num_heads for stage in ours.layers]
+    size, window = ours.patch_embed.img_size[0], ours.layers[0].blocks[0].attn.window_size[0]
+    config = transformers.Swinv2Config(image_size=size, embed_dim=ours.embed_dim, depths=depths, num_heads=heads,
+                                       window_size=window, drop_path_rate=0.0, num_labels=ours.num_classes)
+    return {
+        "torchvision": torchvision_swin.SwinTransformer(
+            [4, 4], ours.embed_dim, depths, heads, [window, window], num_classes=ours.num_classes,
+            stochastic_depth_prob=0.0, block=torchvision_swin.SwinTransformerBlockV2,
+            downsample_layer=torchvision_swin.PatchMergingV2),
+        "transformers": Logits(transformers.Swinv2ForImageClassification(config)),
+    }
+
+
 def peers(name, num_classes=1000, **options):
     """{library: model}, ours first; those whose names can be mapped have its weights."""
     import timm
@@ -85,7 +102,8 @@ def peers(name, num_classes=1000, **options):
     options = dict(num_classes=num_classes, drop_path_rate=0.0) | options  # timm's Swin drops paths by default
     theirs, ours = timm.create_model(name, **options), attnlib.create_model(name, **options)
     ours.load_state_dict(theirs.state_dict(), strict=True)
-    others = vit_peers(ours) if re.match("vit_", name) else swin_peers(ours) if re.match("swin_", name) else {}
+    makers = {"vit": vit_peers, "swin": swin_peers, "swinv2": swinv2_peers}
+    others = makers.get(name.split("_")[0], lambda ours: {})(ours)
     return {"attnlib": ours, "timm": theirs, **others}
 
 
@@ -134,7 +152,8 @@ def training(model, images, dtype, device):
 def measure(name, mode, kind, batch, device, repeats, compiled, options):
     precision, dtype = MODES[mode]
     torch.set_float32_matmul_precision(precision)
-    models = {library: model.to(device) for library, model in peers(name, **options).items()}
+    models = {library: model.to(device) for library, model in peers(name, **options).items()
+              if library in ("attnlib", "timm") or not compiled}  # to compile takes minutes
     size = models["attnlib"].patch_embed.img_size[0]
     pool = [torch.randn(batch, 3, size, size, device=device) for _ in range(3)]
     calls = {}
@@ -159,7 +178,7 @@ def main():
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--passes", nargs="+", choices=["forward", "training"], default=["forward", "training"])
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--compile", action="store_true", help="time compiled models as well")
+    parser.add_argument("--compile", action="store_true", help="time ours and timm's compiled as well, at the larger batch")
     parser.add_argument("--out", type=Path, help="folder for the record")
     parser.add_argument("--name", default="vision", help="name of the record")
     parser.add_argument("--tiny", action="store_true", help="small images and few classes, to see that it runs")
@@ -173,9 +192,10 @@ def main():
         differences[name] = check(models, name, models["attnlib"].patch_embed.img_size[0], options)
         print(name, "largest difference of logits with the same weights:", differences[name])
         for mode, kind, batch in itertools.product(arguments.modes, arguments.passes, batches):
-            for compiled in (False, True)[: 1 + arguments.compile]:
-                rows += measure(name, mode, kind, batch, arguments.device, arguments.repeats, compiled, options)
-                for row in rows[-len(models):]:
+            for compiled in (False, True)[: 1 + (arguments.compile and batch == max(batches))]:
+                found = measure(name, mode, kind, batch, arguments.device, arguments.repeats, compiled, options)
+                rows += found
+                for row in found:
                     print(f"{name} {mode:16} {kind:8} batch {batch:3} {'compiled' if compiled else 'eager':8} "
                           f"{row['library']:14} {row['ms']:9.1f} ms   attnlib / it {row['ratio']:.3f} {row['quartiles']}",
                           flush=True)

@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attnlib import train
-from attnlib.train import adamw, epochs, fit, learning_rate, load_checkpoint, save_checkpoint
+from attnlib.train import adamw, epochs, fit, learning_rate, load_checkpoint, memory_levels, peak_memory, save_checkpoint
 from attnlib.vit import VisionTransformer
 
 ROOT = Path(__file__).parent.parent
@@ -285,3 +285,17 @@ def test_two_processes_train_like_one(tmp_path):
     for key in one:
         torch.testing.assert_close(two[key], one[key], atol=1e-5, rtol=1e-4)
     assert [r["loss"] for r in state_two["history"]] == pytest.approx([r["loss"] for r in state_one["history"]], rel=1e-4)
+
+
+def test_peak_memory_is_that_of_the_tensors_that_live_together():
+    numbers = 2**20  # 4 MiB in float32, beside which PyTorch's own small allocations vanish
+    kept = []
+
+    def call():
+        kept.append(torch.ones(numbers))
+        torch.ones(3 * numbers)  # released at once
+        kept.append(kept[0] + 1)
+
+    assert abs(peak_memory(call) / (4 * numbers) - 4) < 0.01
+    levels = memory_levels(lambda: torch.ones(numbers).sum())
+    assert levels[0] == 0 and abs(max(levels) / (4 * numbers) - 1) < 0.01 and levels[-1] < 4096
