@@ -38,7 +38,7 @@ run: $(VENV)/test.stamp ## export, execute notebooks in place, clean them; NB=10
 
 test: $(VENV)/test.stamp ## everything: export, notebooks, library, book, browser
 	$(BIN)/python tools/notebooks.py check
-	$(BIN)/python -m pytest --ignore tests/test_browser.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/test_browser.py
 	$(BIN)/python tools/notebooks.py test $(NB)
 	$(BIN)/jupyter-book build . -q -W -n --keep-going --all --path-output _build/check
 	ATTNLIB_BOOK=_build/check/_build/html $(BIN)/python -m pytest tests/test_browser.py

@@ -16,6 +16,8 @@ from .position import (
 )
 from .seq2seq import Seq2Seq
 from .swin import SwinTransformer
+from .swinv2 import SwinTransformerV2
+from .tnt import TNT
 from .transformer import Transformer
 from .vit import VisionTransformer
 
@@ -27,6 +29,8 @@ __all__ = [
     "RelativePositionBias",
     "Seq2Seq",
     "SwinTransformer",
+    "SwinTransformerV2",
+    "TNT",
     "Transformer",
     "VisionTransformer",
     "alibi_bias",

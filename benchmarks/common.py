@@ -42,7 +42,7 @@ def ratio(times, others):
 def peak_memory(call, device):
     """MiB by which a call raises the memory in use at most; a first call, not counted, makes what is made only once."""
     call()
-    return round(train.peak_memory(call, device) / 2**20, 1)
+    return round(train.peak_memory(call, device) / 2**20, 3)
 
 
 def write(folder, name, device, record):

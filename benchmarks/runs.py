@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from attnlib import translation
+from attnlib import tnt, translation
 from attnlib.train import write_record
 from attnlib.transformer import POSITIONS
 
@@ -61,6 +61,12 @@ def small(data, folder, tiny):
     return {"data": data, "runs": runs}
 
 
+def backbones(folder, tiny):
+    """The same sizes of all backbones on two small tasks, with words and without."""
+    size = dict(steps=2, seeds=1) if tiny else {}
+    return {"rows": [row for task in ("digits", "scenes") for row in tnt.compare_small(task, **size)]}
+
+
 BACKBONES = ("vit", "deit", "swin", "swinv2", "tnt")
 ALL = [pair for pair in translation.DIRECTIONS if pair not in translation.HELD_OUT]
 ENGLISH = [pair for pair in translation.DIRECTIONS if "en" in pair]
@@ -69,6 +75,7 @@ PARTS = {
     "numbers_english": functools.partial(numbers, ENGLISH, 2500),  # fewer directions are learned sooner
     "lengths": lengths,
     "digits": functools.partial(small, "digits"),
+    "backbones": backbones,
     # these need a network, or the archives where attnlib.data looks for them
     "cifar10": functools.partial(small, "cifar10"),
     "multi30k": multi30k,

@@ -22,6 +22,12 @@ MODES = {  # name: (torch.set_float32_matmul_precision, dtype)
     "float32, medium": ("medium", torch.float32),
     "bfloat16": ("highest", torch.bfloat16),
 }
+TINY = {  # of each family; windows divide every map, where all libraries agree
+    "vit": dict(img_size=32, depth=2),
+    "swin": dict(img_size=64, window_size=2, depths=(2, 1, 1, 1)),
+    "swinv2": dict(img_size=64, window_size=2, depths=(2, 1, 1, 1)),
+    "tnt": dict(img_size=32, depth=2),
+}
 
 
 # --- the same model of other libraries ---------------------------------------------------------------------------
@@ -107,6 +113,10 @@ def peers(name, num_classes=1000, **options):
     return {"attnlib": ours, "timm": theirs, **others}
 
 
+def image_size(ours):
+    return (ours.pixel_embed if hasattr(ours, "pixel_embed") else ours.patch_embed).img_size[0]
+
+
 def check(models, name, size, options):
     """The largest difference of each peer's logits from ours with its weights, where its names can be mapped."""
     found, x = {}, torch.randn(2, 3, size, size)
@@ -154,7 +164,7 @@ def measure(name, mode, kind, batch, device, repeats, compiled, options):
     torch.set_float32_matmul_precision(precision)
     models = {library: model.to(device) for library, model in peers(name, **options).items()
               if library in ("attnlib", "timm") or not compiled}  # to compile takes minutes
-    size = models["attnlib"].patch_embed.img_size[0]
+    size = image_size(models["attnlib"])
     pool = [torch.randn(batch, 3, size, size, device=device) for _ in range(3)]
     calls = {}
     for library, model in models.items():
@@ -183,13 +193,13 @@ def main():
     parser.add_argument("--name", default="vision", help="name of the record")
     parser.add_argument("--tiny", action="store_true", help="small images and few classes, to see that it runs")
     arguments = parser.parse_args()
-    options = dict(img_size=32, num_classes=4) if arguments.tiny else {}
     batches = arguments.batch or ([128, 1] if arguments.device == "cuda" else [8])
     rows, differences = [], {}
     for name in arguments.models:
+        options = dict(TINY[name.split("_")[0]], num_classes=4) if arguments.tiny else {}
         torch.manual_seed(0)
         models = peers(name, **options)
-        differences[name] = check(models, name, models["attnlib"].patch_embed.img_size[0], options)
+        differences[name] = check(models, name, image_size(models["attnlib"]), options)
         print(name, "largest difference of logits with the same weights:", differences[name])
         for mode, kind, batch in itertools.product(arguments.modes, arguments.passes, batches):
             for compiled in (False, True)[: 1 + (arguments.compile and batch == max(batches))]:

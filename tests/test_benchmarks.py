@@ -1,4 +1,5 @@
-"""The benchmarks run, at a size at which they cost nothing, and record what they say they record."""
+"""All of `make gpu` and `make bench` runs, at a size at which it costs nothing, and records what it says it records."""
+import importlib.util
 import json
 import os
 import subprocess
@@ -8,43 +9,96 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+SPEC = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
+gpu = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(gpu)
 
 
-def test_attention_benchmark(tmp_path):
-    command = [sys.executable, ROOT / "benchmarks" / "attention.py", "--tiny", "--device", "cpu", "--repeats", "4"]
-    subprocess.run([*command, "--out", tmp_path], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    record = json.loads((tmp_path / "attention_cpu.json").read_text())
-    assert {"device", "torch", "date", "commit", "threads"} <= set(record) and len(record["rows"]) == 8
-    for row in record["rows"]:
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """A function that runs a part of `make gpu`, on a CPU and tiny, and returns what it recorded."""
+    folder = tmp_path_factory.mktemp("records")
+
+    def run(part, name):
+        command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--tiny", "--device", "cpu", "--out", folder]
+        environment = dict(os.environ, OMP_NUM_THREADS="1", TQDM_DISABLE="1")
+        done = subprocess.run([*command, "--part", part], env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert f"== {part}: done" in done.stdout
+        found = json.loads((folder / f"{name}.json").read_text()) if name else {}
+        assert not name or {"device", "torch", "date", "commit", "threads"} <= set(found)
+        return found
+
+    return run
+
+
+def test_checks(record):
+    record("checks", None)
+
+
+def test_a_finished_part_is_not_run_again(tmp_path):
+    now = gpu.commit()
+    (tmp_path / "gpu.done").write_text(f"{now} attention\n")
+    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--tiny", "--device", "cpu", "--part", "attention"]
+    done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, check=True)
+    assert f"== attention: done for {now}" in done.stdout and not (tmp_path / "attention_cpu.json").exists()
+
+
+def test_no_part_is_forgotten():
+    """Each benchmark and each run of the repository has a part."""
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"common", "gpu", "runs", "vision"}
+    assert scripts <= set(gpu.PARTS) and set(gpu.VISION) <= set(gpu.PARTS)
+    assert {f"run_{name}" for name in gpu.RUNS + gpu.NETWORK} <= set(gpu.PARTS)
+
+
+def test_attention(record):
+    found = record("attention", "attention_cpu")
+    assert len(found["rows"]) == 8
+    for row in found["rows"]:
         assert row["reference"]["ratio"] == 1 and row["sdpa"]["ms"] > 0
         assert row["difference"] < (1e-5 if row["dtype"] == "float32" else 5e-2)
 
 
-def test_translation_benchmark(tmp_path):
+def test_translation(record):
     for name in ("transformers", "x_transformers"):
         pytest.importorskip(name)
-    command = [sys.executable, ROOT / "benchmarks" / "translation.py", "--tiny", "--device", "cpu", "--repeats", "4"]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    subprocess.run([*command, "--out", tmp_path], check=True, cwd=ROOT, stdout=subprocess.DEVNULL, env=environment)
-    record = json.loads((tmp_path / "translation_cpu.json").read_text())
-    assert {"device", "torch", "date", "commit", "threads", "copy_gb_per_s"} <= set(record)
-    assert len(record["training"]) == 36 and len(record["decoding"]) == 12
-    for row in record["training"] + record["decoding"]:
+    found = record("translation", "translation_cpu")
+    assert "copy_gb_per_s" in found and len(found["training"]) == 36 and len(found["decoding"]) == 12
+    for row in found["training"] + found["decoding"]:
         low, high = row["quartiles"]
         assert row["ms"] > 0 and low <= row["ratio"] <= high and (row["model"] != "attnlib" or row["ratio"] == 1)
-    for row in record["training"]:
+        assert row["memory"] > 0
+    for row in found["training"]:
         compared = row["dropout"] == 0 and not row["model"].startswith("x-")
         assert (row["error"] is not None) == compared
         assert not compared or row["error"] < (1e-5 if row["mode"] == "float32" else 0.05)
-    assert all(row["same_tokens"] == 1 for row in record["decoding"] if row["mode"] == "float32")
+    assert all(row["same_tokens"] == 1 for row in found["decoding"] if row["mode"] == "float32")
 
 
-def test_vision_benchmark(tmp_path):
-    """All peers of ViT run, those with our weights agree, and each has a ratio."""
-    command = [sys.executable, ROOT / "benchmarks" / "vision.py", "--tiny", "--device", "cpu", "--repeats", "2"]
-    options = ["--models", "vit_tiny_patch16_224", "--modes", "float32", "bfloat16", "--batch", "2", "--name", "vit"]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    subprocess.run([*command, *options, "--out", tmp_path], check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    record = json.loads((tmp_path / "vit_cpu.json").read_text())
-    assert set(record["differences"]["vit_tiny_patch16_224"]) == {"timm", "torchvision", "transformers"}
-    assert len(record["rows"]) == 2 * 2 * 5 and all(row["ms"] > 0 and row["ratio"] > 0 for row in record["rows"])
+@pytest.mark.parametrize("name, libraries", [
+    ("vit", {"attnlib", "timm", "torchvision", "transformers", "vit-pytorch"}),
+    ("swin", {"attnlib", "timm", "torchvision", "transformers"}),
+    ("swinv2", {"attnlib", "timm", "torchvision", "transformers"}),
+    ("tnt", {"attnlib", "timm"}),
+])
+def test_vision(record, name, libraries):
+    """All peers run, those with our weights agree, and each has a ratio."""
+    found = record(name, f"{name}_cpu")
+    assert {row["library"] for row in found["rows"]} == libraries
+    assert set(found["differences"][gpu.VISION[name]]) == libraries - {"attnlib", "vit-pytorch"}
+    assert len(found["rows"]) == 2 * len(libraries)
+    assert all(row["ms"] > 0 and row["ratio"] > 0 and row["memory"] > 0 for row in found["rows"])
+
+
+@pytest.mark.parametrize("name", ["numbers", "lengths", "digits", "backbones"])
+def test_runs(record, name):
+    found = record(f"run_{name}", name)
+    if name == "numbers":
+        assert len(found["supervised"]["directions"]) == 108
+    elif name == "lengths":
+        assert {run["position"] for run in found["runs"]} >= {"sinusoidal", "rotary", "none"}
+    elif name == "digits":
+        assert [run["model"] for run in found["runs"]] == ["vit", "deit", "swin", "swinv2", "tnt"]
+        assert all(0 <= run["history"][-1]["accuracy"] <= 1 for run in found["runs"])
+    else:
+        assert {row["task"] for row in found["rows"]} == {"digits", "scenes"}

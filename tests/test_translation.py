@@ -1,9 +1,5 @@
 """Translation: directions, tags, scores, published tokenizers, and the long runs at a tiny size."""
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +14,6 @@ from attnlib.translation import (
     DIRECTIONS, HELD_OUT, direction_accuracy, direction_batches, length_run, load_marian, multi30k_run, number_run,
     number_scores, number_table, number_tokenizer, sparse_numbers, tag, translate, translate_numbers, trim,
 )
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -215,15 +209,6 @@ def test_multi30k_run_scores_with_bleu(monkeypatch):
     assert translate(model, tokenizer, english[:3]) == german[:3] == [row[1] for row in record["examples"][:3]]
     _, _, untrained = multi30k_run(steps=1, **sizes)
     assert untrained["bleu"] < 50
-
-
-def test_the_recorded_runs_run(tmp_path):
-    command = [sys.executable, ROOT / "benchmarks" / "runs.py", "numbers", "lengths", "--tiny", "--threads", "1"]
-    environment = dict(os.environ, TQDM_DISABLE="1", PYTHONPATH=str(ROOT))
-    subprocess.run([*command, "--out", tmp_path], check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    numbers = json.loads((tmp_path / "numbers.json").read_text())
-    assert {"device", "torch", "date", "commit"} <= set(numbers) and len(numbers["supervised"]["directions"]) == 108
-    assert len(json.loads((tmp_path / "lengths.json").read_text())["runs"]) == len(POSITIONS)
 
 
 def test_the_committed_record_is_the_run_that_the_chapter_describes():

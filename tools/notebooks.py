@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import tokenize
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -196,23 +197,24 @@ def test(paths):
         subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", dist, source], **quiet)
         wheel = next(dist.glob("*.whl"))
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel], check=True)
-        failed = []
-        for path in paths:
-            alone = folder / path.stem
-            alone.mkdir()
-            shutil.copy(path, alone)
-            env = dict(os.environ, PYTHONPATH=str(site), ATTNLIB_SITE=str(site), IPYTHONDIR=str(ipython))
-            origin = subprocess.run(
-                [sys.executable, "-c", "import attnlib; print(attnlib.__file__)"],
-                cwd=alone, env=env, check=True, capture_output=True, text=True,
-            ).stdout
-            assert origin.startswith(str(site)), f"the wheel is hidden by {origin}"
-            command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-cell-timeout=600", "--tb=short"]
+        env = dict(os.environ, PYTHONPATH=str(site), ATTNLIB_SITE=str(site), IPYTHONDIR=str(ipython))
+        origin = subprocess.run([sys.executable, "-c", "import attnlib; print(attnlib.__file__)"], cwd=folder, env=env,
+                                check=True, capture_output=True, text=True).stdout
+        assert origin.startswith(str(site)), f"the wheel is hidden by {origin}"
+        command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-cell-timeout=600", "--tb=short"]
+        env["OMP_NUM_THREADS"] = "1"  # one core for each of the notebooks that run side by side
+
+        def alone(path):
+            (folder / path.stem).mkdir()
+            shutil.copy(path, folder / path.stem)
             began = time.perf_counter()
-            code = subprocess.run([*command, "-p", "no:cacheprovider", path.name], cwd=alone, env=env).returncode
-            print(f"{path.name}: {time.perf_counter() - began:.0f} s", flush=True)
-            failed += [path.name] if code else []
-    return failed
+            done = subprocess.run([*command, "-p", "no:cacheprovider", path.name], cwd=folder / path.stem, env=env,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            print(f"{done.stdout}{path.name}: {time.perf_counter() - began:.0f} s", flush=True)
+            return [path.name] if done.returncode else []
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return sum(pool.map(alone, paths), [])
 
 
 def main():
