@@ -50,6 +50,7 @@ bench: $(VENV)/test.stamp ## time the library beside its peers and record the re
 	$(BIN)/python benchmarks/vision.py --models swin_tiny_patch4_window7_224 --name swin --batch 4 --out benchmarks/results
 	$(BIN)/python benchmarks/vision.py --models swinv2_tiny_window8_256 --name swinv2 --batch 4 --repeats 5 --out benchmarks/results
 	$(BIN)/python benchmarks/vision.py --models tnt_s_patch16_224 --name tnt --batch 4 --repeats 5 --out benchmarks/results
+	$(BIN)/python tools/speed_table.py
 
 gpu: ## on a CUDA machine, with its own PyTorch and no network: check, time and record everything; PART=swin for a part
 	$(PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART))

@@ -32,6 +32,15 @@ def record(tmp_path_factory):
     return run
 
 
+def test_the_readme_has_the_records():
+    spec = importlib.util.spec_from_file_location("speed_table", ROOT / "tools" / "speed_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert module.updated(readme) == readme, "run `python tools/speed_table.py`"
+    assert "| ViT-S, forward" in module.table()
+
+
 def test_checks(record):
     record("checks", None)
 
