@@ -218,9 +218,9 @@ def _sdpa(q, k, v, mask, bias, scale, dropout_p):
 
 # %% ../nbs/10_attention.ipynb #backend
 def _triton(q, k, v, mask, bias, scale, dropout_p):
-    from attnlib.flash import flash_attention
+    from attnlib.flash import flash_attention, triton_mode
 
-    if dropout_p > 0:  # the kernel drops nothing
+    if dropout_p > 0 or q.dtype == torch.float64 or triton_mode(q.device) is None:  # what the kernel cannot do
         return _sdpa(q, k, v, mask, bias, scale, dropout_p)
     return flash_attention(q, k, v, mask=mask, bias=bias, scale=scale)
 
@@ -237,8 +237,8 @@ def attention_backend(name):
     ----------
     name : {"auto", "reference", "sdpa", "triton"}
         "reference" is the equation as written, "sdpa" PyTorch's fused kernels, "triton" the kernel of
-        `attnlib.flash` (with dropout "sdpa"), "auto" what was measured fastest. Where the package triton is missing,
-        a warning says so and "auto" takes the place of "triton".
+        `attnlib.flash` ("sdpa" for float64, with dropout, or where the kernel cannot run), "auto" what was measured
+        fastest. Where the package triton is missing, a warning says so and "auto" takes the place of "triton".
 
     Raises
     ------

@@ -1,0 +1,356 @@
+"""The tiled kernels are attention in every option, through Triton's interpreter or on a GPU, and compile for GPUs."""
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from attnlib import flash  # noqa: E402
+from attnlib.attention import attention, attention_backend, causal_mask  # noqa: E402
+from attnlib.flash import flash_attention, merge_partials, tiled_attention, triton_mode  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+try:
+    flash_attention(*[torch.ones(2, 2, device=DEVICE)] * 3)
+except Exception as problem:  # Triton 3.6 asks NumPy for the integer in an array of one number; NumPy 2.4 refuses
+    if "only 0-dimensional arrays can be converted" not in str(problem):
+        raise
+    pytest.skip("Triton's interpreter and NumPy do not fit together", allow_module_level=True)
+LIMIT = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """Float32 products in float32: another test may have allowed less."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def tensor(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE, dtype=dtype, requires_grad=True)
+
+
+def agree(q, k, v, mask=None, bias=None, causal=False, scale=None, limit=None):
+    """Output and all gradients against the reference in float64."""
+    inputs = [x for x in (q, k, v, bias) if x is not None]
+    out = flash_attention(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale)
+    assert out.dtype == q.dtype
+    grad = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, inputs, grad)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    if causal:
+        seen = causal_mask(q.shape[-2], k.shape[-2], device=q.device)
+        mask = seen if mask is None else mask & seen
+    with attention_backend("reference"):
+        expected = attention(*exact[:3], mask=mask, bias=None if bias is None else exact[3], scale=scale)
+    assert out.shape == expected.shape
+    for ours, theirs in zip((out, *gradients), (expected, *torch.autograd.grad(expected, exact, grad.double()))):
+        assert torch.isfinite(ours).all() and ours.shape == theirs.shape
+        assert (ours.double() - theirs).abs().max() <= (limit or LIMIT[q.dtype]) * max(1, theirs.abs().max())
+
+
+# --- every option ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n, m", [(1, 1), (1, 40), (32, 32), (33, 33), (35, 50)])
+def test_lengths(n, m, causal):
+    torch.manual_seed(0)
+    agree(tensor(1, 2, n, 16), tensor(1, 2, m, 16), tensor(1, 2, m, 16), causal=causal)
+
+
+def test_more_queries_than_keys():
+    torch.manual_seed(0)
+    agree(tensor(1, 1, 50, 16), tensor(1, 1, 17, 16), tensor(1, 1, 17, 16))
+
+
+@pytest.mark.parametrize("d, d_v", [(1, 1), (24, 40), (33, 16), (100, 100), (256, 256)])
+def test_widths(d, d_v):
+    torch.manual_seed(0)
+    agree(tensor(1, 1, 20, d), tensor(1, 1, 20, d), tensor(1, 1, 20, d_v), causal=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 35, 20), (1, 2, 35, 20), (2, 1, 35, 20), (35, 20), (2, 1, 1, 20), (2, 35, 1),
+                                   (1, 1, 1, 1)])
+def test_bias_and_its_gradient_along_every_axis(shape):
+    torch.manual_seed(0)
+    mask = torch.rand(2, 1, 1, 20, device=DEVICE) < 0.7
+    agree(tensor(2, 2, 35, 8), tensor(2, 2, 20, 8), tensor(2, 2, 20, 8), mask=mask, bias=tensor(*shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 20, 35), (2, 1, 20, 35), (1, 2, 20, 1), (2, 1, 1, 35), (20, 35)])
+def test_mask_along_every_axis_and_causal(shape):
+    torch.manual_seed(0)
+    mask = torch.rand(shape, device=DEVICE) < 0.6
+    agree(tensor(2, 2, 20, 8), tensor(2, 2, 35, 8), tensor(2, 2, 35, 8), mask=mask, bias=tensor(2, 20, 35), causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_lower_precision(dtype):
+    torch.manual_seed(0)
+    mask = torch.rand(1, 2, 35, 35, device=DEVICE) < 0.7
+    agree(*(tensor(1, 2, 35, 64, dtype=dtype) for _ in range(3)), mask=mask, bias=tensor(2, 35, 35, dtype=dtype))
+
+
+def test_rounding_is_that_of_the_reference_in_the_same_dtype():
+    """In bfloat16 the kernel is about as near to float64 as the equation computed in bfloat16, or nearer."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 48, 32, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    exact = attention(q.double(), k.double(), v.double())
+    with attention_backend("reference"):
+        plain = (attention(q, k, v) - exact).abs().mean()
+    assert (flash_attention(q, k, v) - exact).abs().mean() <= 1.05 * plain
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7, 3])
+def test_scale(scale):
+    torch.manual_seed(0)
+    agree(tensor(1, 1, 20, 8), tensor(1, 1, 20, 8), tensor(1, 1, 20, 8), scale=scale, causal=True)
+
+
+def test_many_random_cases():
+    draw = random.Random(0)
+    for case in range(8):
+        torch.manual_seed(case)
+        n, extra, d, d_v = draw.randint(1, 40), draw.randint(0, 20), draw.randint(1, 40), draw.randint(1, 40)
+        b, h = draw.choice([(1, 1), (1, 2), (2, 1)])
+        shapes = [[draw.choice([1, size]) for size in (b, h, n, n + extra)] for _ in range(2)]
+        mask = torch.rand(shapes[0], device=DEVICE) < 0.7 if draw.random() < 0.6 else None
+        bias = tensor(*shapes[1]) if draw.random() < 0.6 else None
+        agree(tensor(b, h, n, d), tensor(b, h, n + extra, d), tensor(b, h, n + extra, d_v), mask, bias,
+              causal=draw.random() < 0.5)
+
+
+# --- nothing to see --------------------------------------------------------------------------------------------------
+
+
+def test_queries_that_see_nothing_get_zeros_and_zero_gradients():
+    torch.manual_seed(0)
+    q, k, v, bias = tensor(1, 1, 40, 8), tensor(1, 1, 40, 8), tensor(1, 1, 40, 8), torch.randn(40, 40, device=DEVICE)
+    bias[3], bias[5:7, :20] = -torch.inf, -torch.inf
+    bias.requires_grad_()
+    mask = torch.ones(40, 40, dtype=torch.bool, device=DEVICE)
+    mask[4], mask[5, 20:], mask[33] = False, False, False
+    agree(q, k, v, mask=mask, bias=bias)
+    out = flash_attention(q, k, v, mask=mask, bias=bias)
+    empty = [3, 4, 5, 33]
+    dq, dbias = torch.autograd.grad(out.square().sum(), (q, bias))
+    assert not out[..., empty, :].any() and not dq[..., empty, :].any() and not dbias[empty].any()
+    assert out[..., 6, :].any()
+    nobody = flash_attention(q, k, v, mask=torch.zeros(1, 1, dtype=torch.bool, device=DEVICE))
+    assert not nobody.any() and not torch.autograd.grad(nobody.sum(), k)[0].any()
+
+
+def test_empty_tensors():
+    q, k, v = tensor(2, 5, 4), tensor(2, 6, 4), tensor(2, 6, 3)
+    out = flash_attention(q, k[:, :0], v[:, :0])
+    assert out.shape == (2, 5, 3) and not out.any()
+    assert not torch.autograd.grad(out.sum(), q)[0].any()
+    assert flash_attention(q[:, :0], k, v).shape == (2, 0, 3) and flash_attention(q[:0], k[:0], v[:0]).shape == (0, 5, 3)
+
+
+# --- strides and axes ------------------------------------------------------------------------------------------------
+
+
+def test_any_strides():
+    torch.manual_seed(0)
+    qkv = tensor(2, 20, 3, 2, 8)  # (B, N, 3, h, d), the output of one fused projection
+    agree(*(x.transpose(1, 2) for x in qkv.unbind(2)))
+    q, k, v = tensor(1, 2, 8, 20).mT, tensor(2, 20, 8, 1).permute(3, 0, 1, 2), tensor(1, 2, 20, 16)[..., ::2]
+    agree(q, k, v, mask=(torch.rand(20, 20, device=DEVICE) < 0.7).T)
+
+
+def test_nothing_is_copied(monkeypatch):
+    seen = []
+    monkeypatch.setattr(flash, "launch", lambda kernel, programs, device, *arguments, **options: seen.extend(arguments))
+    q, k, v = torch.randn(2, 20, 3, 2, 8, device=DEVICE).permute(2, 0, 3, 1, 4)
+    mask, bias = torch.ones(2, 1, 1, 20, dtype=torch.bool, device=DEVICE), torch.randn(2, 20, 20, device=DEVICE)
+    flash_attention(q, k[:, :1], v, mask=mask, bias=bias)
+    for x, given in zip((q, k, v, mask, bias), seen):
+        assert given.data_ptr() == x.data_ptr()
+    assert seen[3].shape == (2, 1, 1, 20) and seen[4].shape == (1, 2, 20, 20)
+
+
+@pytest.mark.parametrize("q, k, v, mask, bias", [
+    ((5, 4), (7, 4), (7, 4), (5, 7), (7,)),
+    ((3, 5, 4), (7, 4), (1, 7, 6), (3, 1, 7), None),
+    ((2, 2, 2, 5, 4), (2, 2, 2, 5, 4), (2, 2, 2, 5, 4), (2, 1, 1, 1, 5), (2, 2, 5, 5)),
+    ((2, 1, 2, 5, 4), (1, 2, 1, 5, 4), (2, 5, 4), (2, 1, 2, 1, 5), (1, 2, 1, 5, 1)),
+])
+def test_leading_axes(q, k, v, mask, bias):
+    torch.manual_seed(0)
+    agree(tensor(*q), tensor(*k), tensor(*v), torch.rand(mask, device=DEVICE) < 0.8, bias and tensor(*bias))
+
+
+def test_only_the_gradients_that_are_asked_for():
+    q, k, v = (torch.randn(1, 1, 9, 8, device=DEVICE) for _ in range(3))
+    bias = tensor(9, 9)
+    flash_attention(q, k, v, bias=bias).sum().backward()
+    assert bias.grad.shape == (9, 9) and q.grad is None
+    assert not flash_attention(q, k, v, bias=bias.detach()).requires_grad
+
+
+# --- PyTorch ---------------------------------------------------------------------------------------------------------
+
+
+def test_operators_keep_their_promises():
+    q, k, v, bias = (tensor(1, 2, 9, 8) for _ in range(4))
+    bias, mask = tensor(1, 2, 9, 9), torch.rand(1, 1, 1, 9, device=DEVICE) < 0.7
+    torch.library.opcheck(torch.ops.attnlib.flash_forward, (q, k, v, mask, bias, True, 0.3))
+    out, lse = (x.detach() for x in torch.ops.attnlib.flash_forward(q, k, v, mask, bias, True, 0.3))
+    inputs = (x.detach() for x in (torch.randn_like(out), q, k, v, mask, bias, out, lse))
+    torch.library.opcheck(torch.ops.attnlib.flash_backward, (*inputs, True, 0.3, True))
+
+
+def test_compiles_without_graph_breaks():
+    torch.manual_seed(0)
+    q, k, v, bias = tensor(1, 2, 9, 8), tensor(1, 2, 9, 8), tensor(1, 2, 9, 8), tensor(2, 9, 9)
+    call = torch.compile(lambda *inputs: flash_attention(*inputs[:3], bias=inputs[3], causal=True) * 2, fullgraph=True)
+    ours, plain = call(q, k, v, bias), flash_attention(q, k, v, bias=bias, causal=True) * 2
+    torch.testing.assert_close(ours, plain)
+    inputs = (q, k, v, bias)
+    for a, b in zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(plain.sum(), inputs)):
+        torch.testing.assert_close(a, b)
+
+
+def test_second_derivatives_are_refused():
+    q = tensor(1, 1, 4, 8)
+    gradient, = torch.autograd.grad(flash_attention(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.grad(gradient.sum(), q)
+
+
+def test_autocast():
+    q, k, v = tensor(1, 1, 4, 8), tensor(1, 1, 4, 8), tensor(1, 1, 4, 8).detach().bfloat16()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = flash_attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input():
+    q, k, v = (torch.randn(1, 2, 5, 8, device=DEVICE) for _ in range(3))
+    for error, named, arguments, options in (
+        (ValueError, "k of width 7", (q, k[..., :7], v), {}),
+        (ValueError, "v has 4 rows", (q, k, v[..., :4, :]), {}),
+        (TypeError, "mask of dtype", (q, k, v), {"mask": torch.zeros(5, 5)}),
+        (ValueError, "bias of shape", (q, k, v), {"bias": torch.zeros(3, 5, 5)}),
+        (TypeError, "q of dtype torch.float64", (q.double(), k.double(), v.double()), {}),
+        (TypeError, "k of dtype torch.float16", (q, k.half(), v), {}),
+        (ValueError, "5 queries to 4 keys", (q, k[..., :4, :], v[..., :4, :]), {"causal": True}),
+        (ValueError, "mask is on meta", (q, k, v), {"mask": torch.ones(5, 5, dtype=torch.bool, device="meta")}),
+        (ValueError, "widths up to 256", (*[torch.randn(1, 3, 257, device=DEVICE)] * 3,), {}),
+    ):
+        with pytest.raises(error, match=named):
+            flash_attention(*arguments, **options)
+
+
+def python(code, **environment):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_says_where_it_runs():
+    assert triton_mode(DEVICE) == ("compiled" if DEVICE == "cuda" else "interpreted")
+    code = "import torch; from attnlib.flash import *; print(triton_mode('cpu')); x = torch.ones(2, 2)\n"
+    done = python(code + "flash_attention(x, x, x)", TRITON_INTERPRET="0")
+    assert done.stdout == "None\n" and "RuntimeError: q is on cpu, and Triton runs on CPU" in done.stderr
+    done = python("import sys; sys.modules['triton'] = None\n" + code + "flash_attention(x, x, x)")
+    assert done.stdout == "None\n" and "Triton is not installed; attention_backend('sdpa') works" in done.stderr
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="nothing is interpreted where there is a GPU")
+def test_runs_where_triton_was_imported_before():
+    done = python("import triton.language, torch; from attnlib.flash import flash_attention; x = torch.ones(3, 4)\n"
+                  "print(flash_attention(x, x, x).sum().item())")
+    assert done.stdout == "12.0\n", done.stderr
+
+
+def test_import_of_the_library_is_not_slowed():
+    assert python("import attnlib, sys; print('triton' in sys.modules)").stdout == "False\n"
+
+
+# --- the page's plain versions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_rows, block_cols", [(1, 1), (4, 3), (16, 64)])
+def test_tiled_attention(block_rows, block_cols):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 4, dtype=torch.float64) for n in (10, 13, 13))
+    bias = torch.randn(3, 10, 13, dtype=torch.float64)
+    bias[1, 4] = -torch.inf
+    out, lse = tiled_attention(q, k, v, bias=bias, block_rows=block_rows, block_cols=block_cols)
+    torch.testing.assert_close(out, attention(q, k, v, bias=bias), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(lse, (q @ k.mT / 2 + bias).logsumexp(-1), rtol=1e-10, atol=1e-10)
+    parts = [tiled_attention(q, k[..., s, :], v[..., s, :], bias=bias[..., s]) for s in (slice(0, 5), slice(5, 13))]
+    for ours, theirs in zip(merge_partials(*parts), (out, lse)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+# --- for GPUs --------------------------------------------------------------------------------------------------------
+
+
+def test_compiles_for_gpus_that_are_not_here():
+    """Every kernel, with everything, and the forward one with nothing: no more shared memory than there is."""
+    code = """
+import json, torch
+from attnlib.flash import compile_for
+for name in ("forward", "query", "key", "bias"):
+    print(json.dumps([90, compile_for(name, 90, torch.bfloat16, 64, causal=True, mask=True, bias=True)]))
+print(json.dumps([80, compile_for("forward", 80, torch.float16, 128)]))
+print(json.dumps([80, compile_for("forward", 80, torch.float32, 33)]))
+"""
+    done = python(code, TRITON_INTERPRET="0")
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(made) == 6, done.stderr
+    for capability, taken in made:
+        assert 0 < taken["shared"] <= {80: 163, 90: 227}[capability] * 1024 and taken["registers"] <= 255
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("d", [32, 64, 96, 128, 256])
+def test_full_sizes_on_a_gpu(d, dtype):
+    torch.manual_seed(0)
+    for n, m in ((1024, 1024), (777, 1500), (1, 1000)):
+        for causal in (False, True):
+            agree(*(tensor(2, 3, length, d, dtype=dtype) for length in (n, m, m)), causal=causal)
+            mask = torch.rand(2, 1, n, m, device=DEVICE) < 0.8
+            agree(*(tensor(2, 3, length, d, dtype=dtype) for length in (n, m, m)), mask=mask,
+                  bias=tensor(3, n, m, dtype=dtype), causal=causal)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_offsets_beyond_32_bits_on_a_gpu():
+    """A bias of more than 2^31 numbers, of which only the last rows are read by the last queries."""
+    n, m = 33000, 66000
+    q, k, v = (torch.randn(1, 1, length, 16, device=DEVICE, dtype=torch.bfloat16) for length in (n, m, m))
+    bias = torch.zeros(n, m, device=DEVICE, dtype=torch.bfloat16)
+    bias[-1, : m // 2] = -torch.inf
+    out = flash_attention(q, k, v, bias=bias)[0, 0, -1]
+    expected = F.scaled_dot_product_attention(q[..., -1:, :], k[..., m // 2 :, :], v[..., m // 2 :, :])[0, 0, 0]
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_benchmark(tmp_path):
+    command = [sys.executable, ROOT / "benchmarks" / "flash.py", "--tiny", "--device", DEVICE, "--repeats", "2"]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    subprocess.run([*command, "--out", tmp_path], check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    record = json.loads((tmp_path / f"flash_{DEVICE}.json").read_text())
+    assert {"device", "torch", "date", "commit", "triton"} <= set(record) and len(record["rows"]) == 6
+    for row in record["rows"]:
+        assert row["backends"]["triton"]["ms"] > 0 and "reference" in row["backends"]
+        assert all(other["error"] < row["allowed"] for other in row["backends"].values())
