@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnlib.attention import attention, attention_backend
 from attnlib.cost import (
     GROUP_NAMES, OperationCount, Operator, Roofline, count_operations, fastest_float32, matmul_precision,
-    measure_roofline, memory_levels, operator_group, peak_memory, profile_groups, saved_activations, seconds,
-    training_memory
+    measure_roofline, operator_group, profile_groups, saved_activations, seconds, training_memory
 )
 from attnlib.models import create_model
+from attnlib.train import memory_levels, peak_memory
 from attnlib.vit import Block, VisionTransformer
 
 torch.set_num_threads(1)
@@ -77,13 +77,17 @@ def test_bytes_of_a_product(m, k, n):
     (lambda x: x.t().reshape(-1), 2 * 96),  # must copy
     (lambda x: x.zero_(), 96),  # writes only
     (lambda x: x.add_(1), 2 * 96),
+    (lambda x: x.normal_(), 96),
+    (lambda x: torch.ones_like(x), 96),
+    (lambda x: x.new_zeros(3), 12),
+    (lambda x: x.copy_(x[:1].clone()), 24 + 24 + 24 + 96),
     (lambda x: torch.cat([x, x + 1]), 2 * 96 + 96 + 96 + 2 * 96),
 ])
 def test_bytes_of_small_programs(call, bytes):
     assert count_operations(call, torch.ones(4, 6)).bytes == bytes
 
 
-@pytest.mark.parametrize("b, n, d, h", [(2, 7, 16, 2), (3, 20, 24, 4), (2, 5, 64, 1)])
+@pytest.mark.parametrize("b, n, d, h", [(2, 7, 16, 2), (3, 20, 24, 4), (2, 5, 64, 8)])
 def test_block_as_derived(b, n, d, h):
     block, x, t = Block(d, h), torch.randn(b, n, d), b * n
     weights = 12 * d * d + 13 * d
@@ -237,6 +241,10 @@ def test_frozen_parameters_have_no_gradient():
         training_memory(model, x)
     with pytest.raises(ValueError, match=r"moments \(-1\)"):
         training_memory(VisionTransformer(**SMALL), x, moments=-1)
+    other = nn.Linear(3, 3)
+    other.grad_checkpointing = True
+    with pytest.raises(ValueError, match="grad_checkpointing but no run_block"):
+        training_memory(other, torch.ones(2, 3))
 
 
 # --- the precision of float32 ----------------------------------------------------------------------------------------
