@@ -33,7 +33,7 @@ class Linear(nn.Linear):
 
 
 def linear(x, weight, bias=None):
-    """x Wᵀ + b, as torch.nn.functional.linear; faster in float32 on a CPU for at most 32 rows without gradient.
+    """x Wᵀ + b, as torch.nn.functional.linear; faster in float32 on a CPU for a few rows without gradient.
 
     Parameters
     ----------
@@ -48,7 +48,8 @@ def linear(x, weight, bias=None):
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.device.type != "cpu" or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
     rows = x.numel() // x.shape[-1]
-    if not 1 <= rows <= 32:
+    few = 8 if torch.get_num_threads() == 1 else 32
+    if not 1 <= rows <= few or rows == 1 and torch.get_float32_matmul_precision() != "highest":
         return F.linear(x, weight, bias)
     columns = x.reshape(rows, -1).repeat(2 if rows == 1 else 1, 1).mT  # (in, rows), or (in, 2)
     y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)

@@ -16,9 +16,10 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2 as TimmSwinV2, Win
 from attnlib.models import create_model, list_models, load_pretrained
 from attnlib.swin import may_meet, window_reverse
 from attnlib.swinv2 import (
-    PatchMergingV2, SwinBlockV2, SwinTransformerV2, WindowAttentionV2, log_coordinates, normalize, peak_memory,
+    PatchMergingV2, SwinBlockV2, SwinTransformerV2, WindowAttentionV2, log_coordinates, normalize,
     train_processes, train_small
 )
+from attnlib.train import peak_memory
 
 torch.set_num_threads(1)
 SMALL = dict(embed_dim=16, depths=(2, 2), num_heads=(1, 2), num_classes=7, drop_path_rate=0.0)
@@ -33,7 +34,7 @@ COUNTS = {
 
 
 def randomize(model, seed=0):
-    """Values that hide no error: biases that are not zero, norms that are not one, scales on both sides of the bound."""
+    """Values that hide no error: biases that are not zero, norms that are not one, scales about their bound."""
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         if p.ndim == 1 or "mlp.0" in name and p.shape[1] == 2 or "logit_scale" in name:
@@ -88,7 +89,8 @@ def test_float64_features_gradients_and_intermediates_equal_timm(options):
         for u, v in zip([a, *maps], [b, *others], strict=True):
             torch.testing.assert_close(u, v, rtol=0, atol=1e-10)
     found = [dict(m.named_parameters()) for m in (ours, theirs)]
-    g, h = (dict(zip(p, torch.autograd.grad(m(x).square().sum(), [*p.values()]))) for p, m in zip(found, (ours, theirs)))
+    g, h = (dict(zip(p, torch.autograd.grad(m(x).square().sum(), [*p.values()])))
+            for p, m in zip(found, (ours, theirs)))
     for key in h:
         torch.testing.assert_close(g[key], h[key], rtol=1e-8, atol=1e-10, msg=key)
     pre = ours.forward_head(ours.forward_features(x), pre_logits=True)
@@ -134,14 +136,16 @@ def test_hugging_face(size):
     config = transformers.Swinv2Config(image_size=128, embed_dim=16, depths=[2, 2], num_heads=[1, 2], window_size=8,
                                        num_labels=7, pretrained_window_sizes=[6, 3])
     theirs = randomize(transformers.Swinv2ForImageClassification(config).double())
-    ours = SwinTransformerV2(128, window_size=8, pretrained_window_sizes=(6, 3), small_maps="pad", **SMALL).double().eval()
+    ours = SwinTransformerV2(128, window_size=8, pretrained_window_sizes=(6, 3), small_maps="pad", **SMALL)
+    ours = ours.double().eval()
     assert load_pretrained(ours, theirs.state_dict()) == []
     assert [b.attn.window_size for b in ours.blocks] == [(8, 8)] * 4
     x = torch.randn(1, 3, *size, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(ours(x), theirs(x).logits, rtol=0, atol=1e-10)
-        x = torch.randn(1, 3, 60, 140, dtype=torch.float64)  # 8 rows in stage 2: it cuts the only window in two
-        assert (ours(x) - theirs(x).logits).abs().max() > 1e-7
+        other = torch.randn(1, 3, 60, 140, dtype=torch.float64)  # 8 rows in stage 2: it cuts the only window in two
+        assert (ours(other) - theirs(other).logits).abs().max() > 1e-7
+        torch.testing.assert_close(ours(x), theirs(x).logits, rtol=0, atol=1e-10)  # and forgets it again
 
 
 def test_names_of_the_authors():
@@ -160,7 +164,7 @@ def test_names_of_the_authors():
 
 
 def oracle(layer, x):
-    """Cosine attention among all tokens of the padded map; a judge says who meets, the bias is computed pair by pair."""
+    """Cosine attention among all tokens of the padded map; a judge says who meets, biases are computed pair by pair."""
     plan, h = layer.plan(x.shape[1:3]), layer.num_heads
     tokens, meet = may_meet(plan)
     place = torch.tensor(tokens).double()
@@ -365,7 +369,6 @@ def test_memory_is_saved():
     model.set_grad_checkpointing()
     recomputed = peak_memory(call(model, x))
     assert sequential < 0.8 * plain and recomputed < 0.6 * plain
-    assert peak_memory(lambda: torch.empty(1000, 1000)) == 4_000_000
 
 
 def test_two_processes_share_the_optimizer():
@@ -420,7 +423,7 @@ def test_export_with_dynamic_height_and_width():
     (lambda: SwinTransformerV2(pretrained_window_sizes=(8, 8), **SMALL | dict(depths=(1,), num_heads=(1,))),
      r"pretrained_window_sizes \(8, 8\) must be one for each of 1 stages"),
     (lambda: SwinTransformerV2(pretrained_window_sizes=-1, **SMALL), r"pretrained_window_size \(-1, -1\) must be at"),
-    (lambda: SwinTransformerV2(pretrained_window_sizes=((8, 0), 4), **SMALL), r"pretrained_window_size \(8, 0\) must be"),
+    (lambda: SwinTransformerV2(pretrained_window_sizes=((8, 0), 4), **SMALL), r"pretrained_window_size \(8, 0\) must"),
     (lambda: SwinTransformerV2(pretrained_window_sizes=((8, 8, 8), 4), **SMALL), r"pretrained_window_size \(8, 8, 8\)"),
     (lambda: SwinTransformerV2(**SMALL).set_sequential_attention(0), r"windows_at_once \(0\) must be at least 1"),
     (lambda: SwinTransformerV2(**SMALL)(torch.ones(1, 3, 3, 9)), r"x of size \(3, 9\) must be at least"),
