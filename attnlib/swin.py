@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Plan', 'whole', 'pad_map', 'merge_patches', 'PatchMerging', 'window_partition', 'window_reverse', 'plan_windows',
            'shift_map', 'unshift_map', 'shift_regions', 'window_mask', 'may_meet', 'relative_position_index',
-           'resize_bias_table', 'check_window', 'remember', 'Memory', 'WindowAttention', 'SwinBlock', 'SwinStage',
-           'whole_image', 'convert_names', 'SwinTransformer', 'train_small']
+           'resize_bias_table', 'check_window', 'remember', 'Memory', 'use_kernel', 'WindowAttention', 'SwinBlock',
+           'SwinStage', 'whole_image', 'convert_names', 'SwinTransformer', 'train_small']
 
 # %% ../nbs/32_swin.ipynb #imports
 import re
@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import attnlib.attention as attention_module
 from .attention import attention, attention_weights
 from .models import register_model
 from .vit import DropPath, Mlp, PatchEmbed, VisionModel, block_indices, drop_path_rates, init_weights
@@ -332,6 +333,15 @@ class _WindowBias(nn.Module):
 
         return self.memory((plan, like.dtype), self.bias_parameters(), compute)
 
+# %% ../nbs/32_swin.ipynb #use-kernel
+def use_kernel(x, head_width, dropout_p=0.0):
+    """Whether the kernel of `attnlib.windows` serves a layer: where the backend "triton" is asked for, and can."""
+    if attention_module._backend != "triton" or dropout_p > 0:
+        return False
+    from attnlib.windows import kernel_takes
+
+    return kernel_takes(x, head_width)
+
 # %% ../nbs/32_swin.ipynb #attention-forward
 class _WindowLayer(_WindowBias):
     """Window attention, from map to map."""
@@ -357,13 +367,22 @@ class _WindowLayer(_WindowBias):
         q, k, v = (window_partition(y, plan.window, self.num_heads) for y in self.project(shift_map(x, plan)))
         return q, k, v, self.bias(plan, q)
 
+    def kernel_arguments(self, x):
+        """The projected map (B, H, W, 3 dim), and what `attnlib.windows.window_attention` has to know about it."""
+        return self.qkv(x), dict(scale=self.scale, pad=self.qkv.bias)
+
     def forward(self, x):
         """A map (B, H, W, dim) to a map."""
-        plan = self.plan(x.shape[1:3])
+        plan, dropout_p = self.plan(x.shape[1:3]), self.attn_drop if self.training else 0.0
+        if use_kernel(x, x.shape[-1] // self.num_heads, dropout_p):
+            from attnlib.windows import window_attention
+
+            qkv, options = self.kernel_arguments(x)
+            bias = self.bias(plan._replace(shift=(0, 0)), qkv)  # the kernel masks by itself
+            return self.proj_drop(self.proj(window_attention(qkv, bias, plan, self.num_heads, **options)))
         q, k, v, bias = self.heads(x, plan)
         shape = q.shape
         q, k, v = (y.reshape(-1, bias.shape[0], *shape[2:]) for y in (q, k, v))  # without a mask windows are a batch
-        dropout_p = self.attn_drop if self.training else 0.0
         x = attention(q, k, v, bias=bias, scale=self.scale, dropout_p=dropout_p)
         x = window_reverse(x.reshape(shape), plan.window, plan.padded)  # (B, windows h, N, d) -> (B, H', W', dim)
         return self.proj_drop(self.proj(unshift_map(x, plan)))

@@ -159,6 +159,11 @@ class WindowAttentionV2(_CosineBias):
         qk = normalize(qk.unflatten(-1, (2 * self.num_heads, -1)), torch.cat([scale, torch.ones_like(scale)]))
         return *qk.flatten(-2).chunk(2, dim=-1), v  # (..., 2 h, d) -> (..., 2 h d)
 
+    def kernel_arguments(self, x):
+        bias = None if self.q_bias is None else torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        scale = self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten()  # (h,)
+        return F.linear(x, self.qkv.weight, bias), dict(cosine_scale=scale, pad=bias)
+
     def forward(self, x):
         """A map (B, H, W, dim) to a map."""
         if self.windows_at_once is None:

@@ -144,7 +144,7 @@ class Block(_BlockParts):
         return sentences + self.drop_path(self.mlp(self.norm_mlp(sentences)))
 
     def forward(self, words, sentences, queries=None):
-        """Words (B·n, m, c) and sentences (B, 1 + n, d) to the same; with `queries` only the first so many sentences."""
+        """Words (B·n, m, c) and sentences (B, 1 + n, d) to the same, of the sentences only the first `queries`."""
         words = self.inner(words)
         return words, self.outer(self.add_words(words, sentences), queries)
 
@@ -264,6 +264,15 @@ class _Inside(_Passes):
             sentences = block.outer(sentences)
         return maps
 
+    def word_map(self, words):
+        """Lay words (B·n, m, c) out as a map (B, c, H'·h, W'·w), each where its sub-patch is in the image."""
+        x = words.unflatten(1, self.pixel_embed.word_grid).unflatten(0, (-1, *self.pixel_embed.grid_size))
+        return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)  # (B, H', W', h, w, c) -> (B, c, H' h, W' w)
+
+# %% ../nbs/34_tnt.ipynb #intermediates
+class _Maps(_Inside):
+    """The sentences on the way, in the form in which other models return theirs."""
+
     def forward_intermediates(self, x, indices=None, *, norm=False, output_fmt="NCHW", intermediates_only=False,
                               return_prefix_tokens=False):
         """The sentences after some of the blocks, in the form in which timm returns them.
@@ -295,11 +304,6 @@ class _Inside(_Passes):
                 found.append((patches, y[:, :1]) if return_prefix_tokens else patches)
         return found if intermediates_only else (self.norm(sentences), found)
 
-    def word_map(self, words):
-        """Lay words (B·n, m, c) out as a map (B, c, H'·h, W'·w), each where its sub-patch is in the image."""
-        x = words.unflatten(1, self.pixel_embed.word_grid).unflatten(0, (-1, *self.pixel_embed.grid_size))
-        return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)  # (B, H', W', h, w, c) -> (B, c, H' h, W' w)
-
 # %% ../nbs/34_tnt.ipynb #weights
 _NAMES = (  # of the authors' repository, and timm's
     ("^outer_pos$", "patch_pos"), ("^inner_pos$", "pixel_pos"), (r"^patch_embed\.", "pixel_embed."),
@@ -309,7 +313,7 @@ _NAMES = (  # of the authors' repository, and timm's
 )
 
 
-class _Weights(_Inside):
+class _Weights(_Maps):
     """Weights for other sizes, and those of the authors."""
 
     def set_input_size(self, img_size):
@@ -372,8 +376,7 @@ class TNT(_Weights):
     first_stride : int
         Height and width of a sub-patch, of which there is a word each; it must divide the patch.
     legacy : bool
-        The variant of timm's `tnt_s_legacy_patch16_224`: words are embedded before the image is cut, and normalized
-        one by one before they are added to a sentence.
+        Embed words before the image is cut, and normalize them one by one, as ``tnt_s_legacy_patch16_224`` does.
     device, dtype
         Of the parameters.
 

@@ -68,7 +68,8 @@ def caller(call, kind, maps):
 
 
 def measure(name, stage, shifted, kind, dtype, arguments):
-    options = dict(img_size=32, window_size=4, num_classes=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2)) if arguments.tiny else {}
+    small = dict(img_size=32, window_size=4, num_classes=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2))
+    options = small if arguments.tiny else {}
     calls, *parameters, shape = ways(name, stage, shifted, options, arguments.device, DTYPES[dtype])
     make = lambda: torch.randn(arguments.batch, *shape, device=arguments.device, dtype=DTYPES[dtype])  # noqa: E731
     x = make()
@@ -107,7 +108,8 @@ def main():
             rows += measure(name, stage, shifted, kind, dtype, arguments)
             for row in rows[-3:]:
                 print(f"{name} stage {row['stage']} {'shifted' if shifted else 'plain':7} {kind:8} {dtype} "
-                      f"{row['way']:8} {row['ms']:8.3f} ms   kernel / it {row['ratio']:.3f} {row['quartiles']}", flush=True)
+                      f"{row['way']:8} {row['ms']:8.3f} ms   kernel / it {row['ratio']:.3f} {row['quartiles']}",
+                      flush=True)
     if arguments.out:
         common.write(arguments.out, "windows", arguments.device, {"rows": rows})
 

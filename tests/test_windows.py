@@ -145,8 +145,6 @@ def test_a_block_alone(monkeypatch):
 @pytest.mark.parametrize("kind", [WindowAttention, WindowAttentionV2])
 @on_device
 def test_the_backend_triton_reaches_the_kernel(device, kind, monkeypatch):
-    if not hasattr(kind, "kernel_arguments"):
-        pytest.skip("the layers do not know the kernel yet")
     layer, x = layer_of(kind, "padded and shifted, rectangular", device)
     grad, calls, check = torch.randn_like(x), [], windows._check_arguments
     with attention_backend("sdpa"):
