@@ -36,7 +36,7 @@ def checks(device, tiny):
     kernels = ["tests/test_flash.py", "tests/test_windows.py"]
     if tiny:
         return [pytest + ["tests/test_attention.py", "-k", "agree_with_float64"]]
-    found = [pytest + ["tests", "--ignore", "tests/test_browser.py", "-k", device]]
+    found = [pytest + ["tests", "--ignore", "tests/test_browser.py", "-k", device], pytest + kernels]
     if shutil.which("compute-sanitizer"):
         sanitizer = ["compute-sanitizer", "--target-processes", "all", "--error-exitcode", "1"]
         found.append(sanitizer + pytest + kernels + ["-k", f"{device} and sanitize"])

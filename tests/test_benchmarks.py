@@ -84,6 +84,22 @@ def test_translation(record):
     assert all(row["same_tokens"] == 1 for row in found["decoding"] if row["mode"] == "float32")
 
 
+def test_flash(record):
+    pytest.importorskip("triton")
+    found = record("flash", "flash_cpu")
+    assert "triton" in found and len(found["rows"]) == 6
+    for row in found["rows"]:
+        assert row["backends"]["triton"]["ms"] > 0 and "reference" in row["backends"]
+        assert all(other["error"] < row["allowed"] for other in row["backends"].values())
+
+
+def test_windows(record):
+    pytest.importorskip("triton")
+    found = record("windows", "windows_cpu")
+    assert {row["way"] for row in found["rows"]} == {"timm", "PyTorch", "kernel"}
+    assert all(row["ms"] > 0 and row["difference"] < 0.05 for row in found["rows"])
+
+
 @pytest.mark.parametrize("name, libraries", [
     ("vit", {"attnlib", "timm", "torchvision", "transformers", "vit-pytorch"}),
     ("swin", {"attnlib", "timm", "torchvision", "transformers"}),
