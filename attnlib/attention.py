@@ -216,7 +216,7 @@ def _sdpa(q, k, v, mask, bias, scale, dropout_p):
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, dropout_p=dropout_p)
     return out.masked_fill(empty, 0)
 
-# %% ../nbs/10_attention.ipynb #backend
+# %% ../nbs/10_attention.ipynb #triton
 def _triton(q, k, v, mask, bias, scale, dropout_p):
     from attnlib.flash import flash_attention, triton_mode
 
@@ -224,7 +224,7 @@ def _triton(q, k, v, mask, bias, scale, dropout_p):
         return _sdpa(q, k, v, mask, bias, scale, dropout_p)
     return flash_attention(q, k, v, mask=mask, bias=bias, scale=scale)
 
-
+# %% ../nbs/10_attention.ipynb #backend
 _BACKENDS = {"reference": _reference, "sdpa": _sdpa, "triton": _triton}
 _backend = "auto"
 
