@@ -378,7 +378,8 @@ def test_two_processes_share_the_optimizer():
     assert sum(s["state"] for s in shared) == total and max(s["state"] for s in shared) < 0.6 * total
     for key, x in one["parameters"].items():
         for other in shared:
-            torch.testing.assert_close(other["parameters"][key], x, rtol=1e-4, atol=2e-5)
+            # a tenth of a step of AdamW, which divides a gradient near zero by its own rounding
+            torch.testing.assert_close(other["parameters"][key], x, rtol=1e-4, atol=1e-4)
         assert torch.equal(shared[0]["parameters"][key], shared[1]["parameters"][key])
 
 
