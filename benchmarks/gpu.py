@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-VISION = {  # record: (model, minutes of a part's nine are few, so eager and compiled in bfloat16 only)
+VISION = {  # record: model; in bfloat16 only, for a part has nine minutes and to compile takes most of them
     "vit": "vit_small_patch16_224",
     "swin": "swin_tiny_patch4_window7_224",
     "swinv2": "swinv2_tiny_window8_256",
@@ -68,7 +68,8 @@ PARTS = {
 
 
 def commit():
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
+    """The commit alone: the records of finished parts are files of the repository and make it differ from it."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     return found.stdout.strip() or "unknown"
 
 
