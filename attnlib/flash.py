@@ -29,14 +29,23 @@ except ImportError:  # the kernels below are then plain functions that nobody ca
     triton, tl, jit = None, types.SimpleNamespace(constexpr=None), lambda function: function
 
 # %% ../nbs/51_flash.ipynb #interpret
-if triton is not None and os.environ.get("TRITON_INTERPRET") == "1" and isinstance(tl.sum, triton.JITFunction):
-    # somebody has imported Triton before: make its own functions, such as tl.sum, interpreted ones as well
-    from triton.runtime.interpreter import InterpretedFunction
+if triton is not None and os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.runtime import interpreter
 
-    for module in (tl, tl.standard):
-        for name, function in list(vars(module).items()):
-            if isinstance(function, triton.JITFunction):
-                setattr(module, name, InterpretedFunction(function.fn))
+    if isinstance(tl.sum, triton.JITFunction):
+        # somebody has imported Triton before: make its own functions, such as tl.sum, interpreted ones as well
+        for module in (tl, tl.standard):
+            for name, function in list(vars(module).items()):
+                if isinstance(function, triton.JITFunction):
+                    setattr(module, name, interpreter.InterpretedFunction(function.fn))
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7):
+        # for the bounds of a loop it takes int() of an array of one number, which NumPy 2.4 refuses
+        def _with_index(tensor, *scope, patch=interpreter._patch_lang_tensor):
+            patch(tensor, *scope)
+            tensor.__index__ = lambda self: int(self.handle.data.item())
+
+        interpreter._patch_lang_tensor = _with_index
 
 # %% ../nbs/51_flash.ipynb #merge
 def merge_partials(first, second):

@@ -18,12 +18,6 @@ from attnlib.flash import flash_attention, merge_partials, tiled_attention, trit
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-try:
-    flash_attention(*[torch.ones(2, 2, device=DEVICE)] * 3)
-except Exception as problem:  # Triton 3.6 asks NumPy for the integer in an array of one number; NumPy 2.4 refuses
-    if "only 0-dimensional arrays can be converted" not in str(problem):
-        raise
-    pytest.skip("Triton's interpreter and NumPy do not fit together", allow_module_level=True)
 LIMIT = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 

@@ -302,6 +302,42 @@ def test_linear_equals_torch(seed, leading, bias):
     torch.testing.assert_close(layer.double()(x.double()), exact, **EXACT)
 
 
-def test_linear_without_rows():
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])  # of numbers around 16
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 40])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_of_few_rows_in_every_precision(dtype, error, precision, rows, bias):
+    x, layer = torch.randn(rows, 256), Linear(256, 64, bias=bias).to(dtype)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with torch.no_grad():
+            out = layer(x.to(dtype))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    exact = F.linear(x.to(dtype).double(), *(None if p is None else p.double() for p in (layer.weight, layer.bias)))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=error)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_puts_the_switch_of_onednn_back(enabled, dtype):
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = enabled
+    try:
+        with torch.no_grad():
+            linear(torch.zeros(1, 8, dtype=dtype), torch.zeros(3, 8, dtype=dtype))
+            with pytest.raises(RuntimeError):
+                linear(torch.zeros(1, 8, dtype=dtype), torch.zeros(3, 9, dtype=dtype))
+        assert torch.backends.mkldnn.enabled is enabled
+    finally:
+        torch.backends.mkldnn.enabled = before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_without_rows(dtype):
+    empty, weight, bias = torch.zeros(2, 0, 24, dtype=dtype), torch.zeros(7, 24, dtype=dtype), torch.zeros(7, dtype=dtype)
     with torch.no_grad():
-        assert linear(torch.zeros(2, 0, 24), torch.zeros(7, 24), torch.zeros(7)).shape == (2, 0, 7)
+        assert linear(empty, weight, bias).shape == (2, 0, 7)
+        assert torch.equal(linear(torch.zeros(1, 0, dtype=dtype), weight[:, :0], bias), bias[None])
