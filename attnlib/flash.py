@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TILES', 'merge_partials', 'tiled_attention', 'triton_mode', 'launch', 'dot', 'rounded', 'tiling', 'flash_attention',
-           'compile_for']
+           'compile_kernel', 'compile_for']
 
 # %% ../nbs/51_flash.ipynb #imports
 import contextlib
@@ -16,8 +16,9 @@ import types
 from typing import Optional
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
-from .attention import _check
+from .attention import _check, _reference
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # it must be set when Triton is imported
@@ -494,7 +495,10 @@ def tiling(kernel, width, v_width, element_size, extra=False, shared=None):
 def _options(kernel, q, v, extra):
     """The tiling for tensors on their device, and the precision of the products."""
     if triton_mode(q.device) == "compiled":
-        shared = getattr(torch.cuda.get_device_properties(q.device), "shared_memory_per_block_optin", None)
+        properties = torch.cuda.get_device_properties(q.device)
+        if q.dtype == torch.bfloat16 and properties.major < 8:
+            raise TypeError(f"q of dtype {q.dtype}: {properties.name} has no such products; it takes torch.float16")
+        shared = getattr(properties, "shared_memory_per_block_optin", None)
         return dict(tiling(kernel, q.shape[-1], v.shape[-1], q.element_size(), extra, shared), PRECISION=_precision(q))
     options = tiling(kernel, q.shape[-1], v.shape[-1], q.element_size())
     options["BLOCK_M"], options["BLOCK_N"] = (16, 32) if kernel == "key" else (32, 16)  # small examples have several
@@ -605,6 +609,19 @@ def _flash_gradients(ctx, grad, _):
 
 _flash_forward.register_autograd(_flash_gradients, setup_context=_save)
 
+# %% ../nbs/51_flash.ipynb #operator-flops
+def _forward_flops(q, k, v, *args, **kwargs):
+    return 2 * q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
+
+
+def _backward_flops(grad, q, k, v, mask, bias, out, lse, causal, scale, for_bias, **kwargs):
+    kernels = 2 + for_bias  # each computes S and dP again; dQ, dK are of width d, dV is of width d_v
+    return 2 * q.shape[:3].numel() * k.shape[2] * ((kernels + 2) * q.shape[3] + (kernels + 1) * v.shape[3])
+
+
+flop_registry[torch.ops.attnlib.flash_forward] = _forward_flops
+flop_registry[torch.ops.attnlib.flash_backward] = _backward_flops
+
 # %% ../nbs/51_flash.ipynb #two-axes
 def _two_axes(q, *others):
     """Views of (..., N, d) or (..., N, M), neighboring leading axes merged to two wherever the strides allow it."""
@@ -641,7 +658,8 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, scale=None):
     Parameters
     ----------
     q : Tensor, shape (..., N, d_k)
-        Queries, in float32, float16 or bfloat16, with any strides. d_k and d_v are at most 256.
+        Queries, in float32, float16 or (on a GPU of compute capability 8.0 or more) bfloat16, with any strides. d_k
+        and d_v are at most 256.
     k : Tensor, shape (..., M, d_k)
         Keys.
     v : Tensor, shape (..., M, d_v)
@@ -674,7 +692,7 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, scale=None):
     lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if 0 in (*lead, q.shape[-2], k.shape[-2], v.shape[-1]):  # nothing to do, but a graph to make
-        return (q @ k.mT) @ v
+        return _reference(q, k, v, mask, bias, scale, 0.0)
     if scale < 0:  # the kernels take the maximum before they scale
         q, scale = -q, -scale
     q, k, v = (x.expand(*lead, *x.shape[-2:]) for x in (q, k, v))
@@ -709,6 +727,41 @@ def _check_kernel(q, k, v, mask, bias, causal):
         raise ValueError(f"causal attention of {q.shape[-2]} queries to {k.shape[-2]} keys: the queries are the last "
                          "of the keys' positions, so there can be no more of them")
 
+# %% ../nbs/51_flash.ipynb #compile-kernel
+def compile_kernel(function, capability, types, constants, aligned="", **launch_options):
+    """Compile a Triton function for a GPU that need not be there, and say what it takes.
+
+    Works in a process that was started with TRITON_INTERPRET=0.
+
+    Parameters
+    ----------
+    function : triton.JITFunction
+    capability : int
+        80 for an A100, 90 for an H100 or H200, and so on.
+    types : dict of str to str
+        Triton's name for the type of each argument, such as "*bf16" or "i32".
+    constants : dict of str to object
+        The arguments that are known when it compiles; their types are not looked at.
+    aligned : str
+        A regular expression for the names of numbers that are divisible by 16. Addresses always are.
+    **launch_options
+        ``num_warps``, ``num_stages``.
+
+    Returns
+    -------
+    dict
+        ``shared`` memory of a program and ``spilled`` memory of a thread in bytes, ``registers`` of a thread.
+    """
+    names = function.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    fixed = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
+                  if signature[name][0] == "*" or name not in constants and re.fullmatch(aligned, name)}
+    source = triton.compiler.ASTSource(function, signature, fixed, attributes)
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    made = triton.compile(source, target=target, options=launch_options)
+    return dict(shared=made.metadata.shared, **_resources(made.asm["cubin"]))
+
 # %% ../nbs/51_flash.ipynb #compile-for
 def compile_for(kernel, capability, dtype=torch.bfloat16, width=64, causal=False, mask=False, bias=False):
     """Compile a kernel for a GPU that need not be there, and say what it takes.
@@ -736,20 +789,10 @@ def compile_for(kernel, capability, dtype=torch.bfloat16, width=64, causal=False
     options.update({} if mask else dict(Mask=None), **{} if bias else dict(Bias=None))
     options.update({name: 1 for name in function.arg_names if re.fullmatch("s.[dm]", name)})  # strides in a row
     numbers = {2: "bf16" if dtype == torch.bfloat16 else "fp16", 4: "fp32"}[size]
-    types = dict(Mask="*u8", Order="*i64", Lse="*fp32", Delta="*fp32", Sums="*fp32", scale="fp32", H="i32", N="i32",
-                 M="i32")
-    signature, constants, attributes = {}, {}, {}
-    for i, name in enumerate(function.arg_names):
-        if name in options:
-            signature[name], constants[i,] = "constexpr", options[name]
-            continue
-        signature[name] = types.get(name, f"*{numbers}" if name[0].isupper() else "i32")
-        if signature[name][0] == "*" or re.fullmatch("s..|N|M", name):  # addresses and strides divisible by 16
-            attributes[i,] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(function, signature, constants, attributes)
-    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    made = triton.compile(source, target=target, options=launch_options)
-    return dict(shared=made.metadata.shared, **_resources(made.asm["cubin"]))
+    types = {name: f"*{numbers}" if name[0].isupper() else "i32" for name in function.arg_names}
+    types |= dict(Mask="*u8", Order="*i64", Lse="*fp32", Delta="*fp32", Sums="*fp32", scale="fp32", H="i32", N="i32",
+                  M="i32")
+    return compile_kernel(function, capability, types, options, "s..|N|M", **launch_options)
 
 # %% ../nbs/51_flash.ipynb #resources
 def _resources(cubin):

@@ -99,8 +99,15 @@ class Mlp(nn.Module):
         self.act, self.drop = nn.GELU(), nn.Dropout(drop)
 
     def forward(self, x):
-        x = self.drop(self.act(self.fc1(x)))  # (B, N, in) -> (B, N, hidden)
-        return self.drop(self.fc2(x))  # -> (B, N, out)
+        rows = x.shape[:-1].numel()
+        pieces = min(rows // 2048, rows * self.fc1.out_features // 2**20)  # of a hidden layer that fits into a cache
+        if pieces < 2 or x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.network(x)
+        return torch.cat([self.network(piece) for piece in x.flatten(0, -2).chunk(pieces)]).unflatten(0, x.shape[:-1])
+
+    def network(self, x):
+        x = self.drop(self.act(self.fc1(x)))  # (..., in) -> (..., hidden)
+        return self.drop(self.fc2(x))  # -> (..., out)
 
 # %% ../nbs/30_vit.ipynb #attention-class
 class Attention(nn.Module):

@@ -274,7 +274,7 @@ def _programs(qkv, window, parts, waves):
            "float scale) -> (Tensor, Tensor)",
 )
 def _window_attention(qkv, bias, tau, pad, heads, window, shift, scale):
-    qkv, bias = qkv.contiguous(), bias.contiguous()
+    qkv, bias, tau, pad = _in_a_row(qkv, bias, tau, pad)
     out, norms = _like(qkv, heads, window)
     settings = _settings_for(qkv, tau, heads, window, shift)
     parts = heads * settings["BLOCKS"]
@@ -282,6 +282,11 @@ def _window_attention(qkv, bias, tau, pad, heads, window, shift, scale):
     launch(_forward, programs * parts, qkv.device, qkv, bias, qkv if tau is None else tau, qkv if pad is None else pad,
            out, norms, scale, windows, programs, heads, *qkv.shape[1:3], *shift, **settings, num_warps=4, num_stages=2)
     return out, norms
+
+
+def _in_a_row(*tensors):
+    """The kernels know no strides: a tensor that is not contiguous is copied."""
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
 def _like(qkv, heads, window):
@@ -324,7 +329,7 @@ def _passes(blocks, want_bias):
            "SymInt[] window, SymInt[] shift, float scale, bool want_bias) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _window_attention_backward(grad, qkv, bias, tau, pad, out, norms, heads, window, shift, scale, want_bias):
-    qkv, bias, grad = qkv.contiguous(), bias.contiguous(), grad.contiguous()
+    qkv, bias, tau, pad, grad = _in_a_row(qkv, bias, tau, pad, grad)
     settings, dqkv = _settings_for(qkv, tau, heads, window, shift), torch.empty_like(qkv)
     tensors = (qkv, bias, qkv if tau is None else tau, qkv if pad is None else pad, out, norms, grad,
                torch.empty_like(norms), dqkv)
@@ -332,13 +337,13 @@ def _window_attention_backward(grad, qkv, bias, tau, pad, out, norms, heads, win
     sums = [_launch_backward(tensors, heads, window, shift, scale, settings, *flags) for flags in passes]
     dbias, dtau, dpad = (sum(x) for x in zip(*sums))  # a pass that does not make a sum gives zeros
     dpad = F.pad(dpad.transpose(0, 1), (0, 0, 0, 0, 1, 0)).flatten()  # (h, 2, d) -> (3, h, d) -> (3C,)
-    return dqkv, dbias.to(bias.dtype), dtau, dpad.to(qkv.dtype)
+    return dqkv, dbias.to(bias.dtype), dtau, dpad
 
 
 @_window_attention_backward.register_fake
 def _(grad, qkv, bias, tau, pad, out, norms, heads, window, shift, scale, want_bias):
     dtau, dpad = (qkv.new_empty(size, dtype=torch.float32) for size in (heads, qkv.shape[3]))
-    return torch.empty_like(qkv), torch.empty_like(bias), dtau, dpad
+    return qkv.new_empty(qkv.shape), bias.new_empty(bias.shape), dtau, dpad  # contiguous, whatever the arguments are
 
 # %% ../nbs/52_windows.ipynb #autograd
 def _save(ctx, inputs, output):
@@ -363,7 +368,7 @@ def _check_arguments(qkv, bias, plan, num_heads, cosine_scale, pad):
     """Raise if the arguments of `window_attention` do not fit together, naming the one that does not."""
     if triton is None:
         raise ImportError("window_attention needs Triton")
-    if qkv.ndim != 4 or qkv.shape[-1] == 0 or qkv.shape[-1] % (3 * num_heads):
+    if num_heads < 1 or qkv.ndim != 4 or qkv.shape[-1] == 0 or qkv.shape[-1] % (3 * num_heads):
         raise ValueError(f"qkv of shape {tuple(qkv.shape)} must be (B, H, W, 3C), {num_heads} heads in C")
     width = qkv.shape[-1] // (3 * num_heads)
     if not kernel_takes(qkv, width):
@@ -375,6 +380,9 @@ def _check_arguments(qkv, bias, plan, num_heads, cosine_scale, pad):
         if not 0 <= shift < window or padded != -(-size // window) * window:
             raise ValueError(f"{plan} must have shifts less than its windows and be padded to whole windows, no more")
     tokens = plan.window[0] * plan.window[1]
+    if max(qkv[..., 0].numel(), tokens**2) * num_heads >= 2**31:
+        raise ValueError(f"qkv of shape {tuple(qkv.shape)} in windows of {tokens} tokens is too large: the kernel "
+                         f"counts rows and biases of all {num_heads} heads in 32 bits")
     shapes = {"bias": (bias, (num_heads, tokens, tokens)), "cosine_scale": (cosine_scale, (num_heads,)),
               "pad": (pad, (qkv.shape[-1],))}
     for name, (x, shape) in shapes.items():
@@ -427,7 +435,7 @@ def window_attention(qkv, bias, plan, num_heads, *, scale=None, cosine_scale=Non
     return _window_attention(qkv, bias, cosine_scale, pad, num_heads, plan.window, plan.shift, scale)[0]
 
 # %% ../nbs/52_windows.ipynb #compile-for
-_POINTERS = dict(bias="*fp32", tau="*fp32", lse="*fp32", delta="*fp32", dbias="*fp32", dtau="*fp32", dpad="*fp32")
+_POINTERS = dict(tau="*fp32", lse="*fp32", delta="*fp32", dbias="*fp32", dtau="*fp32", dpad="*fp32")
 
 
 def compile_for(capability, window, width, dtype="bf16", padded=False, shifted=True, cosine=False):

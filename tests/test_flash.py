@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
+
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from attnlib import flash  # noqa: E402
 from attnlib.attention import attention, attention_backend, causal_mask  # noqa: E402
@@ -112,6 +115,16 @@ def test_scale(scale):
     agree(tensor(1, 1, 20, 8), tensor(1, 1, 20, 8), tensor(1, 1, 20, 8), scale=scale, causal=True)
 
 
+@pytest.mark.parametrize("device", [DEVICE])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_kernel_in_one_small_case_sanitize(causal, device):
+    """For compute-sanitizer, which `make gpu` runs on the tests of this name: edges in all axes, masks, a shared bias."""
+    torch.manual_seed(0)
+    mask = torch.rand(2, 1, 1, 150, device=device) < 0.7
+    agree(tensor(2, 2, 140, 24), tensor(2, 2, 150, 24), tensor(2, 2, 150, 40), mask, tensor(2, 140, 150), causal=causal)
+    agree(*(tensor(1, 2, length, 16) for length in (1, 70, 70)), causal=causal)
+
+
 def test_many_random_cases():
     draw = random.Random(0)
     for case in range(8):
@@ -151,6 +164,9 @@ def test_empty_tensors():
     assert out.shape == (2, 5, 3) and not out.any()
     assert not torch.autograd.grad(out.sum(), q)[0].any()
     assert flash_attention(q[:, :0], k, v).shape == (2, 0, 3) and flash_attention(q[:0], k[:0], v[:0]).shape == (0, 5, 3)
+    bias = tensor(5, 6)  # used, though by nobody: its gradient is zero and not missing
+    nobody = flash_attention(q[:0], k[:0], v[:0], bias=bias)
+    assert not torch.autograd.grad(nobody.sum(), bias)[0].any()
 
 
 # --- strides and axes ------------------------------------------------------------------------------------------------
@@ -217,6 +233,22 @@ def test_compiles_without_graph_breaks():
         torch.testing.assert_close(a, b)
 
 
+def test_operations_are_counted():
+    """PyTorch's counter gives the kernels' products; for the forward pass they are those of the equation."""
+    q, k, v, bias = tensor(2, 3, 9, 8), tensor(2, 3, 11, 8), tensor(2, 3, 11, 5), tensor(9, 11)
+    product = 2 * 2 * 3 * 9 * 11
+    with FlopCounterMode(display=False) as counter:
+        out = flash_attention(q, k, v)
+    assert counter.get_total_flops() == product * (8 + 5)
+    with FlopCounterMode(display=False) as counter, attention_backend("reference"):
+        attention(q, k, v)
+    assert counter.get_total_flops() == product * (8 + 5)
+    for out, more in ((out, 0), (flash_attention(q, k, v, bias=bias), 1)):
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        assert counter.get_total_flops() == product * ((4 + more) * 8 + (3 + more) * 5)
+
+
 def test_second_derivatives_are_refused():
     q = tensor(1, 1, 4, 8)
     gradient, = torch.autograd.grad(flash_attention(q, q, q).sum(), q, create_graph=True)
@@ -250,6 +282,16 @@ def test_bad_input():
     ):
         with pytest.raises(error, match=named):
             flash_attention(*arguments, **options)
+
+
+def test_bfloat16_on_a_gpu_without_it(monkeypatch):
+    """A T4 has no products of bfloat16: the error says so, and not the compiler's."""
+    monkeypatch.setattr(flash, "triton_mode", lambda device: "compiled")
+    properties = types.SimpleNamespace(name="Tesla T4", major=7, shared_memory_per_block_optin=64 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    x = torch.randn(1, 2, 5, 8, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(TypeError, match="q of dtype torch.bfloat16: Tesla T4 has no such products; it takes torch.float16"):
+        flash_attention(x, x, x)
 
 
 def python(code, **environment):

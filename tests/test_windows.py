@@ -217,16 +217,48 @@ def test_operator_checks_and_compiles():
         torch.testing.assert_close(a, b)
 
 
+@on_device
+def test_compiled_in_lower_precision_on_a_padded_map(device):
+    """A compiler trusts the dtypes and strides that the operators announce."""
+    qkv, bias, plan = operands((3, 2))
+    qkv = qkv.bfloat16().permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)  # not contiguous
+    tau, pad = (torch.full((n,), 2.0, device=device) for n in (1, 48))
+    arguments = (qkv, bias.mT.contiguous().mT, tau, pad, 1, plan.window, plan.shift, 0.25)
+    out, norms = torch.ops.attnlib.window_attention.default(*arguments)
+    torch.library.opcheck(torch.ops.attnlib.window_attention_backward.default,
+                          (torch.randn_like(out), *arguments[:4], out, norms, *arguments[4:], True),
+                          test_utils=("test_schema", "test_faketensor"))
+    layer, x = layer_of(WindowAttention, "padded", device)
+    wanted = copy.deepcopy(layer)
+    for module, call in ((wanted, kernel_forward), (layer, torch.compile(kernel_forward, backend="aot_eager"))):
+        with torch.autocast(device, torch.bfloat16):
+            call(module, x).float().sum().backward()
+    for a, b in zip(layer.parameters(), wanted.parameters(), strict=True):
+        assert a.grad.dtype == torch.float32
+        torch.testing.assert_close(a.grad, b.grad, rtol=0.02, atol=0.02)
+
+
 def test_empty_batch_and_strides():
-    qkv, bias, plan = operands()
-    assert window_attention(qkv[:0], bias, plan, 1).shape == (0, 3, 4, 16)
+    qkv, bias, plan = operands((3, 3), heads=2)
+    assert window_attention(qkv[:0], bias, plan, 2).shape == (0, 3, 3, 32)
+    tau, pad = torch.tensor([3.0], device=DEVICE), torch.randn(192, device=DEVICE)
     other = qkv.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
-    assert torch.equal(window_attention(other, bias.mT.contiguous().mT, plan, 1), window_attention(qkv, bias, plan, 1))
+    leaves = [x.detach().requires_grad_() for x in (other, bias.mT.contiguous().mT, tau.expand(2), pad[::2])]
+    wanted = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in leaves]
+    assert not any(x.is_contiguous() for x in leaves)
+    results = []
+    for qkv, bias, tau, pad in (leaves, wanted):
+        out = window_attention(qkv, bias, plan, 2, cosine_scale=tau, pad=pad)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (qkv, bias, tau, pad))])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("change, error, message", [
     (dict(qkv=torch.ones(1, 3, 48)), ValueError, r"qkv of shape \(1, 3, 48\) must be \(B, H, W, 3C\)"),
     (dict(num_heads=5), ValueError, r"5 heads in C"),
+    (dict(num_heads=0), ValueError, r"0 heads in C"),
+    (dict(qkv=torch.empty(2**31, device="meta").as_strided((2**28, 3, 4, 48), (0, 0, 0, 1))), ValueError, "too large"),
     (dict(qkv=torch.ones(1, 3, 4, 48, dtype=torch.float64)), TypeError, "qkv .torch.float64.* must be float32"),
     (dict(qkv=torch.ones(1, 3, 4, 129 * 3)), TypeError, "width 129"),
     (dict(plan=plan_windows((4, 4), (2, 2))), ValueError, r"plan is for maps of \(4, 4\), and qkv has one of \(3, 4\)"),
@@ -240,7 +272,8 @@ def test_empty_batch_and_strides():
 def test_bad_input(change, error, message):
     qkv, bias, plan = operands()
     arguments = dict(qkv=qkv, bias=bias, plan=plan, num_heads=1) | change
-    arguments = {k: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for k, x in arguments.items()}
+    arguments = {k: x.to(DEVICE) if isinstance(x, torch.Tensor) and x.device.type != "meta" else x
+                 for k, x in arguments.items()}
     with pytest.raises(error, match=message):
         window_attention(**arguments)
 
