@@ -6,6 +6,7 @@ BOOK   := _build/html
 PORT   ?= 8000
 NB     ?=
 PART   ?=
+ROUNDS ?= 3
 export PYTHONPATH :=
 
 .PHONY: help book serve run test bench gpu clean
@@ -43,13 +44,13 @@ test: $(VENV)/test.stamp ## everything: export, notebooks, library, book, browse
 	$(BIN)/jupyter-book build . -q -W -n --keep-going --all --path-output _build/check
 	ATTNLIB_BOOK=_build/check/_build/html $(BIN)/python -m pytest tests/test_browser.py
 
-bench: $(VENV)/test.stamp ## time the library beside its peers and record the results; the machine should be quiet
+bench: $(VENV)/test.stamp ## time the library beside its peers and record the results; on a quiet machine; ROUNDS=5 for more of each
 	$(BIN)/python benchmarks/attention.py --out benchmarks/results
-	$(BIN)/python benchmarks/translation.py --out benchmarks/results
-	$(BIN)/python benchmarks/vision.py --models vit_small_patch16_224 --name vit --out benchmarks/results
-	$(BIN)/python benchmarks/vision.py --models swin_tiny_patch4_window7_224 --name swin --batch 4 --out benchmarks/results
-	$(BIN)/python benchmarks/vision.py --models swinv2_tiny_window8_256 --name swinv2 --batch 4 --repeats 5 --out benchmarks/results
-	$(BIN)/python benchmarks/vision.py --models tnt_s_patch16_224 --name tnt --batch 4 --repeats 5 --out benchmarks/results
+	$(BIN)/python benchmarks/translation.py --repeats $(ROUNDS) --out benchmarks/results
+	$(BIN)/python benchmarks/vision.py --models vit_small_patch16_224 --name vit --repeats $(ROUNDS) --out benchmarks/results
+	$(BIN)/python benchmarks/vision.py --models swin_tiny_patch4_window7_224 --name swin --batch 4 --repeats $(ROUNDS) --out benchmarks/results
+	$(BIN)/python benchmarks/vision.py --models swinv2_tiny_window8_256 --name swinv2 --batch 4 --repeats $(ROUNDS) --out benchmarks/results
+	$(BIN)/python benchmarks/vision.py --models tnt_s_patch16_224 --name tnt --batch 4 --repeats $(ROUNDS) --out benchmarks/results
 	$(BIN)/python tools/speed_table.py
 
 gpu: ## on a CUDA machine, with its own PyTorch and no network: check, time and record everything; PART=swin for a part

@@ -102,6 +102,11 @@ def causal_mask(n, m=None, device=None):
     Returns
     -------
     bool Tensor, shape (n, m)
+
+    Raises
+    ------
+    ValueError
+        If `m` is less than `n`.
     """
     m = n if m is None else m
     if m < n:
@@ -123,6 +128,11 @@ def padding_mask(lengths, m=None):
     -------
     bool Tensor, shape (B, 1, 1, m)
         Broadcastable over the heads and queries of logits (B, h, N, m).
+
+    Raises
+    ------
+    ValueError
+        If `m` is less than the longest length.
     """
     longest = int(lengths.max())
     m = longest if m is None else m

@@ -150,8 +150,7 @@ def small_convnet(in_chans=3, num_classes=10, widths=(64, 128, 256)):
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_chans, num_classes))
 
 # %% ../nbs/31_deit.ipynb #distill
-def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss, batch_size=64, lr=1e-3, augment=None,
-            every=None, **options):
+def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss, **options):
     """Train a student with a teacher, which is put into evaluation mode and does not change.
 
     Parameters
@@ -160,8 +159,8 @@ def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss
         A `DistilledVisionTransformer`, or any model with one head: then both parts of the loss act on that.
     teacher : Module from images (B, C, H, W) to logits
     loss : callable
-        Called as `loss(logits, dist_logits, teacher_logits, labels)`.
-    train, test, steps, batch_size, lr, augment, every, **options
+        Called as ``loss(logits, dist_logits, teacher_logits, labels)`` for the mean over a batch.
+    train, test, steps, **options
         As in `attnlib.vit.train_classifier`.
 
     Returns
@@ -171,7 +170,7 @@ def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss
     """
     teacher.eval()
 
-    def training_loss(model, images, labels):
+    def total_loss(model, images, labels):
         with torch.no_grad():
             taught = teacher.to(images.device)(images)
         logits = model(images)
@@ -182,29 +181,10 @@ def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss
     if two_heads:
         student.set_distilled_training()
     try:
-        return _train(student, training_loss, train, test, steps=steps, batch_size=batch_size, lr=lr, augment=augment,
-                      every=every or steps, **options)
+        return train_classifier(student, train, test, steps=steps, loss=total_loss, **options)
     finally:
         if two_heads:
             student.set_distilled_training(False)
-
-# %% ../nbs/31_deit.ipynb #train
-def _train(model, loss, train, test, *, steps, batch_size, lr, augment, every, **options):
-    """`attnlib.vit.train_classifier` with another loss."""
-    from attnlib.train import epochs, fit  # here, since a model that does not train does not need them
-
-    def loss_fn(model, batch):
-        images, labels = batch
-        return loss(model, images if augment is None else augment(images), labels), len(labels)
-
-    def evaluate(model):
-        device = next(model.parameters()).device
-        parts = zip(*(x.split(4 * batch_size) for x in test))
-        return {"accuracy": torch.cat([model(x.to(device)).argmax(-1).cpu() == y for x, y in parts]).float().mean()}
-
-    batches = epochs(*train, batch_size=batch_size, seed=options.get("seed", 0))
-    options = dict(warmup=steps // 10, weight_decay=0.05, betas=(0.9, 0.999)) | options
-    return fit(model, loss_fn, batches, steps=steps, lr=lr, every=every, evaluate=evaluate, **options)
 
 # %% ../nbs/31_deit.ipynb #distill-small
 def distill_small(data="digits", steps=None, *, loss=hard_distillation_loss, folder=None, **options):

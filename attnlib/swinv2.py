@@ -301,50 +301,77 @@ def convert_names(state_dict):
     return named
 
 # %% ../nbs/33_swinv2.ipynb #shard-worker
-def _train_process(rank, processes, shard, folder, steps):
-    """What each of the processes of `train_processes` does."""
+def _shard(model, shard, **options):
+    """The model for one of several processes, and its AdamW: whole, its state shared, or all of it shared."""
     import torch.distributed as dist
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
+    if shard == "all":
+        from torch.distributed.fsdp import fully_shard  # PyTorch 2.6
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:  # the weights of one block at a time are whole
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh), torch.optim.AdamW(model.parameters(), **options)
+    model = DistributedDataParallel(model)
+    if shard:
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    return model, torch.optim.AdamW(model.parameters(), **options)
+
+
+def _train_process(rank, processes, shard, folder, steps):
+    """What each of the processes of `train_processes` does."""
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=processes)
     torch.manual_seed(0)
-    model = SwinTransformerV2(32, 2, 1, 10, embed_dim=32, depths=(2, 2), num_heads=(2, 4), window_size=4)
+    model = SwinTransformerV2(32, 2, 1, 10, embed_dim=32, depths=(2, 2), num_heads=(2, 4), window_size=4).eval()
     for block in model.blocks:
         nn.init.ones_(block.norm1.weight), nn.init.ones_(block.norm2.weight)  # or half of the gradients are zero
-    wrapped, options = DistributedDataParallel(model.eval()), dict(lr=1e-3, weight_decay=0.05)
-    if shard:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), **options)
+    wrapped, optimizer = _shard(model, shard, lr=1e-3, weight_decay=0.05)
     for step in range(steps):
         x, y = torch.randn(8, 1, 32, 32), torch.arange(8)  # of one seed: the same in every process
         F.cross_entropy(wrapped(x[rank::processes]), y[rank::processes]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    state = (optimizer.optim if shard else optimizer).state.values()
-    kept = sum(t.nbytes for entry in state for t in entry.values() if t.ndim)
-    torch.save({"state": kept, "parameters": model.state_dict()}, f"{folder}/{rank}.pt")
+
+    def size(tensors):  # of what this process keeps of them
+        return sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in tensors if t.ndim)
+
+    state = getattr(optimizer, "optim", optimizer).state.values()
+    weights = {key: t.full_tensor() if hasattr(t, "full_tensor") else t for key, t in model.state_dict().items()}
+    torch.save({"state": size(t for entry in state for t in entry.values()), "weights": size(model.parameters()),
+                "parameters": weights}, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 # %% ../nbs/33_swinv2.ipynb #sharded
 def train_processes(processes, shard, steps=3):
-    """Train a small Swin Transformer V2 in several processes on this machine, with an optimizer that is shared or not.
+    """Train a small Swin Transformer V2 in several processes on this machine, which share its memory or not.
 
     Parameters
     ----------
     processes : int
-    shard : bool
-        Each process keeps the optimizer's state of its share of the parameters only (ZeRO, stage 1).
+    shard : bool or "all"
+        Each process keeps the optimizer's state of its share of the parameters only (ZeRO, stage 1); with "all" their
+        gradients and weights, too (stage 3; PyTorch's `fully_shard`).
     steps : int
 
     Returns
     -------
     list of dict, one for each process
-        "state", the bytes of AdamW's two moments that it kept, and "parameters", its weights after the steps.
+        "state" and "weights", the bytes of AdamW's two moments and of the weights that it kept between steps, and
+        "parameters", all weights after the steps.
+
+    Raises
+    ------
+    ValueError
+        If `shard` is none of these.
     """
+    if shard not in (False, True, "all"):
+        raise ValueError(f"shard ({shard!r}) must be False, True or 'all'")
     from attnlib.swinv2 import _train_process as train  # a new process finds it by its module, not in a notebook
 
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['learning_rate', 'epochs', 'save_checkpoint', 'load_checkpoint', 'adamw', 'train_step', 'training_state', 'resume',
-           'fit', 'memory_levels', 'peak_memory', 'machine', 'write_record', 'read_record']
+           'fit', 'memory_levels', 'peak_memory', 'machine', 'write_record', 'read_record', 'print_speed']
 
 # %% ../nbs/91_train.ipynb #imports
 import datetime
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def learning_rate(step, *, steps, warmup, schedule):
     warmup : int
         Steps over which the factor rises linearly to 1.
     schedule : {"cosine", "inverse_sqrt", "constant"}
-        What follows: half a cosine down to 0 at the end of the run, √(warmup / step), or 1.
+        What follows: half a cosine down to 0 at the end of the run, √(warmup / (step + 1)), or 1.
 
     Returns
     -------
@@ -46,15 +47,13 @@ def learning_rate(step, *, steps, warmup, schedule):
     ValueError
         If there is no such schedule.
     """
+    if schedule not in ("cosine", "inverse_sqrt", "constant"):
+        raise ValueError(f"schedule ({schedule!r}) must be 'cosine', 'inverse_sqrt' or 'constant'")
     if step < warmup:
         return (step + 1) / warmup
     if schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-    if schedule == "inverse_sqrt":
-        return math.sqrt(max(1, warmup) / (step + 1))
-    if schedule == "constant":
-        return 1.0
-    raise ValueError(f"schedule ({schedule!r}) must be 'cosine', 'inverse_sqrt' or 'constant'")
+    return math.sqrt(max(1, warmup) / (step + 1)) if schedule == "inverse_sqrt" else 1.0
 
 # %% ../nbs/91_train.ipynb #epochs
 def epochs(*tensors, batch_size, seed=0):
@@ -111,13 +110,20 @@ def save_checkpoint(path, tensors, state):
     part = path.with_name(name + ".part")
     # clones, since tied weights share memory, which the format refuses
     save_file({key: x.detach().cpu().contiguous().clone() for key, x in tensors.items()}, part)
-    os.replace(part, path.with_name(name))
+    _put_in_place(part, path.with_name(name))
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps({**state, "tensors": name}), encoding="utf-8")
-    os.replace(part, path)
-    for old in path.parent.glob(f"{path.stem}-*.safetensors"):
-        if old.name != name:
+    _put_in_place(part, path)
+    for old in path.parent.iterdir():  # digits only: "run-2" is another run's name
+        if old.name != name and re.fullmatch(rf"{re.escape(path.stem)}-\d+\.safetensors", old.name):
             old.unlink()
+
+
+def _put_in_place(part, path):
+    """Rename a file once the disk, and not only the system's memory, has all of it."""
+    with part.open("r+b") as file:
+        os.fsync(file.fileno())
+    os.replace(part, path)
 
 # %% ../nbs/91_train.ipynb #load-checkpoint
 def load_checkpoint(path):
@@ -138,10 +144,9 @@ def load_checkpoint(path):
     path = Path(path)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        name = state["tensors"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        file = path.with_name(state["tensors"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not JSON, or JSON of something else
         raise ValueError(f"{path} is not a checkpoint's JSON file ({type(error).__name__}: {error})") from None
-    file = path.with_name(name)
     try:
         with safe_open(file, "pt") as stored:
             tensors = {key: stored.get_tensor(key) for key in stored.keys()}
@@ -174,12 +179,14 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, rate, seed, clip, 
     with accelerator.autocast():
         total, terms = loss_fn(model, batch)
     terms = accelerator.reduce(torch.as_tensor(terms, dtype=torch.float32, device=accelerator.device), "sum")
-    if (look or total.device.type == "cpu") and not torch.isfinite(total):
+    look = look or total.device.type == "cpu"
+    if look and not torch.isfinite(total):
         raise FloatingPointError(f"the loss is {total.item()}: a smaller lr or a longer warmup may help")
     optimizer.zero_grad()
     accelerator.backward(total * processes / terms)
-    if clip is not None:
-        accelerator.clip_grad_norm_(model.parameters(), clip)
+    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf if clip is None else clip)
+    if look and accelerator.scaler is None and not torch.isfinite(norm):  # a scaler, for float16, skips such steps
+        raise FloatingPointError(f"the norm of the gradient is {norm.item()}: a smaller lr or a longer warmup may help")
     optimizer.step()
     return total.detach().float(), terms
 
@@ -197,9 +204,11 @@ def resume(checkpoint, model, optimizer, settings):
     if checkpoint is None or not Path(checkpoint).exists():
         return 0, []
     tensors, state = load_checkpoint(checkpoint)
+    if not {"step", "history", "settings"} <= state.keys():
+        raise ValueError(f"{checkpoint} is a checkpoint, but not one that `fit` wrote")
     for name, value in settings.items():
-        if state["settings"].get(name) != value:
-            stored = state["settings"].get(name)
+        stored = state["settings"].get(name)
+        if stored != value:
             raise ValueError(f"{name} ({value!r}) must be {stored!r}, as in the run that {checkpoint} belongs to")
     weights, moments = {}, {}
     for key, x in tensors.items():
@@ -209,24 +218,23 @@ def resume(checkpoint, model, optimizer, settings):
         else:
             i, name = rest.split(".")
             moments.setdefault(int(i), {})[name] = x
-    model.load_state_dict(weights, strict=True)
+    try:
+        model.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        raise ValueError(f"{checkpoint} belongs to another model: {error}") from None
     optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
     return state["step"], state["history"]
 
 # %% ../nbs/91_train.ipynb #fit
 def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine", betas=(0.9, 0.98), weight_decay=0.01,
         clip=1.0, evaluate=None, every=100, checkpoint=None, stop_after=None, seed=0, accelerator=None):
-    """Train a model with AdamW; see "The arguments of fit" in the book's chapter on training.
-
-    Returns the history, a list of dicts with "step", "loss" (mean since the last record), "lr" and what
-    `evaluate(model)` gave. Raises ValueError for an argument out of its range or a checkpoint of another run, and
-    FloatingPointError if the loss is not finite.
-    """
     _check_run(steps, lr, warmup, clip, every, stop_after, schedule)
-    accelerator = accelerator or Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
+    bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    accelerator = accelerator or Accelerator(mixed_precision="bf16" if bf16 else "no")
     optimizer = adamw(model, lr, betas, weight_decay)
     plain, (model, optimizer) = model, accelerator.prepare(model, optimizer)
-    settings = {"steps": steps, "lr": lr, "warmup": warmup, "schedule": schedule, "seed": seed}
+    settings = {"steps": steps, "lr": lr, "warmup": warmup, "schedule": schedule, "betas": list(betas),
+                "weight_decay": weight_decay, "clip": clip, "seed": seed}
     start, history = resume(checkpoint, plain, optimizer, settings)
 
     bar = tqdm(total=steps, initial=start, disable=None if accelerator.is_local_main_process else True)
@@ -234,10 +242,12 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
     for step in range(start, steps if stop_after is None else min(steps, stop_after)):
         rate = lr * learning_rate(step, steps=steps, warmup=warmup, schedule=schedule)
         key = seed * 1_000_003 + step
-        loss, terms = train_step(accelerator, model, optimizer, loss_fn, batches(step), rate, key, clip, step % 10 == 0)
+        record = (step + 1) % every == 0 or step + 1 == steps
+        look = record or step % 10 == 0
+        loss, terms = train_step(accelerator, model, optimizer, loss_fn, batches(step), rate, key, clip, look)
         total, count = total + loss, count + terms
         bar.update()
-        if (step + 1) % every and step + 1 != steps:
+        if not record:
             continue
         mean = (accelerator.reduce(total, "sum") / count).item()
         if not math.isfinite(mean):  # a step that did not look: nothing of it must reach the checkpoint
@@ -274,6 +284,49 @@ def _check_run(steps, lr, warmup, clip, every, stop_after, schedule):
     if stop_after is not None and stop_after % every:
         raise ValueError(f"stop_after ({stop_after}) must be a multiple of every ({every}): a run resumes from a record")
     learning_rate(0, steps=steps, warmup=0, schedule=schedule)  # an unknown schedule fails before training
+
+# %% ../nbs/91_train.ipynb #fit-doc
+fit.__doc__ = """Train a model with AdamW, from its last checkpoint if there is one.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Trained in place, on the device that Accelerate chooses; in bfloat16 autocast on a GPU that has bfloat16.
+    loss_fn : callable
+        ``loss_fn(model, batch)`` returns the total loss, a scalar Tensor, and the number of its terms.
+    batches : callable
+        ``batches(step)`` returns a tuple of Tensors; several processes share their rows.
+    steps, lr, warmup, schedule
+        Length of the run, peak learning rate, and the rest of what `learning_rate` takes.
+    betas, weight_decay
+        Of AdamW.
+    clip : float, optional
+        Largest norm of the gradient; None for no clipping.
+    evaluate : callable, optional
+        ``evaluate(model)`` returns a dict of numbers for the history; called in evaluation mode without gradients.
+    every : int
+        Steps between two records of the history, and between two checkpoints.
+    checkpoint : path, optional
+        A JSON file; if it exists, the run goes on from there.
+    stop_after : int, optional
+        Stop after this step as if interrupted; a multiple of `every`.
+    seed : int
+        Fixes the dropout of every step.
+    accelerator : accelerate.Accelerator, optional
+        One with other settings.
+
+    Returns
+    -------
+    list of dict
+        The history: "step", "loss" (mean since the last record), "lr", and what `evaluate` gave.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, or the checkpoint belongs to another run or model.
+    FloatingPointError
+        If the loss, or the norm of the gradient, is not finite.
+    """
 
 # %% ../nbs/91_train.ipynb #peak-memory
 def memory_levels(call):
@@ -340,11 +393,40 @@ def write_record(path, result, device="cpu"):
     os.replace(part, path)
 
 
-def read_record(name):
-    """The record `name`.json of the book as a dict; raises FileNotFoundError, with the names there are, if it is none of them."""
+def _records():
+    """{name: path} of all records."""
     here = Path(__file__).parent
     folders = [here / "results", here.parent / "benchmarks" / "results"]  # installed; in the repository
-    found = {path.stem: path for folder in folders for path in folder.glob("*.json")}
+    return {path.stem: path for folder in folders for path in folder.glob("*.json")}
+
+
+def read_record(name):
+    """The record `name`.json of the book as a dict; raises FileNotFoundError, with the names there are, if it is none of them."""
+    found = _records()
     if name not in found:
         raise FileNotFoundError(f"name ({name!r}) must be one of {', '.join(sorted(found)) or 'the records, and there are none'}")
     return json.loads(found[name].read_text(encoding="utf-8"))
+
+# %% ../nbs/91_train.ipynb #print-speed
+def print_speed(name):
+    """Print what `benchmarks/vision.py` recorded of a model: our time, and the ratios ours / theirs of time and memory.
+
+    Parameters
+    ----------
+    name : str
+        Of the records NAME_cpu, NAME_cuda and so on; a device without a record is said to have none.
+    """
+    names = [found for found in sorted(_records()) if found.startswith((f"{name}_cpu", f"{name}_cuda"))]
+    for record in map(read_record, names):
+        print(f"{record['device']}, {record['threads']} threads, PyTorch {record['torch'].split('+')[0]}")
+        for _, rows in itertools.groupby(record["rows"], lambda row: [row[key] for key in ("mode", "pass", "batch", "compiled")]):
+            ours, *others = rows
+            held = f", {ours['memory']:.0f} MiB" if ours["memory"] else ""
+            compiled = ", compiled" if ours["compiled"] else ""
+            print(f"  {ours['mode']}, {ours['pass']}, batch {ours['batch']}{compiled}: ours {ours['ms']:.0f} ms{held}")
+            for row in others:
+                low, high = row["quartiles"]
+                memory = f"   memory {ours['memory'] / row['memory']:.2f}" if row["memory"] else ""
+                print(f"    {row['library']:13}{row['ratio']:5.2f} ({low:.2f} to {high:.2f}){memory}")
+    if not any("cuda" in found for found in names):
+        print("GPU: not measured")

@@ -539,7 +539,7 @@ for _size, _patch, _tag in (
     _name = f"vit_{_size}_patch{_patch}_224"
     register_model(_name, VisionTransformer, hub=f"timm/{_name}.{_tag}", patch_size=_patch, **_SIZES[_size])
 
-# %% ../nbs/30_vit.ipynb #train-classifier
+# %% ../nbs/30_vit.ipynb #crop-and-flip
 def crop_and_flip(x, padding=4):
     """Images (B, C, H, W), each shifted by up to `padding` pixels, zeros moving in, and mirrored with probability ½."""
     n, _, height, width = x.shape
@@ -550,9 +550,10 @@ def crop_and_flip(x, padding=4):
     x = F.pad(x, (padding,) * 4).permute(0, 2, 3, 1)  # (B, C, H, W) -> (B, H, W, C)
     return x[torch.arange(n, device=x.device)[:, None, None], rows, columns].permute(0, 3, 1, 2)
 
-
-def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, augment=None, every=None, **options):
-    """Train a model by cross-entropy with `attnlib.train.fit`.
+# %% ../nbs/30_vit.ipynb #train-classifier
+def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, loss=None, augment=None, every=None,
+                     **options):
+    """Train a model by cross-entropy, or by another loss, with `attnlib.train.fit`.
 
     Parameters
     ----------
@@ -560,6 +561,8 @@ def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, augme
     train, test : pairs of images and int64 labels, on the CPU
     steps, batch_size, lr, every, **options
         As in `fit` and `epochs`; by default warm-up takes a tenth of the steps and weights decay by 0.05.
+    loss : callable, optional
+        Called as ``loss(model, images, labels)`` for the sum of a batch's losses; cross-entropy by default.
     augment : callable, optional
         Applied to the images of each training batch, such as `crop_and_flip`.
 
@@ -573,7 +576,8 @@ def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, augme
     def loss_fn(model, batch):
         images, labels = batch
         images = images if augment is None else augment(images)
-        return F.cross_entropy(model(images), labels, reduction="sum"), len(labels)
+        total = loss(model, images, labels) if loss else F.cross_entropy(model(images), labels, reduction="sum")
+        return total, len(labels)
 
     def evaluate(model):
         device = next(model.parameters()).device
@@ -595,15 +599,19 @@ def attention_distance(weights, grid_size, patch_size=1, num_prefix_tokens=1):
     grid_size, patch_size : int or (int, int)
         Rows and columns of patches, and a patch's height and width in pixels.
     num_prefix_tokens : int
+        Tokens before the patches.
 
     Returns
     -------
-    Tensor, shape (h,)
+    Tensor, shape (h,), of at least float32
     """
+    weights = weights[:, :, num_prefix_tokens:, num_prefix_tokens:]
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))  # distances need more digits than bfloat16
+    weights = weights / weights.sum(-1, keepdim=True)
     rows, columns = (torch.arange(n, device=weights.device) * p for n, p in zip(_pair(grid_size), _pair(patch_size)))
     place = torch.cartesian_prod(rows, columns).to(weights.dtype)  # (H' W', 2)
-    weights = weights[:, :, num_prefix_tokens:, num_prefix_tokens:]
-    weights = weights / weights.sum(-1, keepdim=True)
+    if len(place) != weights.shape[-1]:
+        raise ValueError(f"grid_size {_pair(grid_size)} has {len(place)} patches; weights have {weights.shape[-1]}")
     return (weights * torch.cdist(place, place)).sum(-1).mean((0, 2))  # (B, h, N, N) -> (B, h, N) -> (h,)
 
 # %% ../nbs/30_vit.ipynb #rollout
@@ -650,7 +658,7 @@ def train_small(data="digits", steps=None, *, folder=None, **options):
     from attnlib.data import cifar, digits, standardize
 
     if data == "digits":
-        (x, y), (unseen, answers), size, settings = digits("train"), digits("test"), (8, 2, 1, 10), {}
+        (x, y), (unseen, answers), size = digits("train"), digits("test"), (8, 2, 1, 10)
         sizes = dict(embed_dim=64, depth=4, num_heads=4)
         settings = dict(steps=steps or 250, batch_size=50, lr=2e-3)
     else:

@@ -187,8 +187,7 @@ def train(size, device, repeats, dropout):
         torch.set_float32_matmul_precision(precision)
         steps = {name: training_step(name, model.train(), optimizers[name], device, dtype, size)
                  for name, model in models.items()}
-        memory = {name: common.peak_memory(step, device) for name, step in steps.items()}
-        common.take_turns(steps, 1, device)
+        memory = {name: common.peak_memory(step, device) for name, step in steps.items()}  # and warms up
         times = common.take_turns(steps, repeats, device)
         for name in models:
             rows.append({"mode": mode, "dropout": dropout, "model": name, "error": wrong[mode].get(name),
@@ -273,6 +272,7 @@ def main():
     parser.add_argument("--out", type=Path, help="folder for the record")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each measurement")
     parser.add_argument("--parts", nargs="+", choices=["decoding", "training"], default=["decoding", "training"])
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0], help="of the models in training")
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that the benchmark runs")
     arguments = parser.parse_args()
     size, device, repeats = TINY if arguments.tiny else SIZE, arguments.device, arguments.repeats
@@ -282,7 +282,7 @@ def main():
         record["copy_gb_per_s"] = round(speed / 1e9, 2)
         print(f"a copy moves {speed / 1e9:.1f} GB/s")
     if "training" in arguments.parts:
-        record["training"] = [row for dropout in (0.0, 0.1) for row in train(size, device, repeats, dropout)]
+        record["training"] = [row for dropout in arguments.dropout for row in train(size, device, repeats, dropout)]
     torch.set_float32_matmul_precision("highest")
     if arguments.out:
         common.write(arguments.out, "translation", device, record)

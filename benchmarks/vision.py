@@ -172,8 +172,7 @@ def measure(name, mode, kind, batch, device, repeats, compiled, options):
         model = torch.compile(model) if compiled else model
         images = itertools.cycle(pool)
         calls[library] = forward(model, images, dtype) if kind == "forward" else training(model, images, dtype, device)
-    memory = {library: common.peak_memory(call, device) for library, call in calls.items()}
-    common.take_turns(calls, 2, device)
+    memory = {library: common.peak_memory(call, device) for library, call in calls.items()}  # and warms up
     times = common.take_turns(calls, repeats, device)
     return [{"model": name, "mode": mode, "pass": kind, "batch": batch, "compiled": compiled, "library": library,
              "memory": memory[library], "ms": round(statistics.median(times[library]), 2),
@@ -187,7 +186,7 @@ def main():
     parser.add_argument("--batch", type=int, nargs="+", help="8 on a CPU; 128 and 1 on a GPU")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--passes", nargs="+", choices=["forward", "training"], default=["forward", "training"])
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="rounds of each measurement")
     parser.add_argument("--compile", action="store_true", help="time ours and timm's compiled as well, at the larger batch")
     parser.add_argument("--out", type=Path, help="folder for the record")
     parser.add_argument("--name", default="vision", help="name of the record")

@@ -55,6 +55,8 @@ def test_schedules():
     assert learning_rate(55, schedule="cosine", **settings) == pytest.approx(0.5)
     assert learning_rate(39, schedule="inverse_sqrt", **settings) == pytest.approx(0.5)
     assert learning_rate(99, schedule="cosine", steps=100, warmup=0) < 1e-3
+    with pytest.raises(ValueError, match="schedule"):
+        learning_rate(0, schedule="linear", **settings)  # in the first step, too
 
 
 def test_inverse_sqrt_is_the_schedule_of_2017():
@@ -150,8 +152,17 @@ def test_finished_run_is_not_run_again(tmp_path):
 def test_resuming_with_other_settings_is_refused(tmp_path):
     run = dict(steps=10, every=5, checkpoint=tmp_path / "a.json")
     fit(network(), loss_fn, epochs(*data(), batch_size=16), **run)
+    batches = epochs(*data(), batch_size=16)
     with pytest.raises(ValueError, match=r"lr \(0.5\) must be 0.001, as in the run that .*a.json belongs to"):
-        fit(network(), loss_fn, epochs(*data(), batch_size=16), **run, lr=0.5)
+        fit(network(), loss_fn, batches, **run, lr=0.5)
+    for name, value in dict(betas=(0.9, 0.999), weight_decay=0.1, clip=None, seed=3, warmup=1).items():
+        with pytest.raises(ValueError, match=rf"{name} \("):
+            fit(network(), loss_fn, batches, **run, **{name: value})
+    with pytest.raises(ValueError, match=r"(?s)a.json belongs to another model: .*size mismatch for 0.weight"):
+        fit(nn.Sequential(nn.Linear(5, 3)), loss_fn, batches, **run)
+    save_checkpoint(tmp_path / "b.json", {"x": torch.ones(1)}, {"step": 1})
+    with pytest.raises(ValueError, match="b.json is a checkpoint, but not one that `fit` wrote"):
+        fit(network(), loss_fn, batches, steps=10, checkpoint=tmp_path / "b.json")
 
 
 def test_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(tmp_path):
@@ -181,6 +192,32 @@ def test_loss_that_no_step_looked_at_does_not_reach_the_checkpoint(tmp_path, mon
     with pytest.raises(FloatingPointError, match="the loss before step 10 is nan"):
         fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=20, every=5, checkpoint=tmp_path / "a.json")
     assert load_checkpoint(tmp_path / "a.json")[1]["step"] == 5
+
+
+def test_gradient_that_is_no_number_ends_the_run_before_the_checkpoint(tmp_path):
+    """The loss of such a step is finite; saved, its weights would not be."""
+    calls = []
+
+    def breaks(model, batch):
+        calls.append(None)
+        total, count = loss_fn(model, batch)
+        if len(calls) == 10:
+            total = total + (model[0].weight * 0).abs().sqrt().sum()  # 0, with an infinite derivative
+        return total, count
+
+    for clip in (1.0, None):
+        calls.clear()
+        path = tmp_path / f"{clip}.json"
+        with pytest.raises(FloatingPointError, match="the norm of the gradient is nan: a smaller lr"):
+            fit(network(), breaks, epochs(*data(), batch_size=16), steps=20, every=5, clip=clip, checkpoint=path)
+        assert len(calls) == 10 and load_checkpoint(path)[1]["step"] == 5
+
+
+def test_no_clipping_leaves_the_gradient_as_it_is():
+    model, other = network(), network()
+    for one, clip in ((model, None), (other, 1e9)):
+        fit(one, loss_fn, epochs(*data(), batch_size=16), steps=3, clip=clip)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
 
 
 def test_evaluation_sees_the_model_in_evaluation_mode():
@@ -229,6 +266,16 @@ def test_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert state["step"] == 1 and torch.equal(tensors["a"], torch.ones(3))
 
 
+def test_two_runs_in_one_folder_keep_out_of_each_others_files(tmp_path):
+    """One name may begin with the other."""
+    for name in ("run.json", "run-2.json", "run-2-00000001.json"):
+        save_checkpoint(tmp_path / name, {"a": torch.ones(3)}, {"step": 1})
+    save_checkpoint(tmp_path / "run.json", {"a": torch.zeros(3)}, {"step": 2})
+    for name, value in (("run.json", 0.0), ("run-2.json", 1.0), ("run-2-00000001.json", 1.0)):
+        assert load_checkpoint(tmp_path / name)[0]["a"].tolist() == [value] * 3
+    assert len(list(tmp_path.iterdir())) == 6
+
+
 def test_broken_checkpoints_are_described(tmp_path):
     path = tmp_path / "c.json"
     with pytest.raises(FileNotFoundError):
@@ -243,7 +290,7 @@ def test_broken_checkpoints_are_described(tmp_path):
     file.unlink()
     with pytest.raises(ValueError, match=r"c.json belongs to .*c-00000001.safetensors, which is missing"):
         load_checkpoint(path)
-    for foreign in ("{", "[1, 2]", '{"step": 3}', "\x00\x01"):
+    for foreign in ("{", "[1, 2]", '{"step": 3}', '{"tensors": 3}', '{"tensors": {}}', '{"tensors": ""}', "\x00\x01"):
         path.write_text(foreign)
         with pytest.raises(ValueError, match="c.json is not a checkpoint's JSON file"):
             load_checkpoint(path)
@@ -299,3 +346,20 @@ def test_peak_memory_is_that_of_the_tensors_that_live_together():
     assert abs(peak_memory(call) / (4 * numbers) - 4) < 0.01
     levels = memory_levels(lambda: torch.ones(numbers).sum())
     assert levels[0] == 0 and abs(max(levels) / (4 * numbers) - 1) < 0.01 and levels[-1] < 4096
+
+
+def test_print_speed_prints_every_device_that_has_a_record(tmp_path, monkeypatch, capsys):
+    row = {"mode": "bfloat16", "pass": "forward", "batch": 4, "compiled": False}
+    rows = [{**row, "library": "attnlib", "ms": 100.0, "memory": 30.0, "ratio": 1.0, "quartiles": [1.0, 1.0]},
+            {**row, "library": "timm", "ms": 200.0, "memory": 40.0, "ratio": 0.5, "quartiles": [0.4, 0.6]}]
+    files = {name: tmp_path / f"{name}.json" for name in ("vit_cpu", "vit_cpu_old", "vit_cuda", "swin_cuda")}
+    for name, path in files.items():
+        train.write_record(path, {"rows": rows if name != "vit_cpu_old" else [{**r, "memory": None} for r in rows]})
+    monkeypatch.setattr(train, "_records", lambda: files)
+    train.print_speed("vit")
+    printed = capsys.readouterr().out
+    assert printed.count("ours 100 ms") == 3 and printed.count("timm          0.50 (0.40 to 0.60)") == 3
+    assert printed.count("memory 0.75") == 2 and printed.count("30 MiB") == 2 and "not measured" not in printed
+    del files["vit_cuda"]
+    train.print_speed("vit")
+    assert capsys.readouterr().out.endswith("GPU: not measured\n")
