@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['LANGUAGES', 'PAD', 'BOS', 'EOS', 'UNK', 'MULTI30K', 'KINDS', 'number_words', 'draw_numbers', 'train_bpe', 'encode',
-           'decode', 'fetch', 'multi30k', 'digits', 'describe_scenes', 'draw_scenes', 'scenes', 'cifar', 'standardize']
+           'decode', 'fetch', 'multi30k', 'digits', 'describe_scenes', 'draw_scenes', 'scenes', 'cifar', 'standardize',
+           'small_images']
 
 # %% ../nbs/90_data.ipynb #imports
 import hashlib
+import http.client
 import tarfile
 from pathlib import Path
 
@@ -48,12 +50,12 @@ def number_words(numbers, language):
 
 # %% ../nbs/90_data.ipynb #split-numbers
 def draw_numbers(count, limit, *, seed=0, exclude=()):
-    """Random numbers below a limit, as many of each length as there are.
+    """Random numbers below a limit, evenly by their number of digits: first a length is drawn, then a number within it.
 
     Parameters
     ----------
     count : int
-        How many numbers; they may repeat, unless `limit` is small they rarely do.
+        How many numbers. They may repeat, the short ones often.
     limit : int
         Power of ten above the largest number, at most 10⁹.
     seed : int
@@ -110,7 +112,7 @@ def train_bpe(texts, vocab_size, *, extra=()):
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
-
+# %% ../nbs/90_data.ipynb #encode
 def encode(tokenizer, texts, *, prefix=None):
     """Token numbers of some texts, each between start and end, padded to one length.
 
@@ -124,9 +126,17 @@ def encode(tokenizer, texts, *, prefix=None):
     Returns
     -------
     int64 Tensor, shape (len(texts), longest)
+
+    Raises
+    ------
+    ValueError
+        If a prefix is no token of this tokenizer, or there are not as many as texts.
     """
     rows = [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
     if prefix is not None:
+        unknown = sorted({token for token in prefix if tokenizer.token_to_id(token) is None})
+        if unknown:
+            raise ValueError(f"prefix ({', '.join(map(repr, unknown))}) must be a token of the tokenizer")
         rows = [[tokenizer.token_to_id(token), *row] for token, row in zip(prefix, rows, strict=True)]
     rows = [torch.tensor([BOS, *row, EOS]) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
@@ -179,7 +189,7 @@ def fetch(name, sources, folder):
         try:
             torch.hub.download_url_to_file(address + name, str(path), hash_prefix=checksum, progress=False)
             return path
-        except (OSError, RuntimeError) as error:  # no network; a file that is not the published one
+        except (OSError, RuntimeError, http.client.HTTPException) as error:  # no network; not the published file
             reasons.append(f"{address + name} ({error})")
     raise ConnectionError(f"{name} could not be fetched from {'; '.join(reasons)}. Put it at {path} to go on without")
 
@@ -441,3 +451,23 @@ def standardize(images, reference):
     """Images (n, C, H, W) minus the mean of `reference` in each channel, divided by its standard deviation."""
     deviation, mean = torch.std_mean(reference, dim=(0, 2, 3), keepdim=True)
     return (images - mean) / deviation.clamp(min=1e-6)
+
+# %% ../nbs/90_data.ipynb #small-images
+def small_images(name="digits", size=8, folder=None):
+    """The digits or CIFAR, standardized by the training images.
+
+    Parameters
+    ----------
+    name : {"digits", "cifar10", "cifar100"}
+    size : int
+        Height and width of the digits; CIFAR's images have 32 × 32 pixels.
+    folder : path, optional
+        Where CIFAR is kept, as in `cifar`.
+
+    Returns
+    -------
+    train, test : pairs of images (n, C, H, W) and int64 labels (n,)
+    """
+    load = (lambda split: digits(split, size)) if name == "digits" else (lambda split: cifar(name, split, folder))
+    (x, y), (unseen, answers) = load("train"), load("test")
+    return (standardize(x, x), y), (standardize(unseen, x), answers)

@@ -141,9 +141,10 @@ def reorder_cache(cache, rows):
 def _keep_best(best, best_score, value, grown):
     """Where the highest of the scores `value` (B, 2K) is above `best_score` (B,), take it and its tokens, in place."""
     value, place = value.max(dim=1)
-    better = value > best_score
-    best_score[better] = value[better]
-    best[better, : grown.shape[2] - 1] = grown[better, place[better], 1:]  # without the start token
+    better, tokens = value > best_score, grown[torch.arange(len(grown), device=grown.device), place, 1:]
+    best_score.copy_(torch.where(better, value, best_score))  # all rows, since to pick some would make a GPU wait
+    old = best[:, : tokens.shape[1]]  # (B, n), without the start token
+    old.copy_(torch.where(better[:, None], tokens, old))
 
 # %% ../nbs/22_decoding.ipynb #beam-search
 def beam_search(model, src, max_length, beam_size, *, length_penalty=1.0, bos_id=1, eos_id=2, use_cache=True):

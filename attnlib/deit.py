@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .models import register_model
-from .vit import VisionTransformer, crop_and_flip, init_weights, train_classifier
+from .vit import CIFAR_RECIPE, VisionTransformer, init_weights, train_classifier
 
 # %% ../nbs/31_deit.ipynb #class
 class _TwoTokens(VisionTransformer):
@@ -187,40 +187,34 @@ def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss
             student.set_distilled_training(False)
 
 # %% ../nbs/31_deit.ipynb #distill-small
-def distill_small(data="digits", steps=None, *, loss=hard_distillation_loss, folder=None, **options):
-    """Train a small convolutional teacher and then a distilled Vision Transformer with it.
+def distill_small(data="digits", *, loss=hard_distillation_loss, folder=None, **options):
+    """Train a small convolutional teacher, in half of the steps, and then a distilled Vision Transformer with it.
 
     Parameters
     ----------
     data : {"digits", "cifar10", "cifar100"}
         8 × 8 pixels in patches of 4 × 4 for a student of 0.2 million parameters, or 32 × 32 in patches of 4 × 4 for
         one of 4 million.
-    steps : int, optional
-        Of the student; 400 or 39,000, which is 200 passes over CIFAR's training images with the batch of 256. The
-        teacher takes half as many.
     loss : callable
         As in `distill`.
     folder : path, optional
         Where CIFAR is kept.
     **options
-        As in `distill`.
+        As in `distill`; by default 400 steps of the student, or 39,000 for CIFAR.
 
     Returns
     -------
     student, teacher, history
     """
-    from attnlib.data import cifar, digits, standardize
+    from attnlib.data import small_images
 
+    train, test = small_images(data, 8, folder)
     if data == "digits":
-        (x, y), (unseen, answers), size, widths = digits("train"), digits("test"), (8, 4, 1, 10), (24, 48)
-        sizes = dict(embed_dim=64, depth=3, num_heads=4)
-        settings = dict(steps=steps or 400, batch_size=50, lr=3e-3)
+        size, widths, sizes = (8, 4, 1, 10), (24, 48), dict(embed_dim=64, depth=3, num_heads=4)
+        recipe = dict(steps=400, batch_size=50, lr=3e-3) | options
     else:
-        (x, y), (unseen, answers) = (cifar(data, split, folder) for split in ("train", "test"))
-        size, widths, sizes = (32, 4, 3, int(y.max()) + 1), (64, 128, 256), dict(embed_dim=192, depth=9, num_heads=3)
-        settings = dict(steps=steps or 39_000, batch_size=256, lr=1e-3, augment=crop_and_flip)
-    train, test = (standardize(x, x), y), (standardize(unseen, x), answers)
+        size, widths = (32, 4, 3, int(train[1].max()) + 1), (64, 128, 256)
+        sizes, recipe = dict(embed_dim=192, depth=9, num_heads=3), CIFAR_RECIPE | options
     teacher, student = small_convnet(size[2], size[3], widths), DistilledVisionTransformer(*size, **sizes)
-    settings |= options
-    train_classifier(teacher, train, test, **settings | dict(steps=(settings["steps"] + 1) // 2, checkpoint=None))
-    return student, teacher, distill(student, teacher, train, test, loss=loss, **settings)
+    train_classifier(teacher, train, test, **recipe | dict(steps=(recipe["steps"] + 1) // 2, checkpoint=None))
+    return student, teacher, distill(student, teacher, train, test, loss=loss, **recipe)

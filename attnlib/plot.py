@@ -8,6 +8,7 @@ __all__ = ['BLUE', 'ORANGE', 'GREEN', 'RED', 'PURPLE', 'SKY', 'BLACK', 'STYLE', 
 
 # %% ../nbs/92_plot.ipynb #imports
 import io
+import itertools
 
 import matplotlib.pyplot as plt
 import torch
@@ -179,9 +180,9 @@ def plot_history(history, *, x="step", log=()):
     names = list(dict.fromkeys(key for record in records for key in record if key != x))
     figure, axes = plt.subplots(1, len(names), squeeze=False)
     for name, axis in zip(names, axes[0]):
-        for label, run in runs.items():
+        for (label, run), line in zip(runs.items(), itertools.cycle(("-", "--", ":", "-."))):
             points = [(record[x], record[name]) for record in run if name in record]
-            axis.plot(*zip(*points), label=label)
+            axis.plot(*zip(*points), line, label=label)
         axis.set(xlabel=x, ylabel=name, yscale="log" if name in log else "linear")
     if "" not in runs:
         axes[0, 0].legend()

@@ -24,7 +24,7 @@ def position_angles(positions, dim, *, base=10000.0):
     dim : int
         Width of the encoding, even.
     base : float
-        The ratio of the slowest wavelength to the fastest, were there one frequency more.
+        The wavelengths run from 2π to almost 2π · base.
 
     Returns
     -------
@@ -61,7 +61,7 @@ def sinusoidal_encoding(length, dim, *, offset=0, base=10000.0, device=None, dty
     offset : int
         The first position; with a cache of past tokens, their number.
     base : float
-        The ratio of the slowest wavelength to the fastest, were there one frequency more.
+        The wavelengths run from 2π to almost 2π · base.
     device, dtype
         Of the result; the angles are computed in float64.
 
@@ -344,7 +344,7 @@ def apply_rotary(x, positions, *, base=10000.0):
         Any numbers: 0, ..., N - 1, or, with a cache, the positions of the new tokens. Where each sequence of a batch
         has its own, shape (B, 1, N).
     base : float
-        The ratio of the slowest wavelength to the fastest, were there one frequency more.
+        The wavelengths run from 2π to almost 2π · base.
 
     Returns
     -------

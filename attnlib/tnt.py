@@ -407,39 +407,35 @@ for _name, _size, _legacy in (("tnt_s", "s", False), ("tnt_b", "b", False), ("tn
     register_model(f"{_name}_patch16_224", TNT, hub=f"timm/{_name}_patch16_224.in1k", legacy=_legacy, **_SIZES[_size])
 
 # %% ../nbs/34_tnt.ipynb #train-small
-def train_small(data="digits", steps=None, *, folder=None, **options):
+def train_small(data="digits", *, folder=None, **options):
     """Train a small TNT on the digits of scikit-learn, or on CIFAR, on a GPU if there is one.
 
     Parameters
     ----------
     data : {"digits", "cifar10", "cifar100"}
         16 × 16 or 32 × 32 pixels, in patches of 4 × 4 with a word for each pixel.
-    steps : int, optional
-        250 or 39,000, which is 200 passes over CIFAR's training images with the batch of 256.
     folder : path, optional
         Where CIFAR is kept.
     **options
-        As in `attnlib.vit.train_classifier`.
+        As in `attnlib.vit.train_classifier`; by default 250 steps, or 39,000 for CIFAR.
 
     Returns
     -------
     model, history
     """
-    from attnlib.data import cifar, digits, standardize
-    from attnlib.vit import crop_and_flip, train_classifier
+    from attnlib.data import small_images
+    from attnlib.vit import CIFAR_RECIPE, train_classifier
 
+    train, test = small_images(data, 16, folder)
     if data == "digits":
-        (x, y), (unseen, answers) = digits("train", 16), digits("test", 16)
         size, sizes = (16, 4, 1, 10), dict(embed_dim=60, inner_dim=8, depth=4, num_heads_inner=2, num_heads_outer=4)
-        settings = dict(steps=steps or 250, batch_size=32, lr=4e-3)
+        recipe = dict(steps=250, batch_size=32, lr=4e-3)
     else:
-        (x, y), (unseen, answers) = (cifar(data, split, folder) for split in ("train", "test"))
-        size, sizes = (32, 4, 3, int(y.max()) + 1), dict(embed_dim=192, inner_dim=12, depth=9, num_heads_inner=3,
-                                                         num_heads_outer=3, drop_path_rate=0.1)
-        settings = dict(steps=steps or 39_000, batch_size=256, lr=1e-3, augment=crop_and_flip, every=1950)
+        size, sizes = (32, 4, 3, int(train[1].max()) + 1), dict(embed_dim=192, inner_dim=12, depth=9, num_heads_inner=3,
+                                                                num_heads_outer=3, drop_path_rate=0.1)
+        recipe = CIFAR_RECIPE
     model = TNT(*size, "avg", first_stride=1, **sizes)
-    x, unseen = standardize(x, x), standardize(unseen, x)
-    return model, train_classifier(model, (x, y), (unseen, answers), **settings | options)
+    return model, train_classifier(model, train, test, **recipe | options)
 
 # %% ../nbs/34_tnt.ipynb #small-backbones
 def small_backbones(in_chans=1, num_classes=10):
@@ -483,18 +479,17 @@ def small_task(name):
     name : {"digits", "scenes"}
         Scanned digits, or drawn scenes of two shapes, whose class is the pair of their kinds.
     """
-    from attnlib.data import describe_scenes, digits, draw_scenes, standardize
+    from attnlib.data import describe_scenes, draw_scenes, small_images, standardize
 
     if name not in ("digits", "scenes"):
         raise ValueError(f"name ({name!r}) must be 'digits' or 'scenes'")
     if name == "digits":
-        parts = [digits("train", 16), digits("test", 16)]
-    else:
-        first, second = torch.triu_indices(4, 4)
-        table = torch.zeros(4, 4, dtype=torch.long)
-        table[first, second] = table[second, first] = torch.arange(10)
-        found = [describe_scenes(count, seed=seed) for seed, count in enumerate((8000, 1000))]
-        parts = [(draw_scenes(scene, 16), table[scene["kind"][:, 0], scene["kind"][:, 1]]) for scene in found]
+        return small_images("digits", 16)
+    first, second = torch.triu_indices(4, 4)
+    table = torch.zeros(4, 4, dtype=torch.long)
+    table[first, second] = table[second, first] = torch.arange(10)
+    found = [describe_scenes(count, seed=seed) for seed, count in enumerate((8000, 1000))]
+    parts = [(draw_scenes(scene, 16), table[scene["kind"][:, 0], scene["kind"][:, 1]]) for scene in found]
     return [(standardize(x, parts[0][0]), y) for x, y in parts]
 
 # %% ../nbs/34_tnt.ipynb #compare-small

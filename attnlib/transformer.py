@@ -403,6 +403,9 @@ def from_torch(module, src_vocab, tgt_vocab=None, **options):
         layer.linear1.out_features, layer.dropout.p, names[layer.activation], norm_first=layer.norm_first,
         final_norm=module.encoder.norm is not None, **options,
     ).to(layer.linear1.weight)
+    for part in model.modules():
+        if isinstance(part, nn.LayerNorm):
+            part.eps = layer.norm1.eps
     rename = {re.sub(r"\.(linear[12])\.", r".feed_forward.\1.", key): x for key, x in module.state_dict().items()}
     for part in ("encoder", "decoder"):
         own = {key.removeprefix(part + "."): x for key, x in rename.items() if key.startswith(part + ".")}
@@ -466,6 +469,7 @@ def from_marian(config, state_dict):
         config.encoder_attention_heads, config.encoder_layers, config.decoder_layers, config.encoder_ffn_dim,
         config.dropout, config.activation_function,
         max_length=config.max_position_embeddings, pad_id=config.pad_token_id, output_bias=True,
+        tie_weights=getattr(config, "tie_word_embeddings", True),
     ).to(next(iter(state_dict.values())))
     pairs = model.positions.table.unflatten(1, (-1, 2))  # (length, d_model) -> (length, d_model / 2, 2)
     state_dict["positions.table"] = pairs.transpose(1, 2).flatten(1)  # all sines, then all cosines

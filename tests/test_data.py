@@ -104,6 +104,8 @@ def test_unknown_letters_become_unknown_tokens(tokenizer):
 def test_prefixes_must_be_one_for_each_text(tokenizer):
     with pytest.raises(ValueError):
         encode(tokenizer, ["one", "two"], prefix=["<2de>"])
+    with pytest.raises(ValueError, match=r"prefix \('<2xx>'\) must be a token of the tokenizer"):
+        encode(tokenizer, ["one", "two"], prefix=["<2de>", "<2xx>"])
 
 
 # --- Multi30k, on a small archive of the same form -------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from timm.models.deit import VisionTransformerDistilled as TimmDeiT
 from torch import nn
+from transformers import DeiTConfig, DeiTForImageClassificationWithTeacher
 
 from attnlib.deit import (
     DistilledVisionTransformer, distill, distill_small, hard_distillation_loss, small_convnet, soft_distillation_loss,
@@ -132,6 +133,20 @@ def test_weights_of_another_resolution_are_resampled():
     assert set(kept) == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
     small.set_input_size(48)
     close(large.forward_features(images(2, 48)), small.forward_features(images(2, 48)))
+
+
+def test_hugging_face_weights():
+    torch.manual_seed(0)
+    config = DeiTConfig(hidden_size=24, num_hidden_layers=3, num_attention_heads=3, intermediate_size=96, image_size=32,
+                        patch_size=8, num_labels=5, layer_norm_eps=1e-6)
+    theirs = DeiTForImageClassificationWithTeacher(config).double().eval()
+    for p in theirs.parameters():
+        nn.init.normal_(p, std=0.1)
+    ours = DistilledVisionTransformer(**SMALL).double().eval()
+    load_pretrained(ours, theirs.state_dict())
+    close(ours(images()), theirs(images()).logits)
+    tokens = ours.forward_features(images())
+    close(ours.head_dist(tokens[:, 1]), theirs(images()).distillation_logits)  # and not with the heads exchanged
 
 
 # --- two heads ---------------------------------------------------------------------------------------------------

@@ -371,16 +371,19 @@ def test_memory_is_saved():
     assert sequential < 0.8 * plain and recomputed < 0.6 * plain
 
 
-def test_two_processes_share_the_optimizer():
-    (one,), shared = train_processes(1, False, 2), train_processes(2, True, 2)
-    total = 2 * 4 * sum(x.numel() for x in one["parameters"].values())
-    assert one["state"] == total
-    assert sum(s["state"] for s in shared) == total and max(s["state"] for s in shared) < 0.6 * total
-    for key, x in one["parameters"].items():
-        for other in shared:
-            # a tenth of a step of AdamW, which divides a gradient near zero by its own rounding
-            torch.testing.assert_close(other["parameters"][key], x, rtol=1e-4, atol=1e-4)
-        assert torch.equal(shared[0]["parameters"][key], shared[1]["parameters"][key])
+def test_two_processes_share_what_they_are_told_to():
+    (one,) = train_processes(1, False, 2)
+    total = 4 * sum(x.numel() for x in one["parameters"].values())
+    assert (one["state"], one["weights"]) == (2 * total, total)
+    for shard, weights in ((True, 2 * total), ("all", total)):  # "all": together they have one copy
+        shared = train_processes(2, shard, 2)
+        assert sum(s["state"] for s in shared) == 2 * total and max(s["state"] for s in shared) < 1.2 * total
+        assert sum(s["weights"] for s in shared) == weights
+        for key, x in one["parameters"].items():
+            for other in shared:
+                # a tenth of a step of AdamW, which divides a gradient near zero by its own rounding
+                torch.testing.assert_close(other["parameters"][key], x, rtol=1e-4, atol=1e-4)
+            assert torch.equal(shared[0]["parameters"][key], shared[1]["parameters"][key])
 
 
 def test_training_helpers():
@@ -393,7 +396,7 @@ def test_training_helpers():
     assert model(x).shape == (2, 5, 5, 32)
     maps = model.forward_intermediates(x, [0, -1], intermediates_only=True, output_fmt="NHWC")
     assert [tuple(y.shape) for y in maps] == [(2, 10, 10, 16), (2, 5, 5, 32)]
-    _, history = train_small("digits", 2)
+    _, history = train_small("digits", steps=2)
     assert 0 <= float(history[-1]["accuracy"]) <= 1
 
 
@@ -432,6 +435,7 @@ def test_export_with_dynamic_height_and_width():
     (lambda: load_pretrained(SwinTransformerV2(**SMALL), SwinTransformerV2(**SMALL | dict(embed_dim=8)).state_dict()),
      r"of another shape: patch_embed.proj.weight"),
     (lambda: train_small("letters"), r"name \('letters'\) must be"),
+    (lambda: train_processes(2, "weights"), r"shard \('weights'\) must be False, True or 'all'"),
 ])
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):

@@ -72,6 +72,14 @@ def test_torch_without_final_norms():
     assert from_torch(theirs, 20, max_length=8).encoder.norm is None
 
 
+def test_torch_keeps_the_epsilon_of_the_norms():
+    torch.manual_seed(0)
+    theirs = nn.Transformer(8, 2, 1, 1, 8, 0.0, layer_norm_eps=0.1, batch_first=True, dtype=torch.float64).eval()
+    ours = from_torch(theirs, 20, max_length=8).eval()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    torch.testing.assert_close(ours.encoder(x), theirs.encoder(x), rtol=0, atol=1e-10)
+
+
 # --- Marian ------------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +121,16 @@ def test_parity_with_marian(dtype, atol, shared):
     torch.testing.assert_close(logits, expected.logits, rtol=0, atol=atol)
     loss, count = label_smoothing_loss(logits, labels, smoothing=0.0, pad_id=-100)
     torch.testing.assert_close(loss / count, expected.loss, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_marian_with_an_output_matrix_of_its_own(shared):
+    theirs = marian(torch.float64, tie_word_embeddings=False, share_encoder_decoder_embeddings=shared)
+    nn.init.normal_(theirs.lm_head.weight)
+    ours = from_marian(theirs.config, theirs.state_dict()).eval()
+    src, tgt = sentences(2, 7, 29, shortest=7), sentences(2, 5, 29, seed=1, shortest=5)
+    expected = theirs(input_ids=src, attention_mask=torch.ones_like(src), decoder_input_ids=tgt).logits
+    torch.testing.assert_close(ours(src, tgt), expected, rtol=0, atol=1e-10)
 
 
 def test_marian_greedy_with_cache():

@@ -426,6 +426,9 @@ def test_attention_distance():
     expected = (0 + 4 + 3 + 5) / 4  # a 2 × 2 grid of patches of 3 × 4 pixels
     close(attention_distance(even, 2, (3, 4)), torch.full((3,), expected), 1e-6)
     close(attention_distance(torch.eye(6)[None, None], (2, 3), 8, 0), torch.zeros(1), 0)
+    close(attention_distance(even.bfloat16(), 2, (3, 4)), torch.full((3,), expected), 1e-6)
+    with pytest.raises(ValueError, match=r"grid_size \(3, 3\) has 9 patches; weights have 4"):
+        attention_distance(even, 3)
 
 
 def test_rollout_is_the_product_over_the_layers():
@@ -460,6 +463,19 @@ def test_training_lowers_the_loss():
     history = train_classifier(model, (x, y), (x, y), steps=40, batch_size=32, lr=3e-3, every=20, augment=lambda x: x + 0)
     assert [record["step"] for record in history] == [20, 40] and history[1]["loss"] < history[0]["loss"]
     assert history[-1]["accuracy"] > 0.6
+
+
+def test_training_with_another_loss():
+    def loss(model, images, labels):
+        return nn.functional.cross_entropy(model(images), labels, reduction="sum")
+
+    x, y = images(32).float(), torch.arange(32) % 2
+    losses = []
+    for option in ({}, {"loss": loss}, {"loss": lambda *batch: 2 * loss(*batch)}):
+        torch.manual_seed(0)
+        model = VisionTransformer(**SMALL | dict(num_classes=2))
+        losses.append(train_classifier(model, (x, y), (x, y), steps=1, batch_size=32, **option)[0]["loss"])
+    assert losses[0] == losses[1] == losses[2] / 2
 
 
 def test_small_training_runs():
