@@ -271,15 +271,18 @@ def attention_backend(name):
 _TILES = getattr(torch.cpu, "_is_amx_tile_supported", bool)()  # whether this CPU multiplies bfloat16 matrices as tiles
 
 
-def _choose(q, k, v):
+def _choose(q, k, v, bias=None, dropout_p=0.0):
     """The backend measured fastest: the fused kernels, but for few keys in lower precision on a CPU."""
     if _backend != "auto":
         return _backend
-    if q.device.type != "cpu" or k.shape[-2] > 512:
+    if q.device.type != "cpu":
         return "sdpa"
-    half, compiling = q.dtype in (torch.bfloat16, torch.float16), torch.compiler.is_compiling()
-    learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if not learning and not compiling and q.shape[-2] == 1:
+    half, compiling, grad = q.dtype in (torch.bfloat16, torch.float16), torch.compiler.is_compiling(), torch.is_grad_enabled()
+    learning = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
+    unfused = dropout_p > 0 or grad and bias is not None and bias.requires_grad  # no kernel for a CPU has these
+    if unfused or k.shape[-2] > 512:
+        slow = unfused and (half or k.shape[-2] <= 512)
+    elif not learning and not compiling and q.shape[-2] == 1:
         slow = half and not _TILES and k.numel() > 1024 * k.shape[-1]
     elif half:  # with units for tiles only the backward pass of the kernels is slow
         slow = learning or not _TILES
@@ -321,4 +324,4 @@ def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):
         If `mask` is not boolean or `bias` not floating point.
     """
     _check(q, k, v, mask, bias, dropout_p)
-    return _BACKENDS[_choose(q, k, v)](q, k, v, mask, bias, scale, dropout_p)
+    return _BACKENDS[_choose(q, k, v, bias, dropout_p)](q, k, v, mask, bias, scale, dropout_p)

@@ -182,7 +182,7 @@ def plot_history(history, *, x="step", log=()):
     for name, axis in zip(names, axes[0]):
         for (label, run), line in zip(runs.items(), itertools.cycle(("-", "--", ":", "-."))):
             points = [(record[x], record[name]) for record in run if name in record]
-            axis.plot(*zip(*points), line, label=label)
+            axis.plot(*zip(*points), ls=line, label=label)
         axis.set(xlabel=x, ylabel=name, yscale="log" if name in log else "linear")
     if "" not in runs:
         axes[0, 0].legend()

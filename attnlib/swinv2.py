@@ -382,32 +382,36 @@ def train_processes(processes, shard, steps=3):
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(processes)]
 
 # %% ../nbs/33_swinv2.ipynb #train-small
-def train_small(data="digits", *, folder=None, **options):
+def train_small(data="digits", steps=None, *, folder=None, **options):
     """Train a small Swin Transformer V2 on the digits of scikit-learn, or on CIFAR, on a GPU if there is one.
 
     Parameters
     ----------
     data : {"digits", "cifar10", "cifar100"}
         24 × 24 pixels for two stages, or 32 × 32 for three.
+    steps : int, optional
+        400 or 39,000, which is 200 passes over CIFAR's training images with the batch of 256.
     folder : path, optional
         Where CIFAR is kept.
     **options
-        As in `attnlib.vit.train_classifier`; by default 400 steps, or 39,000 for CIFAR.
+        As in `attnlib.vit.train_classifier`.
 
     Returns
     -------
     model, history
     """
-    from attnlib.data import small_images
-    from attnlib.vit import CIFAR_RECIPE, train_classifier
+    from attnlib.data import cifar, digits, standardize
+    from attnlib.vit import crop_and_flip, train_classifier
 
-    train, test = small_images(data, 24, folder)
     if data == "digits":
+        (x, y), (unseen, answers) = digits("train", 24), digits("test", 24)
         model = SwinTransformerV2(24, 4, 1, 10, embed_dim=32, depths=(2, 2), num_heads=(2, 4), window_size=3,
                                   drop_path_rate=0.0)
-        recipe = dict(steps=400, batch_size=32, lr=4e-3)
+        settings = dict(steps=steps or 400, batch_size=32, lr=4e-3)
     else:
-        model = SwinTransformerV2(32, 2, 3, int(train[1].max()) + 1, embed_dim=96, depths=(2, 4, 2),
-                                  num_heads=(3, 6, 12), window_size=4)
-        recipe = CIFAR_RECIPE
-    return model, train_classifier(model, train, test, **recipe | options)
+        (x, y), (unseen, answers) = (cifar(data, split, folder) for split in ("train", "test"))
+        model = SwinTransformerV2(32, 2, 3, int(y.max()) + 1, embed_dim=96, depths=(2, 4, 2), num_heads=(3, 6, 12),
+                                  window_size=4)
+        settings = dict(steps=steps or 39_000, batch_size=256, lr=1e-3, augment=crop_and_flip, every=1950)
+    x, unseen = standardize(x, x), standardize(unseen, x)
+    return model, train_classifier(model, (x, y), (unseen, answers), **settings | options)
