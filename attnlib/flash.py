@@ -739,7 +739,7 @@ def compile_kernel(function, capability, types, constants, aligned="", **launch_
     capability : int
         80 for an A100, 90 for an H100 or H200, and so on.
     types : dict of str to str
-        Triton's name for the type of each argument, such as "*bf16" or "i32".
+        Triton's name for the type of each argument, such as ``"*bf16"`` or ``"i32"``.
     constants : dict of str to object
         The arguments that are known when it compiles; their types are not looked at.
     aligned : str

@@ -32,8 +32,9 @@ MAX_LOGIT_SCALE = math.log(100)  # no temperature below 0.01
 def normalize(x, length=1.0):
     """Vectors (..., d) of a given length, broadcastable to (..., 1); a zero vector stays zero in every precision."""
     smallest = 2e-3 if x.dtype == torch.float16 else 1e-12  # float16 has no 1e-12, and 0 times infinity is no number
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    return x * (length / norm.clamp(min=smallest)).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide if x.dtype == torch.float16 else None)
+    return x * (length / norm.to(wide).clamp(min=smallest)).to(x.dtype)  # in bfloat16 only the norm is rounded before
 
 # %% ../nbs/33_swinv2.ipynb #coordinates
 def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None):
