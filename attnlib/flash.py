@@ -658,8 +658,7 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, scale=None):
     Parameters
     ----------
     q : Tensor, shape (..., N, d_k)
-        Queries, in float32, float16 or (on a GPU of compute capability 8.0 or more) bfloat16, with any strides. d_k
-        and d_v are at most 256.
+        In float32, float16 or, from compute capability 8.0 on, bfloat16; any strides. d_k and d_v are at most 256.
     k : Tensor, shape (..., M, d_k)
         Keys.
     v : Tensor, shape (..., M, d_v)

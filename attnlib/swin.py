@@ -767,13 +767,14 @@ for _size, _window, _img_size, _tag in (
                    **_SIZES[_size])
 
 # %% ../nbs/32_swin.ipynb #train-small
-def train_small(data="digits", *, folder=None, **options):
+def train_small(data="digits", *, model_class=SwinTransformer, folder=None, **options):
     """Train a small Swin Transformer on the digits of scikit-learn, or on CIFAR, on a GPU if there is one.
 
     Parameters
     ----------
     data : {"digits", "cifar10", "cifar100"}
         24 × 24 pixels for two stages, or 32 × 32 for three.
+    model_class : {SwinTransformer, attnlib.swinv2.SwinTransformerV2}
     folder : path, optional
         Where CIFAR is kept.
     **options
@@ -788,11 +789,11 @@ def train_small(data="digits", *, folder=None, **options):
 
     train, test = small_images(data, 24, folder)
     if data == "digits":
-        model = SwinTransformer(24, 4, 1, 10, embed_dim=32, depths=(2, 2), num_heads=(2, 4), window_size=3,
-                                drop_path_rate=0.0)
+        model = model_class(24, 4, 1, 10, embed_dim=32, depths=(2, 2), num_heads=(2, 4), window_size=3,
+                            drop_path_rate=0.0)
         recipe = dict(steps=400, batch_size=32, lr=4e-3)
     else:
-        model = SwinTransformer(32, 2, 3, int(train[1].max()) + 1, embed_dim=96, depths=(2, 4, 2),
-                                num_heads=(3, 6, 12), window_size=4)
+        model = model_class(32, 2, 3, int(train[1].max()) + 1, embed_dim=96, depths=(2, 4, 2), num_heads=(3, 6, 12),
+                            window_size=4)
         recipe = CIFAR_RECIPE
     return model, train_classifier(model, train, test, **recipe | options)

@@ -19,6 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from . import swin
 from .attention import attention
 from .models import register_model
 from .swin import Memory, SwinBlock, SwinTransformer, WindowAttention, _SIZES, check_window, merge_patches
@@ -383,36 +384,6 @@ def train_processes(processes, shard, steps=3):
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(processes)]
 
 # %% ../nbs/33_swinv2.ipynb #train-small
-def train_small(data="digits", steps=None, *, folder=None, **options):
-    """Train a small Swin Transformer V2 on the digits of scikit-learn, or on CIFAR, on a GPU if there is one.
-
-    Parameters
-    ----------
-    data : {"digits", "cifar10", "cifar100"}
-        24 × 24 pixels for two stages, or 32 × 32 for three.
-    steps : int, optional
-        400 or 39,000, which is 200 passes over CIFAR's training images with the batch of 256.
-    folder : path, optional
-        Where CIFAR is kept.
-    **options
-        As in `attnlib.vit.train_classifier`.
-
-    Returns
-    -------
-    model, history
-    """
-    from attnlib.data import cifar, digits, standardize
-    from attnlib.vit import crop_and_flip, train_classifier
-
-    if data == "digits":
-        (x, y), (unseen, answers) = digits("train", 24), digits("test", 24)
-        model = SwinTransformerV2(24, 4, 1, 10, embed_dim=32, depths=(2, 2), num_heads=(2, 4), window_size=3,
-                                  drop_path_rate=0.0)
-        settings = dict(steps=steps or 400, batch_size=32, lr=4e-3)
-    else:
-        (x, y), (unseen, answers) = (cifar(data, split, folder) for split in ("train", "test"))
-        model = SwinTransformerV2(32, 2, 3, int(y.max()) + 1, embed_dim=96, depths=(2, 4, 2), num_heads=(3, 6, 12),
-                                  window_size=4)
-        settings = dict(steps=steps or 39_000, batch_size=256, lr=1e-3, augment=crop_and_flip, every=1950)
-    x, unseen = standardize(x, x), standardize(unseen, x)
-    return model, train_classifier(model, (x, y), (unseen, answers), **settings | options)
+def train_small(data="digits", **options):
+    """Train a small Swin Transformer V2, as `attnlib.swin.train_small` does a small V1."""
+    return swin.train_small(data, model_class=SwinTransformerV2, **options)

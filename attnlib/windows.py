@@ -254,6 +254,11 @@ def _settings(window, width, padded, shifted, cosine, precision):
                 BLOCKS=triton.cdiv(tokens, block), PADDED=padded, SHIFTED=shifted, COSINE=cosine, PRECISION=precision)
 
 
+def _stages(settings, element_size):
+    """2 if the next window is to be loaded ahead; where tiles are wide there is no room for two."""
+    return 2 if settings["BLOCK"] * settings["LANES"] * element_size <= 8192 else 1
+
+
 def _settings_for(qkv, tau, heads, window, shift):
     padded = any(size % length for size, length in zip(qkv.shape[1:3], window))
     precision = "interpreted" if triton_mode(qkv.device) == "interpreted" else _precision(qkv)
@@ -280,7 +285,8 @@ def _window_attention(qkv, bias, tau, pad, heads, window, shift, scale):
     parts = heads * settings["BLOCKS"]
     windows, programs = _programs(qkv, window, parts, 16)
     launch(_forward, programs * parts, qkv.device, qkv, bias, qkv if tau is None else tau, qkv if pad is None else pad,
-           out, norms, scale, windows, programs, heads, *qkv.shape[1:3], *shift, **settings, num_warps=4, num_stages=2)
+           out, norms, scale, windows, programs, heads, *qkv.shape[1:3], *shift, **settings, num_warps=4,
+           num_stages=_stages(settings, qkv.element_size()))
     return out, norms
 
 
@@ -312,7 +318,8 @@ def _launch_backward(tensors, heads, window, shift, scale, settings, queries, ke
         (programs * parts // heads if keys and settings["PADDED"] else 0, heads, 2, settings["D"]),
     )]
     launch(_backward, programs * parts, qkv.device, *tensors, *sums, scale, windows, programs, heads, *qkv.shape[1:3],
-           *shift, **settings, QUERIES=queries, KEYS=keys, BIAS=bias, num_warps=4, num_stages=2)
+           *shift, **settings, QUERIES=queries, KEYS=keys, BIAS=bias, num_warps=4,
+           num_stages=_stages(settings, qkv.element_size()))
     return [x.sum(0) for x in sums]
 
 # %% ../nbs/52_windows.ipynb #backward-op
@@ -460,6 +467,7 @@ def compile_for(capability, window, width, dtype="bf16", padded=False, shifted=T
         and ``registers`` of a thread.
     """
     settings, found = _settings(window, width, padded, shifted, cosine, "tf32x3" if dtype == "fp32" else "ieee"), []
+    stages = _stages(settings, 4 if dtype == "fp32" else 2)
     flags = [dict(zip(("QUERIES", "KEYS", "BIAS"), made)) for made in _passes(settings["BLOCKS"], True)]
     for kernel, more in [(_forward, {})] + [(_backward, made) for made in flags]:
         constants, signature, names = settings | more, {}, kernel.arg_names
@@ -470,7 +478,7 @@ def compile_for(capability, window, width, dtype="bf16", padded=False, shifted=T
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"}
         source = triton.compiler.ASTSource(kernel, signature, fixed, aligned)
         target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-        made = triton.compile(source, target=target, options=dict(num_warps=4, num_stages=2))
+        made = triton.compile(source, target=target, options=dict(num_warps=4, num_stages=stages))
         name = "forward" if kernel is _forward else " ".join(["backward:", *(key.lower() for key in more if more[key])])
         found.append(dict(kernel=name, shared=made.metadata.shared, **_resources(made.asm["cubin"])))
     return found
