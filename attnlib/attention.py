@@ -167,12 +167,19 @@ def _check(q, k, v, mask, bias, dropout_p=0.0):
         raise ValueError(f"dropout_p ({dropout_p}) must be in [0, 1)")
 
 # %% ../nbs/10_attention.ipynb #weights
+def _empty_rows(mask):
+    """Where a boolean mask, or a bias, lets a query attend nowhere: (..., N, 1)."""
+    if mask.dtype == torch.bool:
+        return ~mask.any(-1, keepdim=True)
+    return mask.detach().amax(-1, keepdim=True) == -torch.inf  # sooner found than whether any entry is larger
+
+
 def _weights(q, k, mask, bias, scale):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     logits = (q * scale) @ k.mT  # (..., N, d) @ (..., d, M) -> (..., N, M)
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
-    if mask is None and (bias is None or not _may_hold(~(bias.detach() > -torch.inf).any(-1))):
+    if mask is None and (bias is None or bias.shape[-1] > 0 and not _may_hold(_empty_rows(bias))):
         return logits.softmax(-1)  # a bias is often smaller than the logits, so its rows are looked at
     return masked_softmax(logits, mask)
 
@@ -216,13 +223,11 @@ def _sdpa(q, k, v, mask, bias, scale, dropout_p):
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, scale=scale, dropout_p=dropout_p)
     mask = mask[(None,) * (q.ndim - mask.ndim)]  # with an axis missing, PyTorch falls back to a slow path
-    boolean = mask.dtype == torch.bool
-    possible = mask if boolean else mask.detach() > -torch.inf
-    empty = ~possible.any(-1, keepdim=True)  # (..., N, 1)
+    empty = _empty_rows(mask)
     if not _may_hold(empty):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, dropout_p=dropout_p)
     # let a query without keys attend anywhere, then erase what it got
-    mask = mask | empty if boolean else mask.masked_fill(empty, 0)
+    mask = mask | empty if mask.dtype == torch.bool else mask.masked_fill(empty, 0)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, dropout_p=dropout_p)
     return out.masked_fill(empty, 0)
 
@@ -267,7 +272,7 @@ def attention_backend(name):
     finally:
         _backend = previous
 
-
+# %% ../nbs/10_attention.ipynb #rule
 _TILES = getattr(torch.cpu, "_is_amx_tile_supported", bool)()  # whether this CPU multiplies bfloat16 matrices as tiles
 
 

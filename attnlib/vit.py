@@ -108,6 +108,7 @@ class Mlp(nn.Module):
         return torch.cat([self.network(piece) for piece in x.flatten(0, -2).chunk(pieces)]).unflatten(0, x.shape[:-1])
 
     def network(self, x):
+        """The two layers on all rows at once."""
         x = self.drop(self.act(self.fc1(x)))  # (..., in) -> (..., hidden)
         return self.drop(self.fc2(x))  # -> (..., out)
 
