@@ -358,7 +358,7 @@ def train_processes(processes, shard, steps=3):
     processes : int
     shard : bool or "all"
         Each process keeps the optimizer's state of its share of the parameters only (ZeRO, stage 1); with "all" their
-        gradients and weights, too (stage 3; PyTorch's `fully_shard`).
+        gradients and weights, too (stage 3; PyTorch's ``fully_shard``).
     steps : int
 
     Returns

@@ -289,16 +289,17 @@ def test_kernels_compile_for_gpus_that_are_not_here():
     code = """
 import json
 from attnlib.windows import compile_for
-cases = [(80, (7, 7), "fp16", dict(padded=True)), (90, (7, 7), "bf16", {}), (90, (8, 8), "fp32", dict(cosine=True)),
-         (90, (16, 16), "bf16", dict(cosine=True, padded=True, shifted=False))]
-rows = [row | dict(capability=c, dtype=t) for c, w, t, o in cases for row in compile_for(c, w, 32, t, **o)]
+cases = [(80, (7, 7), 32, "fp16", dict(padded=True)), (90, (7, 7), 32, "bf16", {}),
+         (90, (8, 8), 32, "fp32", dict(cosine=True)), (80, (7, 7), 128, "fp32", dict(shifted=False)),
+         (90, (16, 16), 32, "bf16", dict(cosine=True, padded=True, shifted=False))]
+rows = [row | dict(capability=c, dtype=t) for c, w, d, t, o in cases for row in compile_for(c, w, d, t, **o)]
 print(json.dumps(rows))
 """
     environment = dict(os.environ, TRITON_INTERPRET="0", PYTHONPATH=str(ROOT))
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, check=True, capture_output=True, env=environment)
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert len(rows) == 2 + 2 + 2 + 4
+    assert len(rows) == 2 + 2 + 2 + 2 + 4
     for row in rows:
         assert row["shared"] < (163 if row["capability"] == 80 else 227) * 1024, row
         assert row["registers"] <= 255 and (row["dtype"] == "fp32" or row["spilled"] < 400), row
