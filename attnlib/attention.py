@@ -233,9 +233,10 @@ def _sdpa(q, k, v, mask, bias, scale, dropout_p):
 
 # %% ../nbs/10_attention.ipynb #triton
 def _triton(q, k, v, mask, bias, scale, dropout_p):
-    from attnlib.flash import flash_attention, triton_mode
+    from attnlib.flash import flash_attention, kernel_fits, triton_mode
 
-    if dropout_p > 0 or q.dtype == torch.float64 or triton_mode(q.device) is None:  # what the kernel cannot do
+    width = max(q.shape[-1], v.shape[-1])
+    if dropout_p > 0 or triton_mode(q.device) is None or not kernel_fits(q, width, 256):
         return _sdpa(q, k, v, mask, bias, scale, dropout_p)
     return flash_attention(q, k, v, mask=mask, bias=bias, scale=scale)
 
@@ -252,7 +253,7 @@ def attention_backend(name):
     ----------
     name : {"auto", "reference", "sdpa", "triton"}
         "reference" is the equation as written, "sdpa" PyTorch's fused kernels, "triton" the kernel of
-        `attnlib.flash` ("sdpa" for float64, with dropout, or where the kernel cannot run), "auto" what was measured
+        `attnlib.flash` ("sdpa" for float64, heads wider than 256, with dropout, or where the kernel cannot run), "auto" what was measured
         fastest. Where the package triton is missing, a warning says so and "auto" takes the place of "triton".
 
     Raises

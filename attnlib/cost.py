@@ -279,14 +279,12 @@ def profile_groups(call, *inputs, repeats=3):
     dict
         {group: seconds}
     """
-    from torch.profiler import ProfilerActivity, profile
-
     if repeats < 1:
         raise ValueError(f"repeats ({repeats}) must be at least 1")
     cuda = any(x.is_cuda for x in _tensors(inputs))
-    activities, times = [ProfilerActivity.CPU] + cuda * [ProfilerActivity.CUDA], dict.fromkeys(GROUP_NAMES, 0.0)
+    times = dict.fromkeys(GROUP_NAMES, 0.0)
     call(*inputs)
-    with profile(activities=activities) as profiler:
+    with torch.autograd.profiler.profile(use_device="cuda" if cuda else None, use_kineto=True) as profiler:
         for _ in range(repeats):
             call(*inputs)
         if cuda:

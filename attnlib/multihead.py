@@ -46,9 +46,11 @@ def linear(x, weight, bias=None):
     -------
     Tensor, shape (..., out_features)
     """
-    rows = x.shape[:-1].numel()
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.device.type != "cpu":
+        return F.linear(x, weight, bias)
     few = {torch.bfloat16: 2, torch.float32: 8 if torch.get_num_threads() == 1 else 32}.get(x.dtype, 0)
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.device.type != "cpu" or not 1 <= rows <= few:
+    rows = x.shape[:-1].numel()
+    if not 1 <= rows <= few:
         return F.linear(x, weight, bias)
     product = _weights_left if x.dtype == torch.float32 else F.linear
     if rows > 4 or not torch.backends.mkldnn.enabled:

@@ -331,11 +331,9 @@ fit.__doc__ = """Train a model with AdamW, from its last checkpoint if there is 
 # %% ../nbs/91_train.ipynb #peak-memory
 def memory_levels(call):
     """The bytes in use on the CPU after every allocation and release during ``call()``, from 0 at its beginning."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profiler:
         call()
-    records = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    records = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [e.nbytes() for e in sorted(records, key=lambda e: e.start_ns())]
     return [0, *itertools.accumulate(sizes)]
 

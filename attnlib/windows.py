@@ -9,7 +9,7 @@ __all__ = ['kernel_takes', 'window_attention', 'compile_for']
 import torch
 import torch.nn.functional as F
 
-from .flash import _precision, _resources, dot, jit, launch, tl, triton, triton_mode
+from .flash import _precision, compile_kernel, dot, jit, kernel_fits, launch, tl, triton, triton_mode
 
 # %% ../nbs/52_windows.ipynb #tokens
 @jit
@@ -401,8 +401,8 @@ def _check_arguments(qkv, bias, plan, num_heads, cosine_scale, pad):
 
 def kernel_takes(x, head_width):
     """Whether `window_attention` can serve a map like `x` with heads of this width."""
-    fits = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and head_width <= 128
-    return fits and triton is not None and (x.device.type == "meta" or triton_mode(x.device) is not None)
+    runs = triton is not None and (x.device.type == "meta" or triton_mode(x.device) is not None)
+    return runs and kernel_fits(x, head_width, 128)
 
 # %% ../nbs/52_windows.ipynb #window-attention
 def window_attention(qkv, bias, plan, num_heads, *, scale=None, cosine_scale=None, pad=None):
@@ -470,15 +470,10 @@ def compile_for(capability, window, width, dtype="bf16", padded=False, shifted=T
     stages = _stages(settings, 4 if dtype == "fp32" else 2)
     flags = [dict(zip(("QUERIES", "KEYS", "BIAS"), made)) for made in _passes(settings["BLOCKS"], True)]
     for kernel, more in [(_forward, {})] + [(_backward, made) for made in flags]:
-        constants, signature, names = settings | more, {}, kernel.arg_names
-        for name in names:
-            pointer = _POINTERS.get(name, f"*{dtype}" if names.index(name) < names.index("scale") else "i32")
-            signature[name] = "constexpr" if name in constants else "fp32" if name == "scale" else pointer
-        fixed = {(names.index(name),): value for name, value in constants.items()}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"}
-        source = triton.compiler.ASTSource(kernel, signature, fixed, aligned)
-        target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-        made = triton.compile(source, target=target, options=dict(num_warps=4, num_stages=stages))
+        names = kernel.arg_names
+        tensors = names[: names.index("scale")]
+        types = {n: f"*{dtype}" if n in tensors else "i32" for n in names} | _POINTERS | {"scale": "fp32"}
         name = "forward" if kernel is _forward else " ".join(["backward:", *(key.lower() for key in more if more[key])])
-        found.append(dict(kernel=name, shared=made.metadata.shared, **_resources(made.asm["cubin"])))
+        made = compile_kernel(kernel, capability, types, settings | more, num_warps=4, num_stages=stages)
+        found.append({"kernel": name, **made})
     return found

@@ -14,6 +14,7 @@ from attnlib.deit import (
 )
 from attnlib.models import create_model, list_models, load_pretrained
 from attnlib.vit import VisionTransformer
+from backbones import close, images, same_weights
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
 COUNTS = {
@@ -24,23 +25,8 @@ COUNTS = {
 
 
 def pair(seed=0, **options):
-    """The same weights in timm and here; norms and biases moved away from one and zero."""
-    torch.manual_seed(seed)
-    ours = DistilledVisionTransformer(**SMALL | options)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    theirs = TimmDeiT(**SMALL | options)
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    return ours.double(), theirs.double()
-
-
-def images(n=2, size=32, chans=3, seed=1):
-    return torch.randn(n, chans, size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def close(a, b, tolerance=1e-10):
-    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+    """The same weights here and in timm."""
+    return [model.double() for model in same_weights(DistilledVisionTransformer, TimmDeiT, seed, **SMALL | options)]
 
 
 # --- timm --------------------------------------------------------------------------------------------------------

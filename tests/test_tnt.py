@@ -1,7 +1,6 @@
 """Transformer in Transformer against timm and the authors' names, its properties, and bad input."""
 import re
 
-import onnxruntime
 import pytest
 import timm
 import torch
@@ -18,6 +17,7 @@ from attnlib.models import create_model, list_models, load_pretrained
 from attnlib.tnt import (
     TNT, Block, PixelEmbed, SplitAttention, compare_small, cut, small_backbones, small_task, train_small,
 )
+from backbones import close, images, same_weights
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, inner_dim=8, depth=3, num_heads_inner=2, num_heads_outer=3,
              first_stride=4, num_classes=5)
@@ -25,28 +25,12 @@ COUNTS = {"tnt_s_patch16_224": 23_768_584, "tnt_b_patch16_224": 65_428_680, "tnt
 
 
 def pair(seed=0, **options):
-    """The same weights in timm and here; norms and biases moved away from one and zero."""
-    torch.manual_seed(seed)
-    ours = TNT(**SMALL | options)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    theirs = TimmTNT(**SMALL | options)
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    return ours, theirs
+    """The same weights here and in timm."""
+    return same_weights(TNT, TimmTNT, seed, **SMALL | options)
 
 
 def small(seed=0, **options):
     return pair(seed, **options)[0].double()
-
-
-def images(n=2, size=32, chans=3, seed=1):
-    size = (size, size) if isinstance(size, int) else size
-    return torch.randn(n, chans, *size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def close(a, b, tolerance=1e-10):
-    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
 
 
 # --- the peer ----------------------------------------------------------------------------------------------------
@@ -129,16 +113,6 @@ def test_intermediates_are_timms(arguments):
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
-
-
-def test_drop_path_and_dropout_draw_as_timm_does():
-    options = dict(drop_path_rate=0.5, drop_rate=0.2, pos_drop_rate=0.1, global_pool="avg")
-    ours, theirs = (model.double().train() for model in pair(**options))
-    outputs = []
-    for model in ours, theirs:
-        torch.manual_seed(7)
-        outputs.append(model(images(8)))
-    close(*outputs)
 
 
 def authors_names(model):
@@ -288,21 +262,6 @@ def test_words_and_sentences_step_by_step():
         close(got[b], z + block.mlp(block.norm_mlp(z)), 1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"global_pool": "avg"}, {"num_classes": 0}, {"legacy": True}], ids=str)
-def test_the_last_block_may_be_cut_short(options):
-    """forward equals head(features) in value and gradient, though its last block computes the class token only."""
-    model, x = small(**options), images()
-    results = []
-    for f in (model, lambda x: model.forward_head(model.forward_features(x))):
-        model.zero_grad()
-        x = x.detach().requires_grad_()
-        out = f(x)
-        out.square().sum().backward()
-        results.append([out.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])
-    for a, b in zip(*results):
-        close(a, b, 1e-12)
-
-
 def test_the_shortcut_saves_what_it_should():
     def count(f):
         with FlopCounterMode(display=False) as counter, attention_backend("reference"):  # it knows matrix products
@@ -313,23 +272,6 @@ def test_the_shortcut_saves_what_it_should():
     full = count(lambda x: model.forward_head(model.forward_features(x)))
     n, d = 17, 24  # of the last block N - 1 sentences are spared attention, projection and MLP; no word is
     assert full - count(model) == (n - 1) * (2 * n * d + d * d + 8 * d * d)
-
-
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
-def test_backends_agree(backend):
-    model, x = small(), images()
-    with attention_backend(backend):
-        out = model(x)
-    close(out, pair()[1].double()(x))
-
-
-def test_drop_path_drops_whole_examples_in_the_shortcut_too():
-    model, x = small(drop_path_rate=0.5).train(), images(16)
-    outputs = []
-    for f in (model, lambda x: model.forward_head(model.forward_features(x))):
-        torch.manual_seed(3)
-        outputs.append(f(x))
-    close(*outputs)
 
 
 def test_attention_maps_reproduce_the_blocks():
@@ -358,29 +300,8 @@ def test_word_map_puts_words_where_their_pixels_are():
     assert words.shape == (6, 16, 2) and torch.equal(model.word_map(words), place)
 
 
-def test_checkpointing_gives_the_same_gradients():
-    model, x = small(drop_path_rate=0.3).train(), images(4)
-    gradients = []
-    for enable in (False, True):
-        model.set_grad_checkpointing(enable)
-        model.zero_grad()
-        torch.manual_seed(0)
-        model(x).square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    for a, b in zip(*gradients):
-        close(a, b, 1e-12)
-
-
-def test_heads_can_be_replaced():
+def test_what_weight_decay_spares():
     model = small()
-    model.reset_classifier(7)
-    assert model(images()).shape == (2, 7) and model.num_classes == 7 and model.head.weight.dtype == torch.float64
-    model.reset_classifier(0, "avg")
-    x = images()
-    close(model(x), model.forward_features(x)[:, 1:].mean(1), 1e-12)
-    assert isinstance(model.head, nn.Identity)
-    model.eval().reset_classifier(3, "token")
-    assert not model.head.training and model.global_pool == "token"
     assert model.no_weight_decay() == {"patch_pos", "pixel_pos", "cls_token"} <= dict(model.named_parameters()).keys()
 
 
@@ -414,36 +335,6 @@ def test_small_training_runs():
 
 
 # --- compile and export ------------------------------------------------------------------------------------------
-
-
-def test_compiles_without_graph_breaks():
-    torch._dynamo.reset()
-    model, x = small(depth=2), images()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    close(compiled(x), model(x))
-    compiled(x).sum().backward()
-    model.eval()
-    with torch.no_grad():
-        close(compiled(x), model(x))
-
-
-@pytest.mark.parametrize("legacy", [False, True])
-def test_exports_with_any_batch(legacy):
-    model = small(legacy=legacy).eval()
-    program = torch.export.export(model, (images(),), dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
-    for n in (1, 5):
-        close(program.module()(images(n)), model(images(n)))
-
-
-def test_onnx_runs(tmp_path):
-    model, path = small(depth=2).float().eval(), str(tmp_path / "tnt.onnx")
-    batch = torch.export.Dim("batch")
-    torch.onnx.export(model, (images().float(),), path, dynamo=True, dynamic_shapes={"x": {0: batch}}, verbose=False)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    for n in (1, 3):
-        x = images(n).float()
-        (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-        close(torch.from_numpy(got), model(x).detach(), 1e-5)
 
 
 # --- bad input ---------------------------------------------------------------------------------------------------

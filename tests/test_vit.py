@@ -1,7 +1,6 @@
 """The Vision Transformer against timm, torchvision and Hugging Face, its properties, and bad input."""
 import re
 
-import onnxruntime
 import pytest
 import timm
 import torch
@@ -18,6 +17,7 @@ from attnlib.vit import (
     Attention, Block, DropPath, Mlp, PatchEmbed, VisionTransformer, attention_distance, attention_rollout, block_indices,
     convert_names, crop_and_flip, drop_path_rates, resample_positions, train_classifier, train_small,
 )
+from backbones import close, images, same_weights
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
 NAMES = [f"vit_{size}_patch{patch}_224" for size, patch in
@@ -26,27 +26,12 @@ COUNTS = dict(zip(NAMES, (5_717_416, 22_050_664, 86_567_656, 88_224_232, 304_326
 
 
 def pair(seed=0, **options):
-    """The same weights in timm and here; norms and biases moved away from one and zero."""
-    torch.manual_seed(seed)
-    ours = VisionTransformer(**SMALL | options)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    theirs = TimmViT(**SMALL | options)
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    return ours, theirs
+    """The same weights here and in timm."""
+    return same_weights(VisionTransformer, TimmViT, seed, **SMALL | options)
 
 
 def small(seed=0, **options):
     return pair(seed, **options)[0].double()
-
-
-def images(n=2, size=32, chans=3, seed=1):
-    return torch.randn(n, chans, size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def close(a, b, tolerance=1e-10):
-    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
 
 
 # --- the peers ---------------------------------------------------------------------------------------------------
@@ -124,16 +109,6 @@ def test_intermediates_are_timms(arguments, class_token):
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
-
-
-def test_drop_path_and_dropout_draw_as_timm_does():
-    options = dict(drop_path_rate=0.5, drop_rate=0.2, pos_drop_rate=0.1, global_pool="avg")
-    ours, theirs = (model.double().train() for model in pair(**options))
-    outputs = []
-    for model in ours, theirs:
-        torch.manual_seed(7)
-        outputs.append(model(images(8)))
-    close(*outputs)
 
 
 @pytest.mark.parametrize("size", [48, (16, 40), (64, 32)])
@@ -248,21 +223,6 @@ def test_positions_of_a_state_dict_are_resampled_as_timm_does():
 # --- what it computes --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"global_pool": "avg"}, {"num_classes": 0}], ids=str)
-def test_the_last_block_may_be_cut_short(options):
-    """forward equals head(features) in value and gradient, though its last block computes the class token only."""
-    model, x = small(**options), images()
-    results = []
-    for f in (model, lambda x: model.forward_head(model.forward_features(x))):
-        model.zero_grad()
-        x = x.detach().requires_grad_()
-        out = f(x)
-        out.square().sum().backward()
-        results.append([out.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])
-    for a, b in zip(*results):
-        close(a, b, 1e-12)
-
-
 def test_the_shortcut_saves_what_it_should():
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -275,23 +235,6 @@ def test_the_shortcut_saves_what_it_should():
     full = count(lambda x: model.forward_head(model.forward_features(x)))
     n, d = 17, 24  # of the last block N - 1 tokens are spared attention, projection and MLP
     assert full - count(model) == (n - 1) * (2 * n * d + d * d + 8 * d * d)
-
-
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
-def test_backends_agree(backend):
-    model, x = small(), images()
-    with attention_backend(backend):
-        out = model(x)
-    close(out, pair()[1].double()(x))
-
-
-def test_drop_path_drops_whole_examples_in_the_shortcut_too():
-    model, x = small(drop_path_rate=0.5).train(), images(16)
-    outputs = []
-    for f in (model, lambda x: model.forward_head(model.forward_features(x))):
-        torch.manual_seed(3)
-        outputs.append(f(x))
-    close(*outputs)
 
 
 def test_attention_maps_reproduce_the_blocks():
@@ -314,19 +257,6 @@ def test_attention_maps_reproduce_the_blocks():
 def test_attention_maps_of_other_sizes():
     maps = small(dynamic_img_size=True).attention_maps(images(1, 48))
     assert maps[0].shape == (1, 3, 37, 37)
-
-
-def test_checkpointing_gives_the_same_gradients():
-    model, x = small(drop_path_rate=0.3).train(), images(4)
-    gradients = []
-    for enable in (False, True):
-        model.set_grad_checkpointing(enable)
-        model.zero_grad()
-        torch.manual_seed(0)
-        model(x).square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    for a, b in zip(*gradients):
-        close(a, b, 1e-12)
 
 
 def test_without_positions_patches_have_no_order():
@@ -395,16 +325,8 @@ def test_mlp_and_attention_are_timms():
     assert Mlp(4, 8, 2)(torch.zeros(3, 4)).shape == (3, 2) and Mlp(4).fc1.out_features == 4
 
 
-def test_heads_can_be_replaced():
+def test_what_weight_decay_spares():
     model = small()
-    model.reset_classifier(7)
-    assert model(images()).shape == (2, 7) and model.num_classes == 7 and model.head.weight.dtype == torch.float64
-    model.reset_classifier(0, "avg")
-    x = images()
-    close(model(x), model.forward_features(x)[:, 1:].mean(1), 1e-12)
-    assert isinstance(model.head, nn.Identity)
-    model.eval().reset_classifier(3, "token")
-    assert not model.head.training and model.global_pool == "token"
     assert model.no_weight_decay() == {"pos_embed", "cls_token"} <= dict(model.named_parameters()).keys()
 
 
@@ -484,35 +406,6 @@ def test_small_training_runs():
 
 
 # --- compile and export ------------------------------------------------------------------------------------------
-
-
-def test_compiles_without_graph_breaks():
-    torch._dynamo.reset()
-    model, x = small(depth=2), images()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    close(compiled(x), model(x))
-    compiled(x).sum().backward()
-    model.eval()
-    with torch.no_grad():
-        close(compiled(x), model(x))
-
-
-def test_exports_with_any_batch():
-    model = small().eval()
-    program = torch.export.export(model, (images(),), dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
-    for n in (1, 5):
-        close(program.module()(images(n)), model(images(n)))
-
-
-def test_onnx_runs(tmp_path):
-    model, path = small(depth=2).float().eval(), str(tmp_path / "vit.onnx")
-    batch = torch.export.Dim("batch")
-    torch.onnx.export(model, (images().float(),), path, dynamo=True, dynamic_shapes={"x": {0: batch}}, verbose=False)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    for n in (1, 3):
-        x = images(n).float()
-        (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-        close(torch.from_numpy(got), model(x).detach(), 1e-5)
 
 
 # --- bad input ---------------------------------------------------------------------------------------------------
