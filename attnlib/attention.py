@@ -283,17 +283,19 @@ def _choose(q, k, v, bias=None, dropout_p=0.0):
         return _backend
     if q.device.type != "cpu":
         return "sdpa"
-    half, compiling, grad = q.dtype in (torch.bfloat16, torch.float16), torch.compiler.is_compiling(), torch.is_grad_enabled()
+    half, compiling, grad = q.dtype.itemsize == 2, torch.compiler.is_compiling(), torch.is_grad_enabled()
+    # a compiler cannot ask for the precision
+    medium = q.dtype == torch.float32 and not compiling and torch.get_float32_matmul_precision() == "medium"
     learning = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
     unfused = dropout_p > 0 or grad and bias is not None and bias.requires_grad  # no kernel for a CPU has these
     if unfused or k.shape[-2] > 512:
         slow = unfused and (half or k.shape[-2] <= 512)
-    elif not learning and not compiling and q.shape[-2] == 1:
-        slow = half and not _TILES and k.numel() > 1024 * k.shape[-1]
     elif half:  # with units for tiles only the backward pass of the kernels is slow
         slow = learning or not _TILES
-    else:  # a compiler cannot ask for the precision
-        slow = not compiling and torch.get_float32_matmul_precision() == "medium"
+    else:
+        slow = medium
+    if q.shape[-2] == 1 and not learning and not compiling and not unfused:  # a step of decoding
+        slow = slow and k.numel() > 1024 * k.shape[-1]
     return "reference" if slow else "sdpa"
 
 # %% ../nbs/10_attention.ipynb #attention

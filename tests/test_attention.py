@@ -267,6 +267,13 @@ def test_auto_rule(monkeypatch, tiles):
         assert module._choose(one, few, few) == "sdpa"  # a single query: few keys in all, or float32
         assert module._choose(one[None].expand(3, 1, 8), many.expand(3, 512, 8), many.expand(3, 512, 8)) == slow
         assert module._choose(one.float(), many.float(), many.float()) == "sdpa"
+        torch.set_float32_matmul_precision("medium")
+        try:
+            large = many.float().expand(3, 512, 8)
+            assert module._choose(one.float(), many.float(), many.float()) == "sdpa"
+            assert module._choose(one.float()[None].expand(3, 1, 8), large, large) == "reference"
+        finally:
+            torch.set_float32_matmul_precision(precision)
     learned = torch.zeros(600, requires_grad=True)  # what the kernels for a CPU cannot do
     for options in (dict(bias=learned), dict(dropout_p=0.1)):
         assert module._choose(short.float(), short.float(), short.float(), **options) == "reference"
