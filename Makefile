@@ -45,7 +45,7 @@ test: $(VENV)/test.stamp ## everything: export, notebooks, library, book, browse
 	ATTNLIB_BOOK=_build/check/_build/html $(BIN)/python -m pytest tests/test_browser.py
 
 bench: $(VENV)/test.stamp ## time the library beside its peers and record the results; on a quiet machine; ROUNDS=5 for more of each
-	$(BIN)/python benchmarks/attention.py --out benchmarks/results
+	$(BIN)/python benchmarks/attention.py --repeats 5 --out benchmarks/results
 	$(BIN)/python benchmarks/translation.py --repeats $(ROUNDS) --out benchmarks/results
 	$(BIN)/python benchmarks/vision.py --models vit_small_patch16_224 --name vit --repeats $(ROUNDS) --out benchmarks/results
 	$(BIN)/python benchmarks/vision.py --models swin_tiny_patch4_window7_224 --name swin --batch 4 --repeats $(ROUNDS) --out benchmarks/results

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from num2words import num2words
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
 
 # %% ../nbs/90_data.ipynb #number-words
 LANGUAGES = ("en", "de", "nl", "sv", "da", "es", "it", "pt", "pl", "fi", "hu", "tr")
@@ -41,6 +40,8 @@ def number_words(numbers, language):
     ValueError
         If the language is not known or a number is out of range.
     """
+    from num2words import num2words  # here, since images do not need it
+
     if language not in LANGUAGES:
         raise ValueError(f"language ({language!r}) must be one of {', '.join(LANGUAGES)}")
     for number in numbers:
@@ -104,6 +105,8 @@ def train_bpe(texts, vocab_size, *, extra=()):
     -------
     tokenizers.Tokenizer
     """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()

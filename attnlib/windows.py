@@ -8,6 +8,7 @@ __all__ = ['kernel_takes', 'window_attention', 'compile_for']
 # %% ../nbs/52_windows.ipynb #imports
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
 
 from .flash import _precision, compile_kernel, dot, jit, kernel_fits, launch, tl, triton, triton_mode
 
@@ -369,6 +370,25 @@ def _backpropagate(ctx, grad, _):
 
 
 _window_attention.register_autograd(_backpropagate, setup_context=_save)
+
+# %% ../nbs/52_windows.ipynb #operator-flops
+def _product_flops(qkv, window):
+    """The operations of one product of all queries with all keys of their windows; qkv is the shape (B, H, W, 3C)."""
+    windows = qkv[0] * -(-qkv[1] // window[0]) * -(-qkv[2] // window[1])
+    return 2 * windows * (window[0] * window[1]) ** 2 * (qkv[3] // 3)
+
+
+def _forward_flops(qkv, bias, tau, pad, heads, window, *args, **kwargs):
+    return 2 * _product_flops(qkv, window)  # QKᵀ and PV
+
+
+def _backward_flops(grad, qkv, bias, tau, pad, out, norms, heads, window, shift, scale, want_bias, **kwargs):
+    one_block = window[0] * window[1] <= 64  # S, dP, dQ, dK, dV; in several launches S and dP are made in each
+    return (5 if one_block else 7 + 2 * want_bias) * _product_flops(qkv, window)
+
+
+register_flop_formula(torch.ops.attnlib.window_attention)(_forward_flops)
+register_flop_formula(torch.ops.attnlib.window_attention_backward)(_backward_flops)
 
 # %% ../nbs/52_windows.ipynb #check
 def _check_arguments(qkv, bias, plan, num_heads, cosine_scale, pad):

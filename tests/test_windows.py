@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from attnlib import swin, swinv2, windows
 from attnlib.attention import attention_backend
@@ -303,3 +304,18 @@ print(json.dumps(rows))
     for row in rows:
         assert row["shared"] < (163 if row["capability"] == 80 else 227) * 1024, row
         assert row["registers"] <= 255 and (row["dtype"] == "fp32" or row["spilled"] < 400), row
+
+
+@pytest.mark.parametrize("window, size, backward", [((4, 4), (8, 6), 5), ((9, 9), (18, 9), 9)])
+def test_operations_are_counted(window, size, backward):
+    qkv, tokens = torch.randn(2, *size, 3 * 32, requires_grad=True), window[0] * window[1]
+    bias = torch.randn(2, tokens, tokens, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        out = window_attention(qkv, bias, plan_windows(size, window, (1, 1)), 2)
+    with FlopCounterMode(display=False) as gradient:
+        out.sum().backward()
+    q = torch.empty(2 * -(-size[0] // window[0]) * -(-size[1] // window[1]), tokens, 32, device="meta")  # each window
+    with FlopCounterMode(display=False) as plain:
+        (q @ q.mT) @ q
+    assert forward.get_total_flops() == plain.get_total_flops()
+    assert gradient.get_total_flops() == backward * forward.get_total_flops() // 2
