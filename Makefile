@@ -6,7 +6,7 @@ BOOK   := _build/html
 PORT   ?= 8000
 NB     ?=
 PART   ?=
-ROUNDS ?= 3
+ROUNDS ?= 2
 export PYTHONPATH :=
 
 .PHONY: help book serve run test bench gpu clean
@@ -44,7 +44,7 @@ test: $(VENV)/test.stamp ## everything: export, notebooks, library, book, browse
 	$(BIN)/jupyter-book build . -q -W -n --keep-going --all --path-output _build/check
 	ATTNLIB_BOOK=_build/check/_build/html $(BIN)/python -m pytest tests/test_browser.py
 
-bench: $(VENV)/test.stamp ## time the library beside its peers and record the results; on a quiet machine; ROUNDS=5 for more of each
+bench: $(VENV)/test.stamp ## time the library beside its peers and record the results; on a quiet machine; ROUNDS=5 for a record worth keeping
 	$(BIN)/python benchmarks/attention.py --repeats 5 --out benchmarks/results
 	$(BIN)/python benchmarks/translation.py --repeats $(ROUNDS) --out benchmarks/results
 	$(BIN)/python benchmarks/vision.py --models vit_small_patch16_224 --name vit --repeats $(ROUNDS) --out benchmarks/results

@@ -29,6 +29,7 @@ from attnlib.data import (
     encode,
     number_words,
     scenes,
+    small_images,
     standardize,
     train_bpe,
 )
@@ -357,3 +358,12 @@ def test_standardize():
     torch.testing.assert_close(images.std((0, 2, 3)), torch.ones(3))
     torch.testing.assert_close(standardize(reference[:5], reference), images[:5])
     assert torch.isfinite(standardize(torch.ones(2, 1, 3, 3), torch.ones(2, 1, 3, 3))).all()
+
+
+def test_small_images_are_standardized_by_the_training_images():
+    (x, y), (unseen, answers) = small_images("digits", 12)
+    assert x.shape == (1437, 1, 12, 12) and unseen.shape == (360, 1, 12, 12) and len(y) == 1437 and len(answers) == 360
+    assert x.mean().abs() < 1e-5 and abs(x.std() - 1) < 1e-4
+    torch.testing.assert_close(unseen, standardize(digits("test", 12)[0], digits("train", 12)[0]))
+    with pytest.raises(ValueError, match=r"name \('letters'\) must be"):
+        small_images("letters")
