@@ -8,7 +8,7 @@ __all__ = ['kernel_takes', 'window_attention', 'compile_for']
 # %% ../nbs/52_windows.ipynb #imports
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry
 
 from .flash import _precision, compile_kernel, dot, jit, kernel_fits, launch, tl, triton, triton_mode
 
@@ -373,9 +373,10 @@ _window_attention.register_autograd(_backpropagate, setup_context=_save)
 
 # %% ../nbs/52_windows.ipynb #operator-flops
 def _product_flops(qkv, window):
-    """The operations of one product of all queries with all keys of their windows; qkv is the shape (B, H, W, 3C)."""
-    windows = qkv[0] * -(-qkv[1] // window[0]) * -(-qkv[2] // window[1])
-    return 2 * windows * (window[0] * window[1]) ** 2 * (qkv[3] // 3)
+    """The operations of one product of all queries with all keys of their windows."""
+    batch, height, width, channels = qkv.shape  # channels of queries, keys and values
+    windows = batch * -(-height // window[0]) * -(-width // window[1])
+    return 2 * windows * (window[0] * window[1]) ** 2 * (channels // 3)
 
 
 def _forward_flops(qkv, bias, tau, pad, heads, window, *args, **kwargs):
@@ -387,8 +388,8 @@ def _backward_flops(grad, qkv, bias, tau, pad, out, norms, heads, window, shift,
     return (5 if one_block else 7 + 2 * want_bias) * _product_flops(qkv, window)
 
 
-register_flop_formula(torch.ops.attnlib.window_attention)(_forward_flops)
-register_flop_formula(torch.ops.attnlib.window_attention_backward)(_backward_flops)
+flop_registry[torch.ops.attnlib.window_attention] = _forward_flops
+flop_registry[torch.ops.attnlib.window_attention_backward] = _backward_flops
 
 # %% ../nbs/52_windows.ipynb #check
 def _check_arguments(qkv, bias, plan, num_heads, cosine_scale, pad):
