@@ -158,7 +158,11 @@ def _check(q, k, v, mask, bias, dropout_p=0.0):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v of shapes {shapes} must agree, or broadcast, in all but the last 2 axes") from None
     logits = (*leading, q.shape[-2], k.shape[-2])
-    _check_mask(mask, logits)
+    if not isinstance(mask, str):
+        _check_mask(mask, logits)
+    elif mask != "causal" or q.shape[-2] > k.shape[-2]:
+        raise ValueError(f"mask ({mask!r}) must be a boolean Tensor or 'causal'; for that the {k.shape[-2]} keys must be "
+                         f"as many as the {q.shape[-2]} queries, or more")
     if bias is not None and not bias.is_floating_point():
         raise TypeError(f"bias of dtype {bias.dtype} must be floating point; it is added to the logits")
     if bias is not None and not _fits(bias.shape, logits):
@@ -174,7 +178,15 @@ def _empty_rows(mask):
     return mask.detach().amax(-1, keepdim=True) == -torch.inf  # sooner found than whether any entry is larger
 
 
+def _as_tensor(mask, q, k):
+    """The mask, or the tensor that "causal" stands for; none for a single query, which may look at all keys."""
+    if not isinstance(mask, str):
+        return mask
+    return causal_mask(q.shape[-2], k.shape[-2], q.device) if q.shape[-2] > 1 else None
+
+
 def _weights(q, k, mask, bias, scale):
+    mask = _as_tensor(mask, q, k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     logits = (q * scale) @ k.mT  # (..., N, d) @ (..., d, M) -> (..., N, M)
     if bias is not None:
@@ -217,6 +229,9 @@ def _reference(q, k, v, mask, bias, scale, dropout_p):
 def _sdpa(q, k, v, mask, bias, scale, dropout_p):
     if k.shape[-2] == 0:
         return _reference(q, k, v, mask, bias, scale, dropout_p)
+    if isinstance(mask, str) and bias is None and q.shape[-2] == k.shape[-2]:  # PyTorch counts from the first key
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, dropout_p=dropout_p)
+    mask = _as_tensor(mask, q, k)
     if bias is not None:
         bias = bias.to(q.dtype)
         mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
@@ -310,8 +325,9 @@ def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):
         Keys.
     v : Tensor, shape (..., M, d_v)
         Values, one for each key.
-    mask : bool Tensor, broadcastable to (..., N, M), optional
-        True where a query may attend. A query that may attend nowhere gets zeros, with zero gradient.
+    mask : bool Tensor, broadcastable to (..., N, M), or "causal", optional
+        True where a query may attend. A query that may attend nowhere gets zeros, with zero gradient. "causal" stands
+        for ``causal_mask(N, M)``, which the kernels then need not read.
     bias : float Tensor, broadcastable to (..., N, M), optional
         Added to the logits after the scaling.
     scale : float, optional
@@ -327,7 +343,7 @@ def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):
     Raises
     ------
     ValueError
-        If shapes do not fit together or `dropout_p` lies outside [0, 1).
+        If shapes do not fit together, `mask` is another word, or `dropout_p` lies outside [0, 1).
     TypeError
         If `mask` is not boolean or `bias` not floating point.
     """

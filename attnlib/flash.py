@@ -670,7 +670,7 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, scale=None):
         Keys.
     v : Tensor, shape (..., M, d_v)
         Values.
-    mask : bool Tensor, broadcastable to (..., N, M), optional
+    mask : bool Tensor, broadcastable to (..., N, M), or "causal", optional
         True where a query may attend. A query that may attend nowhere gets zeros, with zero gradient.
     bias : float Tensor, broadcastable to (..., N, M), optional
         Added to the logits after the scaling; its gradient is computed if it requires one.
@@ -693,6 +693,7 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, scale=None):
         If Triton does not run on the device of q.
     """
     _check(q, k, v, mask, bias)
+    mask, causal = (None, True) if isinstance(mask, str) else (mask, causal)
     q, k, v = _cast(q, k, v)
     _check_kernel(q, k, v, mask, bias, causal)
     lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])

@@ -148,7 +148,7 @@ class MultiHeadAttention(_Projections):
         ----------
         query, key, value : Tensor, shapes (B, N, embed_dim), (B, M, kdim), (B, M, vdim)
             `key` is `query` by default (self-attention), `value` is `key`.
-        mask : bool Tensor, broadcastable to (B, h, N, M), optional
+        mask : bool Tensor, broadcastable to (B, h, N, M), or "causal", optional
             True where a query may attend. One for each sequence needs its axes: ``padding[:, None, None, :]``.
         bias : float Tensor, broadcastable to (B, h, N, M), optional
             Added to the logits.

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .attention import attention, causal_mask
+from .attention import attention
 from .multihead import Linear, MultiHeadAttention, linear, merge_heads
 from attnlib.position import (
     LearnedPositionalEmbedding, RelativePositionBias, alibi_bias, apply_rotary, sinusoidal_encoding
@@ -135,7 +135,7 @@ def cached_attention(layer, x, memory=None, *, mask=None, bias=None, cache=None)
         New tokens; those of earlier calls are in the cache.
     memory : Tensor, shape (B, M, C), optional
         The encoder's output. Its keys and values are computed once.
-    mask : bool Tensor, broadcastable to (B, h, N, all keys), optional
+    mask : bool Tensor, broadcastable to (B, h, N, all keys), or "causal", optional
         True where a query may attend.
     bias : float Tensor, broadcastable to (B, h, N, all keys), optional
         Added to the logits.
@@ -315,9 +315,8 @@ class _Passes(_Parts):
         past = len(cache[0]["self"]) if cache and cache[0] else 0
         x = self.embed("tgt", tgt, self.tgt_embed, offset=past)
         n = tgt.shape[1]
-        mask = causal_mask(n, past + n, tgt.device) if n > 1 else None  # the last token may look at all
         bias = self.positions.bias("decoder", n, past + n, tgt.device)
-        x = self.decoder(x, memory, mask, _hiding(src_mask), cache, bias)
+        x = self.decoder(x, memory, "causal", _hiding(src_mask), cache, bias)
         return linear(x, self.output.weight, self.output_bias)  # (B, N, d_model) -> (B, N, tgt_vocab)
 
     def forward(self, src, tgt):

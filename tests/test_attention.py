@@ -380,3 +380,33 @@ def test_without_triton_another_backend_takes_its_place_and_says_so(monkeypatch)
 def test_package_exports():
     assert attnlib.AdditiveAttention is AdditiveAttention and attnlib.attention.attention is attention
     assert attnlib.attention_backend is attention_backend and attnlib.attention_weights is attention_weights
+
+
+# --- the causal mask by its name -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "triton"])
+@pytest.mark.parametrize("n, m", [(5, 5), (3, 7), (1, 1), (1, 6)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_causal_by_name_is_the_causal_mask(backend, n, m, with_bias):
+    torch.manual_seed(n + m)
+    q, k, v = (torch.randn(2, 3, tokens, 8, requires_grad=True) for tokens in (n, m, m))
+    bias = torch.randn(3, n, m, requires_grad=True) if with_bias else None
+    leaves = [x for x in (q, k, v, bias) if x is not None]
+    with attention_backend(backend):
+        out = attention(q, k, v, mask="causal", bias=bias)
+        gradients = torch.autograd.grad(out.square().sum(), leaves)
+    wanted = attention(q, k, v, mask=causal_mask(n, m), bias=bias)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-5)
+    for ours, theirs in zip(gradients, torch.autograd.grad(wanted.square().sum(), leaves)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    weights = attention_weights(q, k, mask="causal", bias=bias)
+    torch.testing.assert_close(weights @ v, wanted, rtol=0, atol=1e-5)
+
+
+def test_causal_by_name_refuses():
+    q, k = torch.zeros(2, 4, 8), torch.zeros(2, 3, 8)
+    with pytest.raises(ValueError, match=r"mask \('causal'\) must be .* the 3 keys must be as many as the 4 queries"):
+        attention(q, k, k, mask="causal")
+    with pytest.raises(ValueError, match=r"mask \('padding'\) must be a boolean Tensor or 'causal'"):
+        attention(k, k, k, mask="padding")
