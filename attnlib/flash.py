@@ -659,8 +659,7 @@ def _attend(q, k, v, mask, bias, causal, scale):
 def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, scale=None):
     """Scaled dot-product attention in tiles, by Triton kernels (Dao et al. 2022, algorithms 1 and 4; Dao 2023).
 
-    It computes what `attnlib.attention.attention` does, without dropout. Memory beyond the arguments and results is
-    linear in N and M. Gradients of gradients are not available.
+    It is `attnlib.attention.attention` without dropout and without gradients of gradients, in memory linear in N and M.
 
     Parameters
     ----------
