@@ -268,8 +268,9 @@ def attention_backend(name):
     ----------
     name : {"auto", "reference", "sdpa", "triton"}
         "reference" is the equation as written, "sdpa" PyTorch's fused kernels, "triton" the kernel of
-        `attnlib.flash` ("sdpa" for float64, heads wider than 256, with dropout, or where the kernel cannot run), "auto" what was measured
-        fastest. Where the package triton is missing, a warning says so and "auto" takes the place of "triton".
+        `attnlib.flash` ("sdpa" for float64, heads wider than 256, with dropout, or where the kernel cannot run),
+        "auto" what was measured fastest. Where the package triton is missing, a warning says so and "auto" takes the
+        place of "triton".
 
     Raises
     ------

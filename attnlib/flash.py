@@ -129,7 +129,7 @@ def triton_mode(device):
 
 
 def kernel_fits(x, width, widest):
-    """Whether a tensor like `x`, with heads of this width, is something for a kernel that takes heads up to `widest`."""
+    """Whether a kernel for heads up to `widest` takes tensors like `x` with heads of this width."""
     if x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) < (8, 0):
         return False  # such GPUs have no products of bfloat16
     return x.dtype in (torch.float32, torch.float16, torch.bfloat16) and width <= widest
