@@ -48,8 +48,9 @@ def _may_hold(condition):
 
 # %% ../nbs/10_attention.ipynb #mask-fits-code
 def _check_mask(mask, logits):
-    if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"mask of dtype {mask.dtype} must be torch.bool, True where a query may attend")
+    if mask is not None and getattr(mask, "dtype", None) != torch.bool:
+        kind = f"of dtype {mask.dtype}" if isinstance(mask, torch.Tensor) else f"({mask!r})"
+        raise TypeError(f"mask {kind} must be torch.bool, True where a query may attend")
     if mask is not None and not _fits(mask.shape, logits):
         raise ValueError(f"mask of shape {tuple(mask.shape)} must broadcast to the logits' shape {tuple(logits)}")
     return mask

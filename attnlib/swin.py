@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import attnlib.attention as attention_module
 from .attention import attention, attention_weights
 from .models import register_model
+from .multihead import Linear
 from .vit import DropPath, Mlp, PatchEmbed, VisionModel, block_indices, drop_path_rates, init_weights
 
 # %% ../nbs/32_swin.ipynb #merging
@@ -354,8 +355,8 @@ class _WindowLayer(_WindowBias):
             raise ValueError(f"dim ({dim}) must be divisible by num_heads ({num_heads})")
         options = dict(device=device, dtype=dtype)
         super().__init__(num_heads, window_size, shift_size, small_maps, **options)
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **options)
-        self.proj = nn.Linear(dim, dim, **options)
+        self.qkv = Linear(dim, 3 * dim, bias=qkv_bias, **options)
+        self.proj = Linear(dim, dim, **options)
         self.attn_drop, self.proj_drop = attn_drop, nn.Dropout(proj_drop)
 
     def project(self, x):

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from . import swin
 from .attention import attention
 from .models import register_model
+from .multihead import linear
 from .swin import Memory, SwinBlock, SwinTransformer, WindowAttention, _SIZES, check_window, merge_patches
 from .swin import convert_names as convert_swin_names, remember, shift_map, unshift_map
 from .swin import window_mask, window_partition, window_reverse
@@ -156,7 +157,7 @@ class WindowAttentionV2(_CosineBias):
         bias = None
         if self.q_bias is not None:
             bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qk, v = F.linear(x, self.qkv.weight, bias).split([2 * x.shape[-1], x.shape[-1]], dim=-1)
+        qk, v = linear(x, self.qkv.weight, bias).split([2 * x.shape[-1], x.shape[-1]], dim=-1)
         scale = self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten(1)  # (h, 1)
         qk = normalize(qk.unflatten(-1, (2 * self.num_heads, -1)), torch.cat([scale, torch.ones_like(scale)]))
         return *qk.flatten(-2).chunk(2, dim=-1), v  # (..., 2 h, d) -> (..., 2 h d)
@@ -164,7 +165,7 @@ class WindowAttentionV2(_CosineBias):
     def kernel_arguments(self, x):
         bias = None if self.q_bias is None else torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         scale = self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten()  # (h,)
-        return F.linear(x, self.qkv.weight, bias), dict(cosine_scale=scale, pad=bias)
+        return linear(x, self.qkv.weight, bias), dict(cosine_scale=scale, pad=bias)
 
     def forward(self, x):
         """A map (B, H, W, dim) to a map."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from .models import register_model
-from .multihead import split_heads
+from .multihead import Linear, split_heads
 from attnlib.vit import (
     Attention, DropPath, Mlp, PatchEmbed, VisionModel, _check_image, block_indices, drop_path_rates, init_weights,
     resample_positions,
@@ -73,8 +73,8 @@ class SplitAttention(Attention):
     def __init__(self, dim, num_heads, qkv_bias=False, attn_drop=0.0, proj_drop=0.0, device=None, dtype=None):
         super().__init__(dim, num_heads, qkv_bias, attn_drop, proj_drop, device, dtype)
         _, proj = self._modules.pop("qkv"), self._modules.pop("proj")
-        self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias, device=device, dtype=dtype)
-        self.v = nn.Linear(dim, dim, bias=qkv_bias, device=device, dtype=dtype)
+        self.qk = Linear(dim, 2 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        self.v = Linear(dim, dim, bias=qkv_bias, device=device, dtype=dtype)
         self.proj = proj  # in this order, in which an optimizer of timm's model has its state
 
     def heads(self, x):
@@ -95,7 +95,7 @@ class _BlockParts(nn.Module):
         self.norm_mlp_in = nn.LayerNorm(dim, **options)
         self.mlp_in = Mlp(dim, 4 * dim, drop=proj_drop, **options)
         self.norm1_proj = nn.LayerNorm(dim if legacy else num_pixel * dim, **options)
-        self.proj = nn.Linear(num_pixel * dim, dim_out, bias=legacy, **options)
+        self.proj = Linear(num_pixel * dim, dim_out, bias=legacy, **options)
         self.norm2_proj = None if legacy else nn.LayerNorm(dim_out, **options)
         self.norm_out = nn.LayerNorm(dim_out, **options)
         self.attn_out = SplitAttention(dim_out, num_heads_out, qkv_bias, *rates, **options)

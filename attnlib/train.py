@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import subprocess
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -399,10 +400,11 @@ def _records():
 
 
 def read_record(name):
-    """The record `name`.json of the book as a dict; raises FileNotFoundError, with the names there are, if it is none of them."""
+    """The record `name`.json of the book as a dict; a FileNotFoundError tells the names if there is none of this one."""
     found = _records()
     if name not in found:
-        raise FileNotFoundError(f"name ({name!r}) must be one of {', '.join(sorted(found)) or 'the records, and there are none'}")
+        names = ', '.join(sorted(found)) or 'the records, and there are none'
+        raise FileNotFoundError(f"name ({name!r}) must be one of {names}")
     return json.loads(found[name].read_text(encoding="utf-8"))
 
 # %% ../nbs/91_train.ipynb #print-speed
@@ -417,7 +419,8 @@ def print_speed(name):
     names = [found for found in sorted(_records()) if found.startswith((f"{name}_cpu", f"{name}_cuda"))]
     for record in map(read_record, names):
         print(f"{record['device']}, {record['threads']} threads, PyTorch {record['torch'].split('+')[0]}")
-        for _, rows in itertools.groupby(record["rows"], lambda row: [row[key] for key in ("mode", "pass", "batch", "compiled")]):
+        case = itemgetter("mode", "pass", "batch", "compiled")
+        for _, rows in itertools.groupby(record["rows"], case):
             ours, *others = rows
             held = f", {ours['memory']:.0f} MiB" if ours["memory"] else ""
             compiled = ", compiled" if ours["compiled"] else ""

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention import attention, attention_weights
 from .models import register_model
-from .multihead import merge_heads, split_heads
+from .multihead import Linear, linear, may_choose, merge_heads, split_heads
 
 # %% ../nbs/30_vit.ipynb #patch-embed
 def _pair(value):
@@ -94,23 +94,31 @@ class Mlp(nn.Module):
     def __init__(self, in_features, hidden_features=None, out_features=None, drop=0.0, device=None, dtype=None):
         super().__init__()
         hidden_features = hidden_features or in_features
-        self.fc1 = nn.Linear(in_features, hidden_features, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(hidden_features, out_features or in_features, device=device, dtype=dtype)
+        self.fc1 = Linear(in_features, hidden_features, device=device, dtype=dtype)
+        self.fc2 = Linear(hidden_features, out_features or in_features, device=device, dtype=dtype)
         self.act, self.drop = nn.GELU(), nn.Dropout(drop)
 
     def forward(self, x):
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.device.type != "cpu":
-            return self.network(x)  # the number of rows is asked for below only: while a model is exported it is open
-        rows = x.shape[:-1].numel()
-        pieces = min(rows // 2048, rows * self.fc1.out_features // 2**20)  # of a hidden layer that fits into a cache
-        if pieces < 2:
-            return self.network(x)
-        return torch.cat([self.network(piece) for piece in x.flatten(0, -2).chunk(pieces)]).unflatten(0, x.shape[:-1])
+        if not may_choose(x) or self.changed():
+            x = self.drop(self.act(self.fc1(x)))  # (..., in) -> (..., hidden)
+            return self.drop(self.fc2(x))  # -> (..., out)
+        rows = x.shape[:-1].numel()  # not asked for above, since while a model is exported it is open
+        pieces = min(rows // 2048, rows * self.fc1.out_features // 2**19)  # of a hidden layer that fits into a cache
+        if pieces < 2 or x.dtype != torch.float32:
+            return self.at_once(x)
+        return torch.cat([self.at_once(piece) for piece in x.flatten(0, -2).chunk(pieces)]).unflatten(0, x.shape[:-1])
 
-    def network(self, x):
-        """The two layers on all rows at once."""
-        x = self.drop(self.act(self.fc1(x)))  # (..., in) -> (..., hidden)
-        return self.drop(self.fc2(x))  # -> (..., out)
+    def at_once(self, x):
+        """The same without dropout, the first layer together with its activation."""
+        return self.fc2(linear(x, self.fc1.weight, self.fc1.bias, gelu=True))
+
+    def changed(self):
+        """Whether a layer drops, was replaced, or is watched by a hook, which must see it called."""
+        layers = self.fc1, self.act, self.fc2, self.drop
+        if [type(layer) for layer in layers] != [Linear, nn.GELU, Linear, nn.Dropout] or self.act.approximate != "none":
+            return True
+        watched = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        return watched or self.training and self.drop.p > 0
 
 # %% ../nbs/30_vit.ipynb #attention-class
 class Attention(nn.Module):
@@ -130,8 +138,8 @@ class Attention(nn.Module):
         if dim % num_heads:
             raise ValueError(f"embed_dim ({dim}) must be divisible by num_heads ({num_heads})")
         self.num_heads, self.attn_drop = num_heads, attn_drop
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
-        self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
+        self.qkv = Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        self.proj = Linear(dim, dim, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def heads(self, x):

@@ -87,7 +87,7 @@ def test_bytes_of_small_programs(call, bytes):
     assert count_operations(call, torch.ones(4, 6)).bytes == bytes
 
 
-@pytest.mark.parametrize("b, n, d, h", [(2, 7, 16, 2), (3, 20, 24, 4), (2, 5, 64, 8)])
+@pytest.mark.parametrize("b, n, d, h", [(2, 17, 16, 2), (3, 20, 24, 4), (2, 30, 64, 8)])
 def test_block_as_derived(b, n, d, h):
     block, x, t = Block(d, h), torch.randn(b, n, d), b * n
     weights = 12 * d * d + 13 * d

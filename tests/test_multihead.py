@@ -1,6 +1,7 @@
 """Multi-head attention: parity with torch.nn.MultiheadAttention, properties, bad input."""
 import copy
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
+from attnlib import multihead
 from attnlib.attention import attention_backend, causal_mask, padding_mask
 from attnlib.multihead import Linear, MultiHeadAttention, linear, merge_heads, split_heads
 
@@ -302,22 +305,64 @@ def test_linear_equals_torch(seed, leading, bias):
     torch.testing.assert_close(layer.double()(x.double()), exact, **EXACT)
 
 
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])  # of numbers around 16
-@pytest.mark.parametrize("precision", ["highest", "medium"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 40])
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_of_few_rows_in_every_precision(dtype, error, precision, rows, bias):
-    x, layer = torch.randn(rows, 256), Linear(256, 64, bias=bias).to(dtype)
+@contextmanager
+def matmul_precision(precision):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        with torch.no_grad():
-            out = layer(x.to(dtype))
+        yield
     finally:
         torch.set_float32_matmul_precision(before)
-    exact = F.linear(x.to(dtype).double(), *(None if p is None else p.double() for p in (layer.weight, layer.bias)))
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), exact, rtol=0, atol=error)
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])  # of numbers around 16
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 32, 33])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("gelu", [True, False])
+def test_linear_in_every_precision(dtype, error, precision, rows, bias, gelu):
+    layer = Linear(256, 64, bias=bias).to(dtype)
+    x = torch.randn(256, rows).to(dtype).mT if rows % 2 else torch.randn(rows, 1, 512)[..., ::2].to(dtype)
+    after = F.gelu if gelu else nn.Identity()
+    with torch.no_grad(), matmul_precision(precision):
+        out = linear(x, layer.weight, layer.bias, gelu=gelu)
+        usual = after(F.linear(x, layer.weight, layer.bias))
+    exact = after(F.linear(x.double(), *(None if p is None else p.double() for p in (layer.weight, layer.bias))))
+    assert out.dtype == dtype and out.is_contiguous() and out.shape == (*x.shape[:-1], 64)
+    allowed = max(error, 2 * (usual - exact).abs().max().item())  # at "medium" float32 may be multiplied in bfloat16
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_in_one_call_where_onednn_may_be_asked(dtype, monkeypatch):
+    """And F.linear wherever something would not notice that another function was called."""
+    calls, weight, bias = [], torch.randn(7, 5, dtype=dtype), torch.randn(7, dtype=dtype)
+    monkeypatch.setattr(multihead, "_onednn", lambda x, w, b, *_: calls.append(1) or F.linear(x, w, b))
+    monkeypatch.setattr(multihead, "_half", True)
+    x = torch.randn(9, 5, dtype=dtype)
+    with torch.no_grad():
+        linear(x, weight, bias)
+        assert calls == [1]
+        with monkeypatch.context() as off:
+            off.setattr(torch.backends.mkldnn, "enabled", False)
+            linear(x, weight, bias)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert linear(x.float(), weight.float(), bias.float()).dtype == torch.bfloat16
+        tangent = torch.func.jvp(lambda x: linear(x, weight, bias), (x,), (x,))[1]
+        torch.testing.assert_close(tangent, x @ weight.mT)
+        for wrong in ((x.double(), weight, bias), (x[:, :4], weight, bias), (x, weight, bias[:6]), (x, weight[0], bias)):
+            with pytest.raises(RuntimeError):
+                linear(*wrong)
+    linear(x.requires_grad_(), weight, bias).sum().backward()
+    assert calls == [1] and x.grad is not None
+
+
+def test_linear_is_counted():
+    x, weight = torch.zeros(2, 9, 5), torch.zeros(7, 5)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            linear(x.to(dtype), weight.to(dtype), weight[:, 0].to(dtype), gelu=True)
+        assert counter.get_total_flops() == 2 * 18 * 5 * 7
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -340,4 +385,6 @@ def test_linear_without_rows(dtype):
     empty, weight, bias = torch.zeros(2, 0, 24, dtype=dtype), torch.zeros(7, 24, dtype=dtype), torch.zeros(7, dtype=dtype)
     with torch.no_grad():
         assert linear(empty, weight, bias).shape == (2, 0, 7)
-        assert torch.equal(linear(torch.zeros(1, 0, dtype=dtype), weight[:, :0], bias), bias[None])
+        for rows in (1, 9):  # and without columns
+            assert torch.equal(linear(torch.zeros(rows, 0, dtype=dtype), weight[:, :0], bias), bias.expand(rows, 7))
+            assert linear(torch.zeros(rows, 24, dtype=dtype), weight[:0], bias[:0]).shape == (rows, 0)

@@ -1,4 +1,5 @@
 """The Vision Transformer against timm, torchvision and Hugging Face, its properties, and bad input."""
+import copy
 import re
 
 import pytest
@@ -323,6 +324,40 @@ def test_mlp_and_attention_are_timms():
     close(ours(x), theirs(x), 1e-8)
     close(ours(x, 2), ours(x)[:, :2], 1e-8)
     assert Mlp(4, 8, 2)(torch.zeros(3, 4)).shape == (3, 2) and Mlp(4).fc1.out_features == 4
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("rows", [3, 40, 9000])
+def test_mlp_without_gradient_is_mlp_with(dtype, error, rows):
+    """Whichever way it takes: in one call or several, all rows at once or in pieces (9000 rows of 400)."""
+    torch.manual_seed(0)
+    mlp, x = Mlp(24, 400).to(dtype), torch.randn(3, rows // 3, 24, dtype=dtype)
+    with torch.no_grad():
+        out = mlp(x)
+    exact = copy.deepcopy(mlp).double()(x.double())
+    assert out.dtype == dtype and exact.requires_grad
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=error)
+
+
+def test_mlp_is_seen_and_changed_as_any_other():
+    """Hooks on its layers are called, once a pass; another layer or activation is used; dropout drops."""
+    mlp, x, seen = Mlp(8, 400), torch.randn(9000, 8), []
+    usual = mlp.requires_grad_()(x).detach()
+    with torch.no_grad():
+        for layer in mlp.children():
+            handle = layer.register_forward_hook(lambda layer, inputs, out: seen.append(len(out)))
+            close(mlp(x), usual, 1e-6)
+            handle.remove()
+        assert seen == [9000] * 5  # dropout is called twice
+        parametrized = copy.deepcopy(mlp)
+        nn.utils.parametrizations.weight_norm(parametrized.fc1)
+        parametrized.fc1.parametrizations.weight.original0.zero_()  # the weights' lengths
+        close(parametrized(x), mlp.fc2(nn.functional.gelu(mlp.fc1.bias)).expand(9000, -1), 1e-6)
+        replaced = copy.deepcopy(mlp)
+        replaced.act = nn.ReLU()
+        close(replaced(x), mlp.fc2(mlp.fc1(x).relu()), 1e-6)
+        dropping = Mlp(8, 400, drop=0.5)
+        assert (dropping(x) == 0).any() and not (dropping.eval()(x) == 0).any()
 
 
 def test_what_weight_decay_spares():
