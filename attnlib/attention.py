@@ -312,7 +312,7 @@ def _choose(q, k, v, bias=None, dropout_p=0.0):
     else:
         slow = medium
     if q.shape[-2] == 1 and not learning and not compiling and not unfused:  # a step of decoding
-        slow = slow and k.numel() > 1024 * k.shape[-1]
+        slow = not _TILES and k.numel() > 1024 * k.shape[-1] if half else medium and k.shape[-2] >= 128
     return "reference" if slow else "sdpa"
 
 # %% ../nbs/10_attention.ipynb #attention
