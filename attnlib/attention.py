@@ -44,6 +44,7 @@ def masked_softmax(logits, mask=None):
 def _may_hold(condition):
     """Whether a condition may be true somewhere: asked on a CPU; of a GPU the answer would have to be waited for."""
     can_look = condition.device.type == "cpu" and not torch.compiler.is_compiling()
+    can_look = can_look and not torch._C._functorch.peek_interpreter_stack()  # vmap has no single answer
     return not can_look or bool(condition.any())
 
 # %% ../nbs/10_attention.ipynb #mask-fits-code
@@ -191,8 +192,9 @@ def _weights(q, k, mask, bias, scale):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     logits = (q * scale) @ k.mT  # (..., N, d) @ (..., d, M) -> (..., N, M)
     if bias is not None:
-        logits = logits + bias.to(logits.dtype)
-    if mask is None and (bias is None or bias.shape[-1] > 0 and not _may_hold(_empty_rows(bias))):
+        bias = bias.to(logits.dtype)  # what is finite in float32 may be -inf in half precision
+        logits = logits + bias
+    if mask is None and (bias is None or bias.ndim and bias.shape[-1] > 0 and not _may_hold(_empty_rows(bias))):
         return logits.softmax(-1)  # a bias is often smaller than the logits, so its rows are looked at
     return masked_softmax(logits, mask)
 

@@ -44,9 +44,10 @@ def number_words(numbers, language):
 
     if language not in LANGUAGES:
         raise ValueError(f"language ({language!r}) must be one of {', '.join(LANGUAGES)}")
+    numbers = list(numbers)
     for number in numbers:
-        if not 0 <= number < 10**9:
-            raise ValueError(f"numbers ({number}) must be from 0 to 999,999,999")
+        if not 0 <= number < 10**9 or number != int(number):
+            raise ValueError(f"numbers ({number}) must be from 0 to 999,999,999, and whole")
     return [num2words(int(number), lang=language) for number in numbers]
 
 # %% ../nbs/90_data.ipynb #split-numbers
@@ -75,6 +76,8 @@ def draw_numbers(count, limit, *, seed=0, exclude=()):
     digits = len(str(limit)) - 1
     if limit != 10**digits or not 1 <= digits <= 9:
         raise ValueError(f"limit ({limit}) must be a power of ten from 10 to 1,000,000,000")
+    if count < 0:
+        raise ValueError(f"count ({count}) must be at least 0")
     exclude = set(exclude)
     if len(exclude) >= limit and all(number in exclude for number in range(limit)):
         raise ValueError(f"exclude holds all numbers below limit ({limit}); nothing is left to be drawn")

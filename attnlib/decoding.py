@@ -33,8 +33,8 @@ def next_log_probs(model, tokens, memory, src_mask=None, cache=None):
     """
     logits = model.decode(tokens if cache is None else tokens[:, -1:], memory, src_mask, cache)[:, -1]
     log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-    log_probs[:, model.pad_id] = -torch.inf
-    return log_probs
+    padding = torch.arange(log_probs.shape[1], device=log_probs.device) == model.pad_id
+    return log_probs.masked_fill(padding, -torch.inf)
 
 # %% ../nbs/22_decoding.ipynb #extend
 def _extend(choose, model, src, max_length, bos_id, eos_id, use_cache):
@@ -94,8 +94,8 @@ def _check(model, src, max_length, bos_id, eos_id):
         raise ValueError(f"max_length ({max_length}) must be at most the model's max_length ({model.max_length})")
     vocab = len(model.output.weight)
     for name, token in (("bos_id", bos_id), ("eos_id", eos_id)):
-        if not 0 <= token < vocab:
-            raise ValueError(f"{name} ({token}) must be a token, from 0 to {vocab - 1}")
+        if not isinstance(token, int) or not 0 <= token < vocab:
+            raise ValueError(f"{name} ({token!r}) must be a token, from 0 to {vocab - 1}")
     if eos_id == model.pad_id:
         raise ValueError(f"eos_id ({eos_id}) must not be the model's pad_id ({model.pad_id}), which is never produced")
     if src.ndim == 2 and (src == model.pad_id).all(dim=1).any():
@@ -105,13 +105,14 @@ def _check(model, src, max_length, bos_id, eos_id):
 
 @contextmanager
 def _evaluation(model):
-    """No dropout and no gradients; afterwards the model is in the mode it was in."""
-    training = model.training
+    """No dropout and no gradients; afterwards every part of the model is in the mode it was in."""
+    modes = {part: part.training for part in model.modules()}
     try:
         with torch.no_grad():
             yield model.eval()
     finally:
-        model.train(training)
+        for part, training in modes.items():
+            part.training = training
 
 # %% ../nbs/22_decoding.ipynb #beam-step
 def _beam_step(scores, log_probs, eos_id):
@@ -135,7 +136,8 @@ def reorder_cache(cache, rows):
     The keys and values of cross-attention stay, because beams only move within one sentence.
     """
     for layer in cache:
-        layer["self"].reorder(rows)
+        if "self" in layer:
+            layer["self"].reorder(rows)
 
 # %% ../nbs/22_decoding.ipynb #keep-best
 def _keep_best(best, best_score, value, grown):

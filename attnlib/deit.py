@@ -177,7 +177,7 @@ def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss
         heads = logits if isinstance(logits, tuple) else (logits, logits)
         return loss(*heads, taught, labels) * len(labels)
 
-    two_heads = isinstance(student, DistilledVisionTransformer)
+    two_heads = hasattr(student, "set_distilled_training")  # a compiled student has it, under another class
     if two_heads:
         student.set_distilled_training()
     try:

@@ -49,7 +49,7 @@ def linear(x, weight, bias=None, gelu=False):
     -------
     Tensor, shape (..., out_features)
     """
-    rows = x.shape[:-1].numel() if may_choose(x) else 0
+    rows = x.shape[:-1].numel() if may_choose(x) and _plain(x, weight, bias) else 0
     if 1 <= rows <= {torch.float32: 4, torch.bfloat16: 2}.get(x.dtype, 0):
         y = _few_rows(x, weight, bias)
     elif rows > 0 and _onednn_takes(x, weight, bias, rows):
@@ -60,10 +60,18 @@ def linear(x, weight, bias=None, gelu=False):
 
 # %% ../nbs/11_multihead.ipynb #onednn-rule
 def may_choose(x):
-    """Whether the routine for x may be chosen by speed: on a CPU, where nothing compiles, differentiates or casts."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
+    """Whether the routine for x may be chosen by speed: on a CPU, where nothing traces, differentiates or casts."""
+    if x.device.type != "cpu" or torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._functorch.peek_interpreter_stack():
         return False
     return forward_ad._current_level < 0 and not torch.is_autocast_enabled("cpu")
+
+
+def _plain(*tensors):
+    """Whether all are ordinary tensors in memory: of no subclass, not sparse, nested or on the device "meta"."""
+    return all(x is None or type(x) in (torch.Tensor, nn.Parameter) and x.is_cpu and x.layout == torch.strided
+               and not x.is_nested for x in tensors)
 
 
 _onednn = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, "_linear_pointwise", None)
@@ -72,14 +80,11 @@ _half = _onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 def _onednn_takes(x, weight, bias, rows):
     """Whether oneDNN can do all of `linear`, and would be asked for the product anyway, or is faster."""
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    if not _onednn or not torch.backends.mkldnn.enabled:
+    if not _onednn or not torch.backends.mkldnn.enabled or weight.numel() == 0:
         return False
-    if any(type(t) not in (torch.Tensor, nn.Parameter) or t.dtype != x.dtype for t in tensors):
-        return False
-    if weight.ndim != 2 or x.shape[-1] != weight.shape[1] or bias is not None and bias.shape != weight.shape[:1]:
+    if weight.ndim != 2 or x.shape[-1] != weight.shape[1] or weight.dtype != x.dtype:
         return False  # F.linear says what is wrong
-    if weight.numel() == 0:
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype or not bias.is_contiguous()):
         return False
     if x.dtype == torch.float32:
         return rows <= 32 or _half and torch.get_float32_matmul_precision() == "medium"
@@ -120,8 +125,8 @@ class _Projections(nn.Module):
     def __init__(self, embed_dim, num_heads, kdim, vdim, bias):
         super().__init__()
         for name, size in dict(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim).items():
-            if size < 1:
-                raise ValueError(f"{name} ({size}) must be at least 1")
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} ({size!r}) must be at least 1, and an integer")
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim ({embed_dim}) must be divisible by num_heads ({num_heads})")
         self.embed_dim, self.num_heads, self.kdim, self.vdim = embed_dim, num_heads, kdim, vdim

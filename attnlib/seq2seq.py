@@ -145,6 +145,10 @@ class Seq2Seq(nn.Module):
 def _greedy(model, src, max_length, start, end):
     if max_length < 1:
         raise ValueError(f"max_length ({max_length}) must be at least 1")
+    vocab = model.decoder.embed.num_embeddings
+    for name, token in (("start", start), ("end", end)):
+        if not isinstance(token, int) or not 0 <= token < vocab:
+            raise ValueError(f"{name} ({token!r}) must be a token, from 0 to {vocab - 1}")
     memory = model.encoder(src)
     state, tokens, output = model.decoder.first_state(memory[1]), src.new_full((len(src),), start), []
     done = torch.zeros_like(tokens, dtype=torch.bool)

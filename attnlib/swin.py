@@ -16,12 +16,14 @@ from functools import lru_cache
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 import attnlib.attention as attention_module
 from .attention import attention, attention_weights
 from .models import register_model
 from .multihead import Linear
-from .vit import DropPath, Mlp, PatchEmbed, VisionModel, block_indices, drop_path_rates, init_weights
+from .vit import DropPath, Mlp, PatchEmbed, VisionModel, _check_counts, _check_rate
+from .vit import block_indices, drop_path_rates, init_weights
 
 # %% ../nbs/32_swin.ipynb #merging
 def whole(size, unit):
@@ -264,29 +266,38 @@ _cached = {function: lru_cache(maxsize=64)(function) for function in (window_mas
 
 def remember(function, *arguments, like):
     """``function(*arguments, device=like.device)``, of one of two functions of sizes, computed once for each size."""
-    if torch.compiler.is_compiling() or type(like) not in (torch.Tensor, nn.Parameter):  # not for fake tensors
+    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if tracing or type(like) not in (torch.Tensor, nn.Parameter):  # not for fake tensors
         return function(*arguments, device=like.device)
     with torch.inference_mode(False):  # what inference asks for first, training may use
         return _cached[function](*arguments, device=like.device)
 
 
 class Memory:
-    """The last result of a function of parameters: used again while they are the same and need no gradient."""
+    """The last result of a function of parameters, on a CPU: used again while their values are the same.
+
+    They are compared, number by number, because `_version` does not count what fused optimizers and `.data` write. On
+    a GPU the comparison would have to be waited for, and the result is computed each time.
+    """
 
     def __init__(self):
-        self.state = None
+        self.last = None, None, None
 
     def __call__(self, key, parameters, function):
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0:
             return function()
-        if any(type(p) not in (torch.Tensor, nn.Parameter) or p.is_inference() for p in parameters):
+        if torch._C._functorch.peek_interpreter_stack():  # vmap and its like
             return function()
-        state = key, [(p.data_ptr(), p._version) for p in parameters]
-        if state != self.state:
+        if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
+            return function()
+        if any(type(p) not in (torch.Tensor, nn.Parameter) or p.is_inference() or not p.is_cpu for p in parameters):
+            return function()
+        key, (known, values, result) = (key, len(parameters)), self.last  # read at once: threads may share a model
+        if known != key or not all(map(torch.equal, parameters, values)):
             with torch.inference_mode(False), torch.no_grad():
-                self.result = function()
-            self.state, self.kept = state, [p.detach() for p in parameters]  # kept: no address is used twice
-        return self.result
+                result = function()
+                self.last = key, [p.clone() for p in parameters], result
+        return result
 
     def __reduce__(self):
         return Memory, ()  # copies and pickles start empty
@@ -351,6 +362,8 @@ class _WindowLayer(_WindowBias):
 
     def __init__(self, dim, num_heads, window_size=7, shift_size=0, qkv_bias=True, attn_drop=0.0, proj_drop=0.0,
                  small_maps="shrink", device=None, dtype=None):
+        _check_counts(dim=dim, num_heads=num_heads)
+        _check_rate("attn_drop", attn_drop)
         if dim % num_heads:
             raise ValueError(f"dim ({dim}) must be divisible by num_heads ({num_heads})")
         options = dict(device=device, dtype=dtype)
@@ -406,11 +419,13 @@ class WindowAttention(_WindowLayer):
 
     def set_window_size(self, window_size, shift_size=0):
         """Change window and shift; the bias table is interpolated."""
-        new, shift = check_window(window_size, shift_size)
+        new, self.shift_size = check_window(window_size, shift_size)
+        if new == self.window_size:
+            return  # an optimizer may hold the table
         old = self.relative_position_bias_table
         table = resize_bias_table(old.detach(), new, self.window_size)
         self.relative_position_bias_table = nn.Parameter(table, requires_grad=old.requires_grad)
-        self.window_size, self.shift_size = new, shift
+        self.window_size = new
 
     def attention_maps(self, x):
         """The weights in all windows of a map (B, H, W, dim), without dropout: (B, windows·h, N, N)."""

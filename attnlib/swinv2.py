@@ -84,7 +84,7 @@ class _CosineBias(WindowAttention):
         self.pretrained_window_size = (0, 0)
 
     def bias_parameters(self):
-        return list(self.cpb_mlp.parameters())
+        return [*self.cpb_mlp.parameters(), *self.cpb_mlp.buffers()]  # pruning's masks are buffers
 
     def bias_table(self):
         weight = self.cpb_mlp[0].weight

@@ -15,8 +15,8 @@ import torch.nn as nn
 from .models import register_model
 from .multihead import Linear, split_heads
 from attnlib.vit import (
-    Attention, DropPath, Mlp, PatchEmbed, VisionModel, _check_image, block_indices, drop_path_rates, init_weights,
-    resample_positions,
+    Attention, DropPath, Mlp, PatchEmbed, VisionModel, _check_counts, _check_image, block_indices, drop_path_rates,
+    init_weights, resample_positions,
 )
 
 # %% ../nbs/34_tnt.ipynb #cut
@@ -192,6 +192,7 @@ class _Parts(VisionModel):
 
 
 def _check_heads(**options):
+    _check_counts(**options)
     (dim, width), (heads, count) = options.items()
     if width % count:
         raise ValueError(f"{dim} ({width}) must be divisible by {heads} ({count})")
@@ -320,6 +321,8 @@ class _Weights(_Maps):
         """Accept images of another size from now on: the sentences' positions are interpolated, once."""
         old_size = self.pixel_embed.grid_size
         self.pixel_embed.set_input_size(img_size)
+        if self.pixel_embed.grid_size == old_size:
+            return  # an optimizer may hold the positions
         with torch.no_grad():
             new = resample_positions(self.patch_pos, self.pixel_embed.grid_size, old_size)
         self.patch_pos = nn.Parameter(new, requires_grad=self.patch_pos.requires_grad)
@@ -509,24 +512,25 @@ def compare_small(task, steps=250, seeds=(0, 1), **options):
     Returns
     -------
     list of dict
-        Of each run "task", "model", "parameters", "seed", "steps", "seconds" of the processor, "accuracy" and "equal":
+        Of each run "task", "model", "parameters", "seed", "steps", "seconds" (a CPU's own), "accuracy" and "equal":
         "steps", or "time" where the number of steps was chosen so that training takes as long as TNT's.
     """
-    from time import process_time
+    import time
 
     from attnlib.vit import train_classifier
 
     train, test = small_task(task)
     makers, rows = small_backbones(train[0].shape[1]), []
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time  # a GPU keeps no process busy
 
     def run(name, seed, steps, equal):
         torch.manual_seed(seed)
-        model, began = makers[name](), process_time()
+        model, began = makers[name](), clock()
         history = train_classifier(model, train, test, steps=steps, seed=seed,
                                    **dict(batch_size=32, lr=3e-3) | options)
         count = sum(p.numel() for p in model.parameters() if p.requires_grad)
         rows.append(dict(task=task, model=name, parameters=count, seed=seed, steps=steps, equal=equal,
-                         seconds=round(process_time() - began, 2), accuracy=round(float(history[-1]["accuracy"]), 4)))
+                         seconds=round(clock() - began, 2), accuracy=round(float(history[-1]["accuracy"]), 4)))
 
     for seed in seeds:
         for name in makers:

@@ -105,7 +105,7 @@ def save_checkpoint(path, tensors, state):
     state : dict
         Anything JSON can hold, with the integer "step".
     """
-    path = Path(path)
+    path = _json_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     name = f"{path.stem}-{state['step']:08}.safetensors"
     part = path.with_name(name + ".part")
@@ -118,6 +118,12 @@ def save_checkpoint(path, tensors, state):
     for old in path.parent.iterdir():  # digits only: "run-2" is another run's name
         if old.name != name and re.fullmatch(rf"{re.escape(path.stem)}-\d+\.safetensors", old.name):
             old.unlink()
+
+
+def _json_path(path):
+    if Path(path).suffix != ".json":
+        raise ValueError(f"path ({str(path)!r}) of a checkpoint must end in '.json'")
+    return Path(path)
 
 
 def _put_in_place(part, path):
@@ -181,6 +187,8 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, rate, seed, clip, 
         total, terms = loss_fn(model, batch)
     terms = accelerator.reduce(torch.as_tensor(terms, dtype=torch.float32, device=accelerator.device), "sum")
     look = look or total.device.type == "cpu"
+    if look and not terms > 0:
+        raise ValueError(f"loss_fn counted {terms.item():g} terms; a batch must have at least one")
     if look and not torch.isfinite(total):
         raise FloatingPointError(f"the loss is {total.item()}: a smaller lr or a longer warmup may help")
     optimizer.zero_grad()
@@ -208,8 +216,8 @@ def resume(checkpoint, model, optimizer, settings):
     if not {"step", "history", "settings"} <= state.keys():
         raise ValueError(f"{checkpoint} is a checkpoint, but not one that `fit` wrote")
     for name, value in settings.items():
-        stored = state["settings"].get(name)
-        if stored != value:
+        stored = state["settings"].get(name, value)  # a setting that is younger than the checkpoint
+        if stored != value and name != "trained":
             raise ValueError(f"{name} ({value!r}) must be {stored!r}, as in the run that {checkpoint} belongs to")
     weights, moments = {}, {}
     for key, x in tensors.items():
@@ -219,10 +227,15 @@ def resume(checkpoint, model, optimizer, settings):
         else:
             i, name = rest.split(".")
             moments.setdefault(int(i), {})[name] = x
+    before = {name: x.clone() for name, x in model.state_dict().items()}
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as error:
+        model.load_state_dict(before)
         raise ValueError(f"{checkpoint} belongs to another model: {error}") from None
+    if others := set(settings["trained"]) ^ set(state["settings"].get("trained", settings["trained"])):
+        model.load_state_dict(before)
+        raise ValueError(f"{checkpoint} belongs to a run that trained other parameters: {', '.join(sorted(others))} differ")
     optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
     return state["step"], state["history"]
 
@@ -230,12 +243,14 @@ def resume(checkpoint, model, optimizer, settings):
 def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine", betas=(0.9, 0.98), weight_decay=0.01,
         clip=1.0, evaluate=None, every=100, checkpoint=None, stop_after=None, seed=0, accelerator=None):
     _check_run(steps, lr, warmup, clip, every, stop_after, schedule)
+    checkpoint = None if checkpoint is None else _json_path(checkpoint)
     bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     accelerator = accelerator or Accelerator(mixed_precision="bf16" if bf16 else "no")
     optimizer = adamw(model, lr, betas, weight_decay)
     plain, (model, optimizer) = model, accelerator.prepare(model, optimizer)
     settings = {"steps": steps, "lr": lr, "warmup": warmup, "schedule": schedule, "betas": list(betas),
-                "weight_decay": weight_decay, "clip": clip, "seed": seed}
+                "weight_decay": weight_decay, "clip": clip, "seed": seed,
+                "trained": [name for name, p in plain.named_parameters() if p.requires_grad]}
     start, history = resume(checkpoint, plain, optimizer, settings)
 
     bar = tqdm(total=steps, initial=start, disable=None if accelerator.is_local_main_process else True)
@@ -269,7 +284,10 @@ def _evaluated(evaluate, model):
         return {}
     model.eval()
     with torch.no_grad():
-        return {name: float(value) for name, value in evaluate(model).items()}
+        found = evaluate(model)
+    if not isinstance(found, dict) or found.keys() & {"step", "loss", "lr"}:
+        raise ValueError(f"evaluate returned {found!r}; it must be a dict of numbers without 'step', 'loss' and 'lr'")
+    return {name: float(value) for name, value in found.items()}
 
 
 def _check_run(steps, lr, warmup, clip, every, stop_after, schedule):
@@ -361,16 +379,28 @@ def peak_memory(call, device="cpu"):
 # %% ../nbs/91_train.ipynb #records
 def machine(device="cpu"):
     """What a measurement depends on: device, threads, versions, commit and date, as a dict."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     cuda = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit or None,
+        "commit": _commit(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _commit():
+    """The commit of the code, "-dirty" if library or benchmarks differ from it; None where that is not known."""
+    def git(*arguments):
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        code = ":(top)attnlib", ":(top,glob)benchmarks/*.py"  # records may be new
+        dirty = git("status", "--porcelain", "--untracked-files=no", "--", *code)
+        return git("rev-parse", "--short", "HEAD") + "-dirty" * bool(dirty)
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _processor():

@@ -197,8 +197,20 @@ class Decoder(Encoder):
     """The same with decoder layers; `cache`, if given, is a list with a dict for each layer."""
 
     def forward(self, x, memory, mask=None, memory_mask=None, cache=None, bias=None):
-        for layer, own in zip(self.layers, [None] * len(self.layers) if cache is None else cache, strict=True):
-            x = layer(x, memory, mask, memory_mask, own, bias)
+        caches = [None] * len(self.layers) if cache is None else cache
+        if len(caches) != len(self.layers):
+            raise ValueError(f"cache has {len(caches)} entries and must have {len(self.layers)}, one for each layer")
+        before = [(own, dict(own), len(own.get("self", ()))) for own in cache or ()]
+        try:
+            for layer, own in zip(self.layers, caches):
+                x = layer(x, memory, mask, memory_mask, own, bias)
+        except Exception:
+            for own, old, length in before:  # what some layers have read already must not stay
+                own.clear()
+                own.update(old)
+                if "self" in own:
+                    own["self"].length = length
+            raise
         return x if self.norm is None else self.norm(x)
 
 # %% ../nbs/21_transformer.ipynb #positions
@@ -361,7 +373,8 @@ class Transformer(_Passes):
 
         Returns a dict of lists with a Tensor (B, h, N, M) for each layer: "encoder", "decoder" and "cross".
         """
-        maps, hooks, training = {"encoder": [], "decoder": [], "cross": []}, [], self.training
+        maps, hooks = {"encoder": [], "decoder": [], "cross": []}, []
+        modes = {part: part.training for part in self.modules()}
         attentions = [("encoder", layer.self_attn) for layer in self.encoder.layers]
         attentions += [("decoder", layer.self_attn) for layer in self.decoder.layers]
         attentions += [("cross", layer.multihead_attn) for layer in self.decoder.layers]
@@ -373,7 +386,8 @@ class Transformer(_Passes):
         try:
             self.eval()(src, tgt)
         finally:
-            self.train(training)
+            for part, training in modes.items():
+                part.training = training
             for hook in hooks:
                 hook.remove()
         return maps
@@ -495,7 +509,12 @@ def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
     count : Tensor, shape ()
         Their number.
     """
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets of shape {tuple(targets.shape)} must be of shape {tuple(logits.shape[:-1])}, as logits")
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"smoothing ({smoothing}) must be in [0, 1]")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a sum over a vocabulary needs the digits
     loss = F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=pad_id, label_smoothing=smoothing, reduction="sum"
+        logits.flatten(0, -2), targets.flatten().long(), ignore_index=pad_id, label_smoothing=smoothing, reduction="sum"
     )
     return loss, (targets != pad_id).sum()

@@ -46,7 +46,8 @@ def number_table(tokenizer, numbers):
 
 def trim(tokens):
     """Tokens (B, N) without the columns at the end that are padding in every row."""
-    return tokens[:, : int((tokens != PAD).sum(1).max())]
+    used = (tokens != PAD).any(0).nonzero()
+    return tokens[:, : int(used.max()) + 1 if len(used) else 0]
 
 # %% ../nbs/23_translation.ipynb #batches
 def direction_batches(tokenizer, table, directions, *, batch_size, seed=0):
@@ -289,6 +290,10 @@ def translate(model, tokenizer, texts, *, beam_size=4, length_penalty=1.0, max_l
     -------
     list of str
     """
+    if isinstance(texts, str):
+        raise TypeError(f"texts ({texts!r}) must be a sequence of str; a single text goes into a list")
+    if batch_size < 1:
+        raise ValueError(f"batch_size ({batch_size}) must be at least 1")
     marian = not isinstance(tokenizer, Tokenizer)
     ends = dict(bos_id=model.pad_id, eos_id=tokenizer.eos_token_id) if marian else {}  # Marian starts from padding
     order, said = sorted(range(len(texts)), key=lambda i: len(texts[i])), [""] * len(texts)

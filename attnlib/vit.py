@@ -14,6 +14,7 @@ import re
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
 from .attention import attention, attention_weights
@@ -46,6 +47,7 @@ class PatchEmbed(nn.Module):
                  strict_img_size=True, device=None, dtype=None):
         super().__init__()
         self.patch_size, self.in_chans = _pair(patch_size), in_chans
+        _check_counts(in_chans=in_chans, embed_dim=embed_dim)
         self.flatten, self.strict_img_size = flatten, strict_img_size
         self.set_input_size(img_size)
         options = dict(device=device, dtype=dtype)
@@ -66,11 +68,26 @@ class PatchEmbed(nn.Module):
 
 # %% ../nbs/30_vit.ipynb #patch-check
 def _check_divides(size, patch):
+    if len(size) != 2 or len(patch) != 2 or min(patch) < 1:
+        raise ValueError(f"patch_size {patch} and the image's size {tuple(size)} must be two numbers each, at least 1")
     if any(s < p or s % p for s, p in zip(size, patch)):
         raise ValueError(f"patch_size {patch} must divide the image's size, and that is {tuple(size)}")
 
 
+def _check_counts(**counts):
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} ({count!r}) must be an integer of at least 1")
+
+
+def _check_rate(name, rate):
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name} ({rate}) must be in [0, 1)")
+
+
 def _check_image(x, patches):
+    if not x.is_floating_point():
+        raise TypeError(f"x of dtype {x.dtype} must be floating point; bytes are divided by 255 and standardized first")
     if x.ndim != 4 or x.shape[1] != patches.in_chans:
         raise ValueError(f"x of shape {tuple(x.shape)} must be images (B, in_chans, H, W) with "
                          f"in_chans = {patches.in_chans}")
@@ -117,8 +134,8 @@ class Mlp(nn.Module):
         layers = self.fc1, self.act, self.fc2, self.drop
         if [type(layer) for layer in layers] != [Linear, nn.GELU, Linear, nn.Dropout] or self.act.approximate != "none":
             return True
-        watched = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
-        return watched or self.training and self.drop.p > 0
+        watched = any(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer) for layer in layers)
+        return watched or _has_any_global_hook() or self.drop.training and self.drop.p > 0
 
 # %% ../nbs/30_vit.ipynb #attention-class
 class Attention(nn.Module):
@@ -135,6 +152,8 @@ class Attention(nn.Module):
 
     def __init__(self, dim, num_heads=8, qkv_bias=True, attn_drop=0.0, proj_drop=0.0, device=None, dtype=None):
         super().__init__()
+        _check_counts(embed_dim=dim, num_heads=num_heads)
+        _check_rate("attn_drop", attn_drop)
         if dim % num_heads:
             raise ValueError(f"embed_dim ({dim}) must be divisible by num_heads ({num_heads})")
         self.num_heads, self.attn_drop = num_heads, attn_drop
@@ -279,6 +298,8 @@ class VisionModel(nn.Module):
 # %% ../nbs/30_vit.ipynb #helpers
 def drop_path_rates(rate, depth):
     """Stochastic depth that rises linearly from 0 in the first of `depth` blocks to `rate` in the last."""
+    _check_counts(depth=depth)
+    _check_rate("drop_path_rate", rate)
     return [rate * i / max(1, depth - 1) for i in range(depth)]
 
 
@@ -290,8 +311,11 @@ def block_indices(indices, depth):
         if not 1 <= indices <= depth:
             raise ValueError(f"indices ({indices}) must be from 1 to {depth}, the number of blocks")
         return list(range(depth - indices, depth))
+    indices = list(indices)
+    if not indices or not all(isinstance(i, int) for i in indices):
+        raise ValueError(f"indices {indices} must be integers, and at least one")
     if any(not -depth <= i < depth for i in indices):
-        raise ValueError(f"indices {list(indices)} must be from {-depth} to {depth - 1}; there are {depth} blocks")
+        raise ValueError(f"indices {indices} must be from {-depth} to {depth - 1}; there are {depth} blocks")
     return [i % depth for i in indices]
 
 
@@ -362,7 +386,8 @@ class _Passes(_Parts):
     def encode(self, x, queries=None):
         """Equations (2) and (3) for all blocks; with `queries` the last computes only the first so many tokens."""
         for i, block in enumerate(self.blocks, 1):
-            x = self.run_block(block, x, queries if i == len(self.blocks) else None)
+            last = queries and i == len(self.blocks)
+            x = self.run_block(block, x, queries) if last else self.run_block(block, x)
         return x
 
     def forward_features(self, x):
@@ -468,6 +493,8 @@ class _Weights(_Inside):
         """Accept images of another size from now on: the learned positions are interpolated, once."""
         old_size = self.patch_embed.grid_size
         self.patch_embed.set_input_size(img_size)
+        if self.patch_embed.grid_size == old_size:
+            return  # an optimizer may hold the positions
         with torch.no_grad():
             new = resample_positions(self.pos_embed, self.patch_embed.grid_size, old_size, self.num_prefix_tokens)
         self.pos_embed = nn.Parameter(new, requires_grad=self.pos_embed.requires_grad)

@@ -3,7 +3,7 @@
 Checks the library on CUDA, times it beside its peers and makes the chapters' full training runs, with the PyTorch that
 is there and without a network. Each part is a list of commands; `--part NAME` runs one. A part that is finished leaves a
 mark in the folder of the records and is not run again for the same commit, so an interrupted command can be given again;
-training runs go on from their last checkpoint. With --tiny and --device cpu all parts run at a size that means nothing,
+the runs `numbers`, `numbers_english` and `digits` go on from their last checkpoint. With --tiny and --device cpu all parts run at a size that means nothing,
 to see that they work before a GPU is paid for.
 """
 import argparse
@@ -15,6 +15,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 VISION = {  # record: model; in bfloat16 only, for a part has nine minutes and to compile takes most of them
@@ -23,26 +25,40 @@ VISION = {  # record: model; in bfloat16 only, for a part has nine minutes and t
     "swinv2": "swinv2_tiny_window8_256",
     "tnt": "tnt_s_patch16_224",
 }
-RUNS = ("numbers", "lengths", "digits", "backbones")
+RUNS = ("numbers", "numbers_english", "lengths", "digits", "backbones")
 NETWORK = ("cifar10", "multi30k")  # runs that fetch their data: by name only
-WORDS = ("run_numbers", "run_lengths")  # runs on number words, from a package that not every machine has
+NEEDS = {  # packages that not every machine has
+    **dict.fromkeys(("run_numbers", "run_numbers_english", "run_lengths"), ("num2words", "tokenizers")),
+    **dict.fromkeys(("run_digits", "run_backbones"), ("sklearn",)),
+    **dict.fromkeys(("flash", "windows"), ("triton",)),
+    **dict.fromkeys(("translation", "vit", "swin", "swinv2"), ("transformers",)),
+}
+LIMIT = 540  # seconds for a command: a part must end within nine minutes
 
 
 def script(name, *options):
     return [sys.executable, str(HERE / f"{name}.py"), *options]
 
 
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+CHECKS = [f"tests/test_{name}.py" for name in ("attention", "backbones", "cost", "decoding")]  # what has tests on CUDA
+KERNELS = ["tests/test_flash.py", "tests/test_windows.py"]
+
+
 def checks(device, tiny):
-    """The library's own tests of what runs on a GPU, and the kernels' once more under compute-sanitizer."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    kernels = ["tests/test_flash.py", "tests/test_windows.py"]
-    if tiny:
-        return [pytest + ["tests/test_attention.py", "-k", "agree_with_float64"]]
-    found = [pytest + ["tests", "--ignore", "tests/test_browser.py", "-k", device], pytest + kernels]
-    if shutil.which("compute-sanitizer"):
-        sanitizer = ["compute-sanitizer", "--target-processes", "all", "--error-exitcode", "1"]
-        found.append(sanitizer + pytest + kernels + ["-k", f"{device} and sanitize"])
-    return found
+    """The library's own tests of what runs on a GPU."""
+    return [PYTEST + CHECKS + ["-k", "agree_with_float64 and cpu" if tiny else "cuda or on_a_gpu"]]
+
+
+def kernels(device, tiny):
+    """All tests of the kernels, compiled where there is a GPU."""
+    return [PYTEST + KERNELS + (["-k", "sanitize"] if tiny else [])]
+
+
+def sanitize(device, tiny):
+    """The edges of the kernels under NVIDIA's memory checker, where it is installed."""
+    tool = ["compute-sanitizer", "--target-processes", "all", "--error-exitcode", "1"]
+    return [] if tiny or not shutil.which(tool[0]) else [tool + PYTEST + KERNELS + ["-k", "sanitize"]]
 
 
 def vision(name):
@@ -63,6 +79,8 @@ def run(name):
 
 PARTS = {
     "checks": checks,
+    "kernels": kernels,
+    "sanitize": sanitize,
     **{name: benchmark(name) for name in ("attention", "flash", "windows")},
     "translation": benchmark("translation", "--dropout", "0", "0.1"),
     **{name: vision(name) for name in VISION},
@@ -72,8 +90,11 @@ PARTS = {
 
 def commit():
     """The commit alone: the records of finished parts are files of the repository and make it differ from it."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    return found.stdout.strip() or "unknown"
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    except OSError:  # no git
+        return None
+    return found.stdout.strip() or None
 
 
 def execute(name, arguments):
@@ -87,7 +108,11 @@ def execute(name, arguments):
             elif not arguments.tiny:
                 command += ["--checkpoints", str(arguments.out / "checkpoints")]
         environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="1")
-        if subprocess.run(command, cwd=ROOT, env=environment).returncode:
+        try:
+            if subprocess.run(command, cwd=ROOT, env=environment, timeout=LIMIT).returncode:
+                return False
+        except subprocess.TimeoutExpired:
+            print(f"== {name}: out of time after {LIMIT} s", flush=True)
             return False
     return True
 
@@ -101,16 +126,20 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="a size that means nothing, to see that all runs")
     parser.add_argument("--again", action="store_true", help="also what has been done for this commit")
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA device; --tiny --device cpu shows that all parts run")
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
     marks, now, failed = arguments.out / "gpu.done", commit(), []
-    done = set(marks.read_text().split("\n")) if marks.exists() and not arguments.again else set()
+    known = now and marks.exists() and not arguments.again
+    done = set(marks.read_text().split("\n")) if known else set()
     for name in arguments.part:
         if f"{now} {name}" in done:
             print(f"== {name}: done for {now} (--again repeats it)", flush=True)
             continue
-        if name in WORDS and find_spec("num2words") is None:
-            print(f"== {name}: left out, since the package num2words is missing", flush=True)
+        missing = [package for package in NEEDS.get(name, ()) if find_spec(package) is None]
+        if missing:
+            print(f"== {name}: left out, since {', '.join(missing)} cannot be imported", flush=True)
             continue
         print(f"== {name}", flush=True)
         began = time.perf_counter()
@@ -119,7 +148,11 @@ def main():
                 file.write(f"{now} {name}\n")
         else:
             failed.append(name)
-        print(f"== {name}: {'failed after' if name in failed else 'done in'} {time.perf_counter() - began:.0f} s", flush=True)
+        result = "failed after" if name in failed else "done in"
+        print(f"== {name}: {result} {time.perf_counter() - began:.0f} s", flush=True)
+    if arguments.out == HERE / "results" and not arguments.tiny:
+        subprocess.run([sys.executable, str(ROOT / "tools" / "speed_table.py")], check=True)
+        print("== the README has the new speeds; run the notebooks that show records again, and read what they say of them")
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -1,12 +1,13 @@
 """The chapters' full training runs: `python benchmarks/runs.py PART ... --out FOLDER`.
 
-Each part is a function of the library; this file calls it and records what it gives, as FOLDER/PART.json. A run that
-is interrupted goes on from its last checkpoint when the same command is given again. With --tiny every part runs in
-seconds, to see that it works; such a record means nothing.
+Each part is a function of the library; this file calls it and records what it gives, as FOLDER/PART.json. With
+--checkpoints an interrupted run of any part but `lengths` and `backbones`, whose runs are short, goes on when the command
+is given again. With --tiny every part runs in seconds, to see that it works; such a record means nothing.
 """
 import argparse
 import functools
 import importlib
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -47,17 +48,17 @@ def multi30k(folder, tiny):
 
 def small(data, folder, tiny):
     """Every backbone as its chapter's `train_small` makes it, with three seeds."""
-    runs = []
+    runs, clock = [], time.perf_counter if torch.cuda.is_available() else time.process_time  # a CPU's own seconds
     for module in BACKBONES:
         train = importlib.import_module(f"attnlib.{module}")
         train = train.distill_small if module == "deit" else train.train_small
         for seed in range(1 if tiny else 3):
             options = dict(steps=2, batch_size=4) if tiny else dict(checkpoint=folder / f"{module}-{seed}.json")
             torch.manual_seed(seed)
-            began = time.process_time()
+            began = clock()
             model, *_, history = train(data, seed=seed, accelerator=bf16(), **options)
             runs.append({"model": module, "seed": seed, "parameters": sum(p.numel() for p in model.parameters()),
-                         "seconds": round(time.process_time() - began, 1), "history": history})  # of the processor
+                         "seconds": round(clock() - began, 1), "history": history})
     return {"data": data, "runs": runs}
 
 
@@ -95,10 +96,12 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.parts:
             began = time.perf_counter()
-            record = PARTS[name]((arguments.checkpoints or Path(folder)) / name, arguments.tiny)
+            checkpoints = (arguments.checkpoints or Path(folder)) / name
+            record = PARTS[name](checkpoints, arguments.tiny)
             record["seconds"] = round(time.perf_counter() - began)
             device = "cuda" if torch.cuda.is_available() else "cpu"
             write_record(arguments.out / f"{name}.json", record, device)
+            shutil.rmtree(checkpoints, ignore_errors=True)  # or the next run would end before it began
             print(f"{name}: {record['seconds']} s, recorded in {arguments.out / name}.json", flush=True)
 
 

@@ -166,12 +166,18 @@ def measure(name, mode, kind, batch, device, repeats, compiled, options):
               if library in ("attnlib", "timm") or not compiled}  # to compile takes minutes
     size = image_size(models["attnlib"])
     pool = [torch.randn(batch, 3, size, size, device=device) for _ in range(3)]
-    calls = {}
+    calls, logits = {}, {}
     for library, model in models.items():
         model = model.to(dtype).eval() if kind == "forward" else model.train()
+        if kind == "forward" and library in ("attnlib", "timm"):
+            with torch.inference_mode():
+                logits[library] = model(pool[0].to(dtype)).float()
         model = torch.compile(model) if compiled else model
         images = itertools.cycle(pool)
         calls[library] = forward(model, images, dtype) if kind == "forward" else training(model, images, dtype, device)
+    if logits:  # on this device, in this precision
+        difference = (logits["attnlib"] - logits["timm"]).abs().max() / logits["timm"].abs().max()
+        assert difference < (1e-3 if mode == "float32" else 0.05), (name, mode, difference)
     memory = {library: common.peak_memory(call, device) for library, call in calls.items()}  # and warms up
     times = common.take_turns(calls, repeats, device)
     return [{"model": name, "mode": mode, "pass": kind, "batch": batch, "compiled": compiled, "library": library,
@@ -183,16 +189,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["vit_small_patch16_224"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--batch", type=int, nargs="+", help="8 on a CPU; 128 and 1 on a GPU")
+    parser.add_argument("--batch", type=int, nargs="+", help="8 on a CPU; 128, 64 and 1 on a GPU")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--passes", nargs="+", choices=["forward", "training"], default=["forward", "training"])
     parser.add_argument("--repeats", type=int, default=9, help="rounds of each measurement")
-    parser.add_argument("--compile", action="store_true", help="time ours and timm's compiled as well, at the larger batch")
+    parser.add_argument("--compile", action="store_true", help="time ours and timm's compiled as well, at the largest batch")
     parser.add_argument("--out", type=Path, help="folder for the record")
     parser.add_argument("--name", default="vision", help="name of the record")
     parser.add_argument("--tiny", action="store_true", help="small images and few classes, to see that it runs")
     arguments = parser.parse_args()
-    batches = arguments.batch or ([128, 1] if arguments.device == "cuda" else [8])
+    batches = arguments.batch or ([128, 64, 1] if arguments.device == "cuda" else [8])
     rows, differences = [], {}
     for name in arguments.models:
         options = dict(TINY[name.split("_")[0]], num_classes=4) if arguments.tiny else {}

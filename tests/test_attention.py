@@ -409,3 +409,34 @@ def test_causal_by_name_refuses():
         attention(q, k, k, mask="causal")
     with pytest.raises(ValueError, match=r"mask \('padding'\) must be a boolean Tensor or 'causal'"):
         attention(k, k, k, mask="padding")
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bias_too_small_for_the_dtype_is_a_mask(backend, dtype):
+    q, k = torch.randn(5, 8).to(dtype), torch.randn(7, 8).to(dtype)
+    bias = torch.zeros(5, 7)
+    bias[2], bias[3, 1:] = torch.finfo(torch.float32).min, torch.finfo(torch.float32).min
+    with attention_backend(backend):
+        out = attention(q, k, k, bias=bias)
+    assert (out[2] == 0).all() and out.isfinite().all()
+    torch.testing.assert_close(out[3], k[0])
+
+
+def test_a_bias_without_axes_shifts_nothing():
+    q, k = torch.randn(2, 5, 8)
+    torch.testing.assert_close(attention_weights(q, k, bias=torch.tensor(0.5)), attention_weights(q, k))
+
+
+def test_vmap_over_masks():
+    q, masks = torch.randn(5, 8), torch.rand(3, 5, 5) > 0.5
+    masks[0, 2] = False
+    for backend in ("reference", "sdpa"):
+        with attention_backend(backend):
+            found = torch.vmap(lambda mask: attention(q, q, q, mask=mask))(masks)
+            torch.testing.assert_close(found, torch.stack([attention(q, q, q, mask=mask) for mask in masks]))
+
+
+def test_additive_attention_takes_no_words():
+    with pytest.raises(TypeError, match=r"mask \('causal'\) must be torch.bool"):
+        AdditiveAttention(4, 4, 8)(torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(2, 3, 4), "causal")

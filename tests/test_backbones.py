@@ -1,21 +1,31 @@
 """What every backbone must do alike: train, compile, export, and give the same answer by every way to it."""
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
-import onnxruntime
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import test_swin
 import test_swinv2
 import test_tnt
 import test_vit
 from attnlib.attention import attention_backend
-from attnlib.swin import window_reverse
+from attnlib.swin import Memory, window_reverse
 from backbones import close, images
 
 TOKENS = {"vit": test_vit, "tnt": test_tnt}  # each has `pair`: ours and timm's with the same weights
 WINDOWS = {"swin": test_swin, "swinv2": test_swinv2}
+
+
+def some(name):
+    """A small model of the kind with random weights."""
+    if name in TOKENS:
+        return TOKENS[name].pair()[0]
+    cls = {"swin": "SwinTransformer", "swinv2": "SwinTransformerV2"}[name]
+    return WINDOWS[name].randomize(getattr(WINDOWS[name], cls)(**WINDOWS[name].SMALL))
 
 
 @pytest.fixture(params=TOKENS)
@@ -119,7 +129,7 @@ def test_exports_with_any_batch(request, small, options):
 def test_onnx_runs(small, tmp_path):
     model, path, batch = small(depth=2).float().eval(), str(tmp_path / "model.onnx"), torch.export.Dim("batch")
     torch.onnx.export(model, (images().float(),), path, dynamo=True, dynamic_shapes={"x": {0: batch}}, verbose=False)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = pytest.importorskip("onnxruntime").InferenceSession(path, providers=["CPUExecutionProvider"])
     for n in (1, 3):
         x = images(n).float()
         (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
@@ -187,3 +197,86 @@ def test_export_with_dynamic_height_and_width(windows):
         x = torch.randn(2, 3, *size)
         with torch.no_grad():
             torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["fused", "data", "pruned"])
+def test_the_bias_is_that_of_the_present_weights(windows, change):
+    """Whatever changed them: fused optimizers and `.data` leave no trace in a tensor's version."""
+    model, x = windows[1](), torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        before = model(x)
+    bias = [p for block in model.layers[0].blocks for p in block.attn.bias_parameters()]
+    if change == "fused":
+        optimizer = torch.optim.AdamW(model.parameters(), 0.05, fused=True)
+        model(x).square().sum().backward()
+        optimizer.step()
+    elif change == "data":
+        for p in bias:
+            p.data.add_(torch.randn_like(p))
+    else:
+        for block in model.layers[0].blocks:
+            owner = getattr(block.attn, "cpb_mlp", [block.attn])[-1]
+            name = "weight" if hasattr(owner, "weight") else "relative_position_bias_table"
+            prune.random_unstructured(owner, name, 0.9)
+    with torch.no_grad():
+        after = model(x)
+        for stage in model.layers:
+            for block in stage.blocks:
+                block.attn.memory = Memory()
+        close(model(x), after, 0)
+    assert not torch.equal(after, before)
+
+
+def test_threads_share_a_model(windows):
+    model = windows[1]().eval()
+    inputs = [torch.randn(1, 3, *size) for size in ((64, 64), (32, 64), (64, 32))]
+    with torch.no_grad():
+        expected = [model(x) for x in inputs]
+
+    def ask(i):
+        with torch.no_grad():
+            return i % 3, model(inputs[i % 3])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            for i, found in pool.map(ask, range(60)):
+                close(found, expected[i], 1e-6)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_the_present_window_leaves_the_parameters_alone(windows):
+    model = windows[1]()
+    old = list(model.parameters())
+    model.set_input_size(model.patch_embed.img_size)
+    assert all(a is b for a, b in zip(old, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", [*TOKENS, *WINDOWS])
+def test_traces_without_gradient(name):
+    model, x = some(name).float().eval(), images(1).float()
+    with torch.no_grad():
+        traced = torch.jit.trace(model, x)
+        for n in (1, 3) if name in TOKENS else (1,):
+            close(traced(images(n).float()), model(images(n).float()), 1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU"))])
+@pytest.mark.parametrize("name", [*TOKENS, *WINDOWS])
+def test_a_step_on_every_device(name, device):
+    """Logits and gradients in float64 are those of the CPU, in evaluation too; bfloat16 is near them."""
+    model, x = some(name).double().eval(), images(3)
+    other = copy.deepcopy(model).to(device)
+    expected, found = model(x), other(x.to(device))
+    close(found.cpu(), expected, 1e-9)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        close(b.grad.cpu(), a.grad, 1e-7)
+    with torch.no_grad():
+        close(other(x.to(device)).cpu(), expected.detach(), 1e-9)
+        half = other.bfloat16()(x.to(device).bfloat16()).cpu().double()
+    assert (half - expected).abs().max() < 0.1 * expected.abs().max()

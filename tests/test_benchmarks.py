@@ -41,8 +41,42 @@ def test_the_readme_has_the_records():
     assert "| ViT-S, forward" in module.table()
 
 
-def test_checks(record):
-    record("checks", None)
+@pytest.mark.parametrize("part", ["checks", "kernels", "sanitize"])
+def test_checks(record, part):
+    record(part, None)
+
+
+def test_all_files_with_tests_for_cuda_are_checked():
+    """A machine with a GPU may lack what the other files import, so those that count are named."""
+    needles = "torch.cuda.is_available()", 'importorskip("triton")'
+    found = {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")
+             if any(needle in path.read_text(encoding="utf-8") for needle in needles)}
+    assert found - {"tests/test_benchmarks.py"} == set(gpu.CHECKS + gpu.KERNELS)
+
+
+def test_without_a_gpu_nothing_is_begun(tmp_path):
+    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--part", "attention", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ, CUDA_VISIBLE_DEVICES=""))
+    assert done.returncode == 2 and "finds no CUDA device" in done.stderr and not any(tmp_path.iterdir())
+
+
+def test_parts_without_their_packages_are_left_out(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--part", "run_lengths", "run_digits", "--tiny", "--device", "cpu",
+                                      "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        gpu.main()
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and "run_lengths: left out, since num2words, tokenizers cannot be imported" in said
+    assert "run_digits: left out, since sklearn" in said
+
+
+def test_a_part_out_of_time_has_failed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu, "LIMIT", 0.1)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--part", "attention", "--tiny", "--device", "cpu", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="failed: attention"):
+        gpu.main()
+    assert "attention: out of time" in capsys.readouterr().out and not (tmp_path / "gpu.done").exists()
 
 
 def test_a_finished_part_is_not_run_again(tmp_path):
@@ -57,7 +91,11 @@ def test_no_part_is_forgotten():
     """Each benchmark and each run of the repository has a part."""
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"common", "gpu", "runs", "vision"}
     assert scripts <= set(gpu.PARTS) and set(gpu.VISION) <= set(gpu.PARTS)
-    assert {f"run_{name}" for name in gpu.RUNS + gpu.NETWORK} <= set(gpu.PARTS)
+    spec = importlib.util.spec_from_file_location("runs", ROOT / "benchmarks" / "runs.py")
+    runs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(runs)
+    assert set(gpu.RUNS + gpu.NETWORK) == set(runs.PARTS) and set(gpu.NEEDS) <= set(gpu.PARTS)
+    assert {f"run_{name}" for name in runs.PARTS} <= set(gpu.PARTS)
 
 
 def test_attention(record):
@@ -115,11 +153,11 @@ def test_vision(record, name, libraries):
     assert all(row["ms"] > 0 and row["ratio"] > 0 and row["memory"] > 0 for row in found["rows"])
 
 
-@pytest.mark.parametrize("name", ["numbers", "lengths", "digits", "backbones"])
+@pytest.mark.parametrize("name", ["numbers", "numbers_english", "lengths", "digits", "backbones"])
 def test_runs(record, name):
     found = record(f"run_{name}", name)
-    if name == "numbers":
-        assert len(found["supervised"]["directions"]) == 108
+    if name.startswith("numbers"):
+        assert len(found["supervised"]["directions"]) == (108 if name == "numbers" else 22)
     elif name == "lengths":
         assert {run["position"] for run in found["runs"]} >= {"sinusoidal", "rotary", "none"}
     elif name == "digits":

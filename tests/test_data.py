@@ -367,3 +367,11 @@ def test_small_images_are_standardized_by_the_training_images():
     torch.testing.assert_close(unseen, standardize(digits("test", 12)[0], digits("train", 12)[0]))
     with pytest.raises(ValueError, match=r"name \('letters'\) must be"):
         small_images("letters")
+
+
+def test_number_words_of_iterators_and_fractions():
+    assert data.number_words((n for n in range(3)), "en") == ["zero", "one", "two"]
+    with pytest.raises(ValueError, match=r"numbers \(2.7\) must be from 0 to 999,999,999, and whole"):
+        data.number_words([2.7], "en")
+    with pytest.raises(ValueError, match=r"count \(-5\) must be at least 0"):
+        data.draw_numbers(-5, 10)

@@ -327,3 +327,30 @@ def test_the_mode_is_restored_and_dropout_off(training):
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
         call(small(), sources(2))
+
+
+def test_decoding_leaves_every_part_in_its_mode():
+    model = small().train()
+    model.encoder.eval()
+    greedy(model, torch.randint(3, 12, (2, 5)), 4)
+    assert model.training and model.decoder.layers[0].training and not model.encoder.layers[0].training
+
+
+def test_log_probs_have_gradients():
+    model = small()
+    memory, mask = model.encode(torch.randint(3, 12, (2, 5)))
+    log_probs = next_log_probs(model, torch.ones(2, 1, dtype=torch.long), memory, mask)
+    log_probs[:, 3].sum().backward()
+    assert log_probs[:, model.pad_id].eq(-math.inf).all() and model.output.weight.grad.isfinite().all()
+
+
+def test_reordering_an_empty_cache():
+    cache = small().new_cache()
+    reorder_cache(cache, torch.tensor([0, 0]))
+    assert cache == small().new_cache()
+
+
+@pytest.mark.parametrize("token", [None, 1.0, -1, 12])
+def test_tokens_that_are_none(token):
+    with pytest.raises(ValueError, match=r"bos_id \(.*\) must be a token, from 0 to 11"):
+        greedy(small(), torch.randint(3, 12, (2, 5)), 4, bos_id=token)

@@ -357,11 +357,31 @@ def test_linear_in_one_call_where_onednn_may_be_asked(dtype, monkeypatch):
     assert calls == [1] and x.grad is not None
 
 
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_with_what_onednn_cannot_read(rows, dtype):
+    """A bias of which not every number counts, weights that are elsewhere, vmap, tracing, a sparse weight."""
+    x, weight, bias = torch.randn(rows, 24).to(dtype), torch.randn(7, 24).to(dtype), torch.randn(7, 3).to(dtype)
+    with torch.no_grad():
+        for strided in (bias[:, 1], bias[:1, 0].expand(7)):
+            close = dict(rtol=0, atol=1e-5 if dtype == torch.float32 else 0.1)
+            torch.testing.assert_close(linear(x, weight, strided), F.linear(x, weight, strided), **close)
+        many = torch.vmap(linear, (None, None, 1))(x, weight, bias)
+        torch.testing.assert_close(many, torch.stack([F.linear(x, weight, b) for b in bias.unbind(1)]), **close)
+        with pytest.raises(RuntimeError):
+            Linear(24, 7, dtype=dtype, device="meta")(x)
+        layer = Linear(24, 7, dtype=dtype)
+        traced = torch.jit.trace(layer, x)
+        for n in (1, 2, 40):
+            more = torch.randn(n, 24).to(dtype)
+            torch.testing.assert_close(traced(more), layer(more), **close)
+
+
 def test_linear_is_counted():
     x, weight = torch.zeros(2, 9, 5), torch.zeros(7, 5)
     for dtype in (torch.float32, torch.bfloat16):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            linear(x.to(dtype), weight.to(dtype), weight[:, 0].to(dtype), gelu=True)
+            linear(x.to(dtype), weight.to(dtype), torch.zeros(7, dtype=dtype), gelu=True)
         assert counter.get_total_flops() == 2 * 18 * 5 * 7
 
 

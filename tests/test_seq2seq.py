@@ -209,3 +209,10 @@ def test_sizes_must_be_positive(name):
 def test_max_length_must_be_positive():
     with pytest.raises(ValueError, match=r"max_length \(0\) must be at least 1"):
         small().greedy(sentences(3), 0)
+
+
+@pytest.mark.parametrize("name", ["start", "end"])
+@pytest.mark.parametrize("token", [25, -1, 1.5, None])
+def test_tokens_that_are_none(name, token):
+    with pytest.raises(ValueError, match=rf"{name} \(.*\) must be a token, from 0 to 24"):
+        small().greedy(sentences(3, 2), 4, **{name: token})

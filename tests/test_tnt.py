@@ -350,7 +350,7 @@ def test_small_training_runs():
     (dict(first_stride=0), r"first_stride \(0\) must be at least 1 and divide patch_size \(8, 8\)"),
     (dict(patch_size=(8, 4), first_stride=8), r"first_stride \(8\) must be at least 1 and divide patch_size \(8, 4\)"),
     (dict(global_pool="max"), r"global_pool \('max'\) must be one of 'token', 'avg', ''"),
-    (dict(drop_path_rate=1.0), r"p \(1.0\) must be in \[0, 1\)"),
+    (dict(drop_path_rate=1.0), r"drop_path_rate \(1.0\) must be in \[0, 1\)"),
 ])
 def test_impossible_models(options, message):
     with pytest.raises(ValueError, match=message):

@@ -160,6 +160,14 @@ def test_resuming_with_other_settings_is_refused(tmp_path):
             fit(network(), loss_fn, batches, **run, **{name: value})
     with pytest.raises(ValueError, match=r"(?s)a.json belongs to another model: .*size mismatch for 0.weight"):
         fit(nn.Sequential(nn.Linear(5, 3)), loss_fn, batches, **run)
+    other = nn.Sequential(nn.Linear(5, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+    frozen = network(1)
+    frozen[0].requires_grad_(False)
+    for model, words in ((other, "another model"), (frozen, r"other parameters: 0.bias, 0.weight differ")):
+        before = [x.clone() for x in model.parameters()]
+        with pytest.raises(ValueError, match=words):
+            fit(model, loss_fn, batches, **run)
+        assert all(map(torch.equal, before, model.parameters()))  # not even half of it was loaded
     save_checkpoint(tmp_path / "b.json", {"x": torch.ones(1)}, {"step": 1})
     with pytest.raises(ValueError, match="b.json is a checkpoint, but not one that `fit` wrote"):
         fit(network(), loss_fn, batches, steps=10, checkpoint=tmp_path / "b.json")
@@ -363,3 +371,27 @@ def test_print_speed_prints_every_device_that_has_a_record(tmp_path, monkeypatch
     del files["vit_cuda"]
     train.print_speed("vit")
     assert capsys.readouterr().out.endswith("GPU: not measured\n")
+
+
+@pytest.mark.parametrize("found", [{"loss": 1.0}, {"step": 1}, None, 0.5])
+def test_what_evaluate_may_return(found):
+    with pytest.raises(ValueError, match="evaluate returned .* must be a dict of numbers without 'step'"):
+        fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=1, evaluate=lambda model: found)
+
+
+def test_a_batch_of_nothing():
+    with pytest.raises(ValueError, match="loss_fn counted 0 terms"):
+        fit(network(), lambda model, batch: (model(batch[0]).sum() * 0, 0), epochs(*data(), batch_size=16), steps=1)
+
+
+def test_a_checkpoint_is_json(tmp_path):
+    for name in ("model.v2", "model"):
+        with pytest.raises(ValueError, match="must end in '.json'"):
+            fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=1, checkpoint=tmp_path / name)
+        with pytest.raises(ValueError, match="must end in '.json'"):
+            save_checkpoint(tmp_path / name, {}, {"step": 1})
+
+
+def test_the_commit_is_none_without_git(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert train.machine()["commit"] is None

@@ -438,3 +438,40 @@ def test_torch_with_another_activation():
     theirs = nn.Transformer(8, 2, 1, 1, 8, activation=torch.tanh, batch_first=True)
     with pytest.raises(ValueError, match=r"activation .*tanh.* of module must be F.relu, F.gelu or F.silu"):
         from_torch(theirs, 20)
+
+
+def test_a_failed_step_leaves_the_cache_as_it_was():
+    model, cache = small(), None
+    src, tgt = torch.randint(3, 20, (2, 6)), torch.randint(3, 20, (2, 4))
+    memory, mask = model.encode(src)
+    cache = model.new_cache()
+    model.decode(tgt[:, :2], memory, mask, cache)
+    for wrong in ((memory, (torch.arange(4) < 3).expand(2, 1, 1, 4)), (memory[..., :8], mask)):
+        fresh = wrong[0].shape != memory.shape and [{} for _ in cache]  # a memory counts in the first call only
+        with pytest.raises((ValueError, RuntimeError)):
+            model.decode(tgt[:, 2:], *wrong, fresh or cache)
+        assert not fresh or all(not own.get("self") for own in fresh)
+    found = model.decode(tgt[:, 2:], memory, mask, cache)
+    torch.testing.assert_close(found, model.decode(tgt, memory, mask)[:, 2:], rtol=0, atol=1e-10)
+    for wrong in ([], cache[:1]):
+        with pytest.raises(ValueError, match="cache has . entries and must have 3"):
+            model.decode(tgt, memory, mask, wrong)
+
+
+def test_label_smoothing_in_half_precision_and_bad_input():
+    logits, targets = torch.randn(2, 5, 8000), torch.randint(1, 8000, (2, 5))
+    exact, count = label_smoothing_loss(logits.half().double(), targets)
+    found, _ = label_smoothing_loss(logits.half(), targets.int())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match=r"targets of shape \(5, 2\) must be of shape \(2, 5\)"):
+        label_smoothing_loss(logits, targets.mT)
+    for smoothing in (-0.1, math.nan, 2):
+        with pytest.raises(ValueError, match=r"smoothing \(.*\) must be in \[0, 1\]"):
+            label_smoothing_loss(logits, targets, smoothing=smoothing)
+
+
+def test_attention_maps_leave_every_part_in_its_mode():
+    model = small().train()
+    model.encoder.eval()
+    model.attention_maps(torch.randint(3, 20, (2, 6)), torch.randint(3, 20, (2, 4)))
+    assert model.decoder.training and not model.encoder.training and not model.encoder.layers[0].training

@@ -217,3 +217,16 @@ def test_the_committed_record_is_the_run_that_the_chapter_describes():
     assert set(record["supervised"]["directions"]) == trained and record["supervised"]["numbers"] == 10_000
     assert set(record["zero_shot"]["directions"]) == {f"{a}-{b}" for a, b in HELD_OUT}
     assert record["supervised"]["right"] >= 0.99 and record["settings"]["limit"] == 10**9
+
+
+def test_trim_looks_for_the_last_token():
+    for row, columns in (([5, 0, 0, 6], 4), ([0, 5, 6], 3), ([5, 6, 0, 0], 2), ([0, 0], 0)):
+        assert translation.trim(torch.tensor([row])).shape == (1, columns)
+    assert translation.trim(torch.zeros(0, 3, dtype=torch.long)).shape == (0, 0)
+
+
+def test_translate_wants_a_list():
+    with pytest.raises(TypeError, match=r"texts \('Hello'\) must be a sequence of str"):
+        translation.translate(None, None, "Hello")
+    with pytest.raises(ValueError, match=r"batch_size \(0\) must be at least 1"):
+        translation.translate(None, None, ["Hello"], batch_size=0)

@@ -358,6 +358,15 @@ def test_mlp_is_seen_and_changed_as_any_other():
         close(replaced(x), mlp.fc2(mlp.fc1(x).relu()), 1e-6)
         dropping = Mlp(8, 400, drop=0.5)
         assert (dropping(x) == 0).any() and not (dropping.eval()(x) == 0).any()
+        dropping.drop.train()  # as for dropout at evaluation
+        assert (dropping(x) == 0).any()
+        wrapped, usual_forward = copy.deepcopy(mlp), mlp.fc1.forward  # as libraries that move weights do it
+        wrapped.fc1.forward = lambda x: usual_forward(x) + 1
+        close(wrapped(x), mlp.fc2(nn.functional.gelu(mlp.fc1(x) + 1)), 1e-6)
+        seen.clear()
+        with nn.modules.module.register_module_forward_hook(lambda layer, inputs, out: seen.append(type(layer))):
+            mlp(x)
+        assert len(seen) == 6
 
 
 def test_what_weight_decay_spares():
@@ -452,7 +461,7 @@ def test_small_training_runs():
     (dict(img_size=(32, 4)), r"patch_size \(8, 8\) must divide the image's size, and that is \(32, 4\)"),
     (dict(global_pool="max"), r"global_pool \('max'\) must be one of 'token', 'avg', ''"),
     (dict(class_token=False), r"global_pool \('token'\) must be one of 'avg', '': there is no class token"),
-    (dict(drop_path_rate=1.0), r"p \(1.0\) must be in \[0, 1\)"),
+    (dict(drop_path_rate=1.0), r"drop_path_rate \(1.0\) must be in \[0, 1\)"),
 ])
 def test_impossible_models(options, message):
     with pytest.raises(ValueError, match=message):
@@ -492,3 +501,44 @@ def test_impossible_calls():
 def test_attention_needs_divisible_width():
     with pytest.raises(ValueError, match=r"embed_dim \(10\) must be divisible by num_heads \(3\)"):
         Attention(10, 3)
+
+
+def test_the_present_size_leaves_the_parameters_alone():
+    """An optimizer may hold them."""
+    model = small()
+    old = list(model.parameters())
+    model.set_input_size(32)
+    assert all(a is b for a, b in zip(old, model.parameters(), strict=True))
+
+
+def test_other_blocks():
+    model, x = small(), images()
+    blocks = [nn.Identity(), nn.Sequential(nn.Identity(), model.blocks[1]), model.blocks[2]]
+    expected = model.forward_head(model.norm(blocks[2](blocks[1](model.embed(x)))))
+    model.blocks = nn.Sequential(*blocks)
+    close(model(x), expected)
+
+
+@pytest.mark.parametrize("error, words, call", [
+    (TypeError, "x of dtype torch.uint8 must be floating point", lambda: small()(torch.zeros(1, 3, 32, 32).byte())),
+    (ValueError, r"num_heads \(0\) must be an integer of at least 1", lambda: small(num_heads=0)),
+    (ValueError, r"num_heads \(-3\) must be an integer", lambda: small(num_heads=-3)),
+    (ValueError, r"depth \(-1\) must be an integer", lambda: small(depth=-1)),
+    (ValueError, r"in_chans \(0\) must be an integer", lambda: small(in_chans=0)),
+    (ValueError, r"patch_size \(0, 0\) and the image's size \(32, 32\)", lambda: small(patch_size=0)),
+    (ValueError, r"the image's size \(32,\) must be two numbers", lambda: small(img_size=(32,))),
+    (ValueError, r"attn_drop \(1.5\) must be in \[0, 1\)", lambda: small(attn_drop_rate=1.5)),
+    (ValueError, r"drop_path_rate \(-0.1\) must be in \[0, 1\)", lambda: small(drop_path_rate=-0.1)),
+    (ValueError, r"indices \[\] must be integers, and at least one",
+     lambda: small().forward_intermediates(images(), [], intermediates_only=True)),
+    (ValueError, r"indices \[0.5\] must be integers", lambda: small().forward_intermediates(images(), [0.5])),
+])
+def test_bad_input_is_named(error, words, call):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_indices_may_be_a_generator():
+    model = small()
+    found = model.forward_intermediates(images(), (i for i in (0, 2)), intermediates_only=True)
+    assert len(found) == 2
