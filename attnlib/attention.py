@@ -134,8 +134,10 @@ def padding_mask(lengths, m=None):
     Raises
     ------
     ValueError
-        If `m` is less than the longest length.
+        If `lengths` has not one axis, or `m` is less than the longest length.
     """
+    if lengths.ndim != 1 or len(lengths) == 0:
+        raise ValueError(f"lengths of shape {tuple(lengths.shape)} must be (B,), at least one")
     longest = int(lengths.max())
     m = longest if m is None else m
     if m < longest:

@@ -136,8 +136,10 @@ def encode(tokenizer, texts, *, prefix=None):
     Raises
     ------
     ValueError
-        If a prefix is no token of this tokenizer, or there are not as many as texts.
+        If there are no texts, a prefix is no token of this tokenizer, or there are not as many as texts.
     """
+    if isinstance(texts, str) or len(texts) == 0:
+        raise ValueError(f"texts ({texts!r}) must be a sequence of str, at least one; a single text goes into a list")
     rows = [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
     if prefix is not None:
         unknown = sorted({token for token in prefix if tokenizer.token_to_id(token) is None})

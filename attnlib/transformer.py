@@ -262,6 +262,9 @@ class _Parts(nn.Module):
         for name, vocab in (("src_vocab", src_vocab), ("tgt_vocab", tgt_vocab)):
             if not 0 <= pad_id < vocab:
                 raise ValueError(f"pad_id ({pad_id}) must be a token of {name} ({vocab}), from 0 to {vocab - 1}")
+        for name, layers in dict(num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers).items():
+            if not isinstance(layers, int) or layers < 0:
+                raise ValueError(f"{name} ({layers!r}) must be an integer of at least 0")
         self.d_model, self.max_length, self.pad_id = d_model, max_length, pad_id
         self.src_embed = nn.Embedding(src_vocab, d_model)
         self.tgt_embed = self.src_embed if shared else nn.Embedding(tgt_vocab, d_model)

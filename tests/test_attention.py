@@ -440,3 +440,9 @@ def test_vmap_over_masks():
 def test_additive_attention_takes_no_words():
     with pytest.raises(TypeError, match=r"mask \('causal'\) must be torch.bool"):
         AdditiveAttention(4, 4, 8)(torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(2, 3, 4), "causal")
+
+
+@pytest.mark.parametrize("lengths", [torch.zeros(0, dtype=torch.long), torch.ones(3, 1, dtype=torch.long), torch.tensor(3)])
+def test_lengths_of_a_padding_mask(lengths):
+    with pytest.raises(ValueError, match=r"lengths of shape \(.*\) must be \(B,\), at least one"):
+        padding_mask(lengths)

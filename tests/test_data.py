@@ -375,3 +375,9 @@ def test_number_words_of_iterators_and_fractions():
         data.number_words([2.7], "en")
     with pytest.raises(ValueError, match=r"count \(-5\) must be at least 0"):
         data.draw_numbers(-5, 10)
+
+
+@pytest.mark.parametrize("texts", ["one two", []])
+def test_texts_are_a_sequence(texts):
+    with pytest.raises(ValueError, match=r"texts \(.*\) must be a sequence of str, at least one"):
+        data.encode(data.train_bpe(["one two"], 50), texts)

@@ -475,3 +475,10 @@ def test_attention_maps_leave_every_part_in_its_mode():
     model.encoder.eval()
     model.attention_maps(torch.randint(3, 20, (2, 6)), torch.randint(3, 20, (2, 4)))
     assert model.decoder.training and not model.encoder.training and not model.encoder.layers[0].training
+
+
+@pytest.mark.parametrize("layers", [-1, 2.0, None])
+def test_numbers_of_layers(layers):
+    for name in ("num_encoder_layers", "num_decoder_layers"):
+        with pytest.raises(ValueError, match=rf"{name} \(.*\) must be an integer of at least 0"):
+            small(**{name: layers})
