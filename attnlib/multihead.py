@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry
 
 from .attention import attention, attention_weights
 
@@ -112,11 +112,13 @@ def _weights_left(x, weight, bias):
     return y[:, :len(x)].mT.contiguous().view(*shape, -1)  # (out, rows) -> (rows, out) -> (..., out)
 
 
+def _flops(x, weight, *arguments, **options):
+    """For PyTorch's counter of operations: two for each weight and row."""
+    return 2 * x.numel() * len(weight)
+
+
 if _onednn:
-    @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
-    def _flops(x_shape, weight_shape, *arguments, out_shape=None, **options):
-        """For PyTorch's counter of operations: two for each weight and row."""
-        return 2 * math.prod(x_shape) * weight_shape[0]
+    flop_registry[_onednn] = _flops
 
 # %% ../nbs/11_multihead.ipynb #projections-class
 class _Projections(nn.Module):
