@@ -121,8 +121,7 @@ def padding_mask(lengths, m=None):
 
     Parameters
     ----------
-    lengths : int Tensor, shape (B,)
-        Number of real tokens in each sequence.
+    lengths : int Tensor, shape (B,), of real tokens in each sequence
     m : int, optional
         Number of keys, at least the longest length and by default equal to it.
 
@@ -134,7 +133,7 @@ def padding_mask(lengths, m=None):
     Raises
     ------
     ValueError
-        If `lengths` has not one axis, or `m` is less than the longest length.
+        If `lengths` has not one axis or `m` is too small.
     """
     if lengths.ndim != 1 or len(lengths) == 0:
         raise ValueError(f"lengths of shape {tuple(lengths.shape)} must be (B,), at least one")

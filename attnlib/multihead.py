@@ -13,7 +13,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import flop_registry
 
 from .attention import attention, attention_weights
 
@@ -65,7 +64,9 @@ def may_choose(x):
         return False
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._functorch.peek_interpreter_stack():
         return False
-    return forward_ad._current_level < 0 and not torch.is_autocast_enabled("cpu")
+    if torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0:  # a counter of operations, say
+        return False
+    return not torch.is_autocast_enabled("cpu")
 
 
 def _plain(*tensors):
@@ -87,7 +88,8 @@ def _onednn_takes(x, weight, bias, rows):
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype or not bias.is_contiguous()):
         return False
     if x.dtype == torch.float32:
-        return rows <= 32 or _half and torch.get_float32_matmul_precision() == "medium"
+        few = rows <= 32 and weight.numel() > 2**16  # with fewer weights the call itself takes too long
+        return few or _half and torch.get_float32_matmul_precision() == "medium"
     return _half and x.dtype == torch.bfloat16
 
 # %% ../nbs/11_multihead.ipynb #few-rows-how
@@ -111,14 +113,6 @@ def _weights_left(x, weight, bias):
     y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
     return y[:, :len(x)].mT.contiguous().view(*shape, -1)  # (out, rows) -> (rows, out) -> (..., out)
 
-
-def _flops(x, weight, *arguments, **options):
-    """For PyTorch's counter of operations: two for each weight and row."""
-    return 2 * x.numel() * len(weight)
-
-
-if _onednn:
-    flop_registry[_onednn] = _flops
 
 # %% ../nbs/11_multihead.ipynb #projections-class
 class _Projections(nn.Module):

@@ -421,7 +421,7 @@ def write_record(path, result, device="cpu"):
     part.write_text(json.dumps({**machine(device), **result}, indent=1) + "\n", encoding="utf-8")
     os.replace(part, path)
 
-
+# %% ../nbs/91_train.ipynb #records-read
 def _records():
     """{name: path} of all records."""
     here = Path(__file__).parent

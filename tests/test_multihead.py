@@ -321,14 +321,14 @@ def matmul_precision(precision):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("gelu", [True, False])
 def test_linear_in_every_precision(dtype, error, precision, rows, bias, gelu):
-    layer = Linear(256, 64, bias=bias).to(dtype)
+    layer = Linear(256, 300, bias=bias).to(dtype)
     x = torch.randn(256, rows).to(dtype).mT if rows % 2 else torch.randn(rows, 1, 512)[..., ::2].to(dtype)
     after = F.gelu if gelu else nn.Identity()
     with torch.no_grad(), matmul_precision(precision):
         out = linear(x, layer.weight, layer.bias, gelu=gelu)
         usual = after(F.linear(x, layer.weight, layer.bias))
     exact = after(F.linear(x.double(), *(None if p is None else p.double() for p in (layer.weight, layer.bias))))
-    assert out.dtype == dtype and out.is_contiguous() and out.shape == (*x.shape[:-1], 64)
+    assert out.dtype == dtype and out.is_contiguous() and out.shape == (*x.shape[:-1], 300)
     allowed = max(error, 2 * (usual - exact).abs().max().item())  # at "medium" float32 may be multiplied in bfloat16
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=allowed)
 
@@ -336,10 +336,10 @@ def test_linear_in_every_precision(dtype, error, precision, rows, bias, gelu):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_in_one_call_where_onednn_may_be_asked(dtype, monkeypatch):
     """And F.linear wherever something would not notice that another function was called."""
-    calls, weight, bias = [], torch.randn(7, 5, dtype=dtype), torch.randn(7, dtype=dtype)
+    calls, weight, bias = [], torch.randn(300, 256, dtype=dtype), torch.randn(300, dtype=dtype)
     monkeypatch.setattr(multihead, "_onednn", lambda x, w, b, *_: calls.append(1) or F.linear(x, w, b))
     monkeypatch.setattr(multihead, "_half", True)
-    x = torch.randn(9, 5, dtype=dtype)
+    x = torch.randn(9, 256, dtype=dtype)
     with torch.no_grad():
         linear(x, weight, bias)
         assert calls == [1]
@@ -349,7 +349,7 @@ def test_linear_in_one_call_where_onednn_may_be_asked(dtype, monkeypatch):
         with torch.autocast("cpu", torch.bfloat16):
             assert linear(x.float(), weight.float(), bias.float()).dtype == torch.bfloat16
         tangent = torch.func.jvp(lambda x: linear(x, weight, bias), (x,), (x,))[1]
-        torch.testing.assert_close(tangent, x @ weight.mT)
+        torch.testing.assert_close(tangent, x @ weight.mT, rtol=1e-2, atol=1e-2)
         for wrong in ((x.double(), weight, bias), (x[:, :4], weight, bias), (x, weight, bias[:6]), (x, weight[0], bias)):
             with pytest.raises(RuntimeError):
                 linear(*wrong)
@@ -361,28 +361,28 @@ def test_linear_in_one_call_where_onednn_may_be_asked(dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_with_what_onednn_cannot_read(rows, dtype):
     """A bias of which not every number counts, weights that are elsewhere, vmap, tracing, a sparse weight."""
-    x, weight, bias = torch.randn(rows, 24).to(dtype), torch.randn(7, 24).to(dtype), torch.randn(7, 3).to(dtype)
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, 256), (300, 256), (300, 3)))
     with torch.no_grad():
-        for strided in (bias[:, 1], bias[:1, 0].expand(7)):
-            close = dict(rtol=0, atol=1e-5 if dtype == torch.float32 else 0.1)
+        for strided in (bias[:, 1], bias[:1, 0].expand(300)):
+            close = dict(rtol=0, atol=1e-4 if dtype == torch.float32 else 0.5)  # of numbers around 16
             torch.testing.assert_close(linear(x, weight, strided), F.linear(x, weight, strided), **close)
         many = torch.vmap(linear, (None, None, 1))(x, weight, bias)
         torch.testing.assert_close(many, torch.stack([F.linear(x, weight, b) for b in bias.unbind(1)]), **close)
         with pytest.raises(RuntimeError):
-            Linear(24, 7, dtype=dtype, device="meta")(x)
-        layer = Linear(24, 7, dtype=dtype)
+            Linear(256, 300, dtype=dtype, device="meta")(x)
+        layer = Linear(256, 300, dtype=dtype)
         traced = torch.jit.trace(layer, x)
         for n in (1, 2, 40):
-            more = torch.randn(n, 24).to(dtype)
+            more = torch.randn(n, 256).to(dtype)
             torch.testing.assert_close(traced(more), layer(more), **close)
 
 
 def test_linear_is_counted():
-    x, weight = torch.zeros(2, 9, 5), torch.zeros(7, 5)
+    x, weight = torch.zeros(2, 9, 256), torch.zeros(300, 256)
     for dtype in (torch.float32, torch.bfloat16):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            linear(x.to(dtype), weight.to(dtype), torch.zeros(7, dtype=dtype), gelu=True)
-        assert counter.get_total_flops() == 2 * 18 * 5 * 7
+            linear(x.to(dtype), weight.to(dtype), torch.zeros(300, dtype=dtype), gelu=True)
+        assert counter.get_total_flops() == 2 * 18 * 256 * 300
 
 
 @pytest.mark.parametrize("enabled", [True, False])
