@@ -3,8 +3,8 @@
 Checks the library on CUDA, times it beside its peers and makes the chapters' full training runs, with the PyTorch that
 is there and without a network. Each part is a list of commands; `--part NAME` runs one. A part that is finished leaves a
 mark in the folder of the records and is not run again for the same commit, so an interrupted command can be given again;
-the runs `numbers`, `numbers_english` and `digits` go on from their last checkpoint. With --tiny and --device cpu all parts run at a size that means nothing,
-to see that they work before a GPU is paid for.
+the runs `numbers`, `numbers_english` and `digits` go on from their last checkpoint. With --tiny and --device cpu all
+parts run at a size that means nothing, to see that they work before a GPU is paid for.
 """
 import argparse
 import os
