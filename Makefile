@@ -6,10 +6,10 @@ BOOK   := _build/html
 PORT   ?= 8000
 NB     ?=
 PART   ?=
-ROUNDS ?= 2
+ROUNDS ?= 9
 export PYTHONPATH :=
 
-.PHONY: help book serve run test bench gpu clean
+.PHONY: help book serve run lint test bench gpu clean
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
 
@@ -35,26 +35,30 @@ serve: book ## render the book and serve it on localhost
 
 run: $(VENV)/test.stamp ## export, execute notebooks in place, clean them; NB=10_attention for one
 	$(BIN)/nbdev-export
-	$(BIN)/python tools/notebooks.py run $(NB)
+	$(BIN)/python -m tools.notebooks run $(NB)
+	$(BIN)/python _ext/chapters.py
 
-test: $(VENV)/test.stamp ## everything: export, notebooks, library, book, browser
-	$(BIN)/python tools/notebooks.py check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/test_browser.py
-	$(BIN)/python tools/notebooks.py test $(NB)
-	$(BIN)/jupyter-book build . -q -W -n --keep-going --all --path-output _build/check
-	ATTNLIB_BOOK=_build/check/_build/html $(BIN)/python -m pytest tests/test_browser.py
+lint: $(VENV)/test.stamp ## the rules that need no run: ruff, and notebooks as `make run` leaves them
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.notebooks check
 
-bench: $(VENV)/test.stamp ## time the library beside its peers and record the results; on a quiet machine; ROUNDS=5 for a record worth keeping
-	$(BIN)/python benchmarks/attention.py --repeats 5 --out benchmarks/results
-	$(BIN)/python benchmarks/translation.py --repeats $(ROUNDS) --out benchmarks/results
-	$(BIN)/python benchmarks/vision.py --models vit_small_patch16_224 --name vit --repeats $(ROUNDS) --out benchmarks/results
-	$(BIN)/python benchmarks/vision.py --models swin_tiny_patch4_window7_224 --name swin --batch 4 --repeats $(ROUNDS) --out benchmarks/results
-	$(BIN)/python benchmarks/vision.py --models swinv2_tiny_window8_256 --name swinv2 --batch 4 --repeats $(ROUNDS) --out benchmarks/results
-	$(BIN)/python benchmarks/vision.py --models tnt_s_patch16_224 --name tnt --batch 4 --repeats $(ROUNDS) --out benchmarks/results
-	$(BIN)/python tools/speed_table.py
+test: lint ## everything: rules, library, notebooks, book, browser; two or more at a time
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --ignore tests/test_browser.py
+	$(BIN)/python -m tools.notebooks test --book $(NB)
+
+bench: $(VENV)/test.stamp ## time the library beside its peers and record the results; on a quiet machine; ROUNDS=2 for a look
+	$(BIN)/python -m benchmarks.attention --repeats $(ROUNDS) --out benchmarks/results
+	$(BIN)/python -m benchmarks.translation --repeats $(ROUNDS) --out benchmarks/results
+	$(BIN)/python -m benchmarks.vision --models vit_small_patch16_224 --name vit --repeats $(ROUNDS) --out benchmarks/results
+	$(BIN)/python -m benchmarks.vision --models swin_tiny_patch4_window7_224 --name swin --batch 4 --repeats $(ROUNDS) --out benchmarks/results
+	$(BIN)/python -m benchmarks.vision --models swinv2_tiny_window8_256 --name swinv2 --batch 4 --repeats $(ROUNDS) --out benchmarks/results
+	$(BIN)/python -m benchmarks.vision --models tnt_s_patch16_224 --name tnt --batch 4 --repeats $(ROUNDS) --out benchmarks/results
+	$(BIN)/python -m benchmarks.inference --repeats $(ROUNDS) --compile --out benchmarks/results
+	$(BIN)/python -m tools.speed_table
 
 gpu: ## on a CUDA machine, with its own PyTorch and no network: check, time and record everything; PART=swin for a part
-	$(PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART))
+	$(PYTHON) -m benchmarks.gpu $(if $(PART),--part $(PART))
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) _build build dist *.egg-info

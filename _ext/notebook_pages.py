@@ -1,17 +1,23 @@
-"""How a notebook becomes a page: nbdev's directives go, a figure keeps its alternative text, boxes get clean HTML."""
+"""How a notebook becomes a page.
+
+nbdev's directives go, a figure keeps its alternative text, boxes get clean HTML.
+"""
+
 import json
 
 from docutils import nodes
 from sphinx.util import logging
 
 logger = logging.getLogger(__name__)
+IMPORTS = ("imports", "setup")  # ids of the cells whose fold is called "Imports"
 
 
 def read_notebook(app, docname, source):
-    """Change the notebook as it is read; the file, which the page offers for download, stays as it is."""
+    """Change the notebook as it is read; the file, which a page offers for download, stays."""
     if app.env.doc2path(docname).endswith(".ipynb"):
         notebook = json.loads(source[0])
-        notebook["cells"] = [cell for cell in notebook["cells"] if prepare(cell, docname)]
+        shown = [cell for cell in notebook["cells"] if prepare(cell, docname)]
+        notebook["cells"] = join_imports(shown)
         source[0] = json.dumps(notebook)
 
 
@@ -23,30 +29,59 @@ def prepare(cell, docname):
     if any(line.startswith("#|") and line[2:].split() == ["hide"] for line in lines):
         return False
     cell["source"] = "\n".join(line for line in lines if not line.startswith("#|")).strip("\n")
-    images = [output["data"] for output in cell["outputs"] if "image/png" in output.get("data", {})]
+    images = [
+        output["data"] for output in cell["outputs"] if "image/png" in output.get("data", {})
+    ]
     if len(images) > 1:
-        logger.warning("cell %r draws %d figures; one fits a cell", cell.get("id"), len(images), location=docname)
-    if images:  # `attnlib.plot.show` stores the alternative text as the picture's plain-text form
+        logger.warning(
+            "cell %r draws %d figures; one fits a cell",
+            cell.get("id"),
+            len(images),
+            location=docname,
+        )
+    # `attnlib.plot.show` stores the alternative text as the picture's plain-text form
+    if images:
         words = " ".join("".join(images[0].get("text/plain", "")).split())
         cell["metadata"].setdefault("mystnb", {}).setdefault("image", {})["alt"] = words
+    if cell.get("id") in IMPORTS:  # folded by their tag, so that a page opens with its idea
+        prompts = {"code_prompt_show": "Imports", "code_prompt_hide": "Imports"}
+        cell["metadata"].setdefault("mystnb", {}).update(prompts)
     return bool(cell["source"] or cell["outputs"])
 
 
+def join_imports(cells):
+    """One fold of imports where those of the module and those of the page follow each other."""
+    found = []
+    for cell in cells:
+        pair = [found[-1], cell] if found else []
+        if pair and all(one.get("id") in IMPORTS and not one["outputs"] for one in pair):
+            found[-1]["source"] += "\n\n" + cell["source"]
+        else:
+            found.append(cell)
+    return found
+
+
 def tidy_boxes(app, doctree, docname):
-    """Theorems and exercises: "Proof." in italics, and no id that stands on a page more than once."""
+    """Theorems and exercises: "Proof." in italics, and no id twice on a page."""
     for box in doctree.findall(nodes.admonition):
         if box["classes"][:2] == ["proof", "proof"]:
             box["ids"] = []
             word = next(box.findall(nodes.Text))
             if word.startswith("Proof. "):
-                word.parent.replace(word, [nodes.emphasis("", "Proof."), nodes.Text(word[len("Proof."):])])
+                word.parent.replace(
+                    word, [nodes.emphasis("", "Proof."), nodes.Text(word[len("Proof.") :])]
+                )
     for section in doctree.findall(nodes.section):
-        if section["ids"] and section["ids"][0] in ("proof-content", "exercise-content", "solution-content"):
+        if section["ids"] and section["ids"][0] in (
+            "proof-content",
+            "exercise-content",
+            "solution-content",
+        ):
             section["ids"] = []
 
 
 def show_lone_buttons(app, pagename, templatename, context, doctree):
-    """A menu with one entry becomes that entry, so that "Colab" is seen without opening anything."""
+    """A menu with one entry becomes that entry: "Colab" is seen without opening anything."""
     context["header_buttons"] = [
         button["buttons"][0] if len(button.get("buttons", [])) == 1 else button
         for button in context.get("header_buttons", [])
@@ -54,8 +89,13 @@ def show_lone_buttons(app, pagename, templatename, context, doctree):
 
 
 def drop_mathjax_from_every_page(app, config):
-    """Jupyter Book adds each script below _static to each page; Sphinx asks for MathJax where there are formulas."""
-    config.html_js_files = [name for name in config.html_js_files if not str(name).startswith("mathjax/")]
+    """Jupyter Book adds each script below _static to each page.
+
+    Sphinx asks for MathJax where there are formulas.
+    """
+    config.html_js_files = [
+        name for name in config.html_js_files if not str(name).startswith("mathjax/")
+    ]
 
 
 def setup(app):

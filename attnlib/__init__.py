@@ -1,8 +1,16 @@
 """Attention and the transformers built on it: the library of the book."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-from .attention import AdditiveAttention, attention_backend, attention_weights, causal_mask, padding_mask
+from .attention import (
+    AdditiveAttention,
+    attention_backend,
+    attention_weights,
+    causal_mask,
+    padding_mask,
+    record_attention,
+    register_backend,
+)
 from .deit import DistilledVisionTransformer
 from .models import create_model, list_models, load_pretrained
 from .multihead import MultiHeadAttention
@@ -42,6 +50,8 @@ __all__ = [
     "list_models",
     "load_pretrained",
     "padding_mask",
+    "record_attention",
+    "register_backend",
     "sincos_2d",
     "sinusoidal_encoding",
 ]

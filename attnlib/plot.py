@@ -10,15 +10,19 @@ __all__ = ['BLUE', 'ORANGE', 'GREEN', 'RED', 'PURPLE', 'SKY', 'BLACK', 'STYLE', 
 import io
 import itertools
 
-import matplotlib.pyplot as plt
 import torch
-from cycler import cycler
-from IPython.display import display
+
+try:
+    import matplotlib.pyplot as plt
+    from cycler import cycler
+    from IPython.display import display
+    from matplotlib.offsetbox import AnnotationBbox, OffsetImage
+except ModuleNotFoundError as error:
+    raise ImportError(f'{error.name} is missing: pip install "attnlib[plot]"') from error
 
 # %% ../nbs/92_plot.ipynb #style
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#222222",
-)
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PURPLE, SKY, BLACK = "#CC79A7", "#56B4E9", "#222222"
 
 STYLE = {
     "axes.prop_cycle": cycler(color=[BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK]),
@@ -36,7 +40,7 @@ STYLE = {
 
 
 def set_style():
-    """Draw every later figure in the book's style: color-blind-safe colors, opaque background, text for phones."""
+    """Draw every later figure in the book's style."""
     plt.rcParams.update(STYLE)
 
 # %% ../nbs/92_plot.ipynb #show
@@ -70,13 +74,14 @@ def plot_attention(weights, queries=None, keys=None, *, titles=None, vmax=None, 
     weights : Tensor, shape (N, M) or (h, N, M)
         Attention of N queries to M keys; one panel for each of the h matrices.
     queries, keys : sequence of str or of images, optional
-        Labels of the rows and of the columns. An image is an array of shape (H, W) or (H, W, C).
+        Labels of the rows and of the columns. An image is an array (H, W) or (H, W, C).
     titles : sequence of str, optional
         A title for each panel.
     vmax : float, optional
         Upper end of the color scale; the largest weight by default.
     values : bool, optional
-        Write each weight into its cell; by default where the matrix has at most 8 columns.
+        Write each weight into its cell; by default where there are at most 8 columns and
+        2 panels.
 
     Returns
     -------
@@ -85,22 +90,26 @@ def plot_attention(weights, queries=None, keys=None, *, titles=None, vmax=None, 
     Raises
     ------
     ValueError
-        If `weights` has another number of axes, or the labels or titles another number of entries.
+        If `weights` has another number of axes, or the labels or titles another number of
+        entries.
     """
     weights = torch.as_tensor(weights).detach().float().cpu()
     if weights.ndim not in (2, 3):
         raise ValueError(f"weights of shape {tuple(weights.shape)} must be (N, M) or (h, N, M)")
     weights = weights.reshape(-1, *weights.shape[-2:])  # (h, N, M)
     h, n, m = weights.shape
-    for name, labels, wanted in ("queries", queries, n), ("keys", keys, m), ("titles", titles, h):
+    for name, labels, wanted in (("queries", queries, n), ("keys", keys, m),
+                                 ("titles", titles, h)):
         if labels is not None and len(labels) != wanted:
-            raise ValueError(f"{name} has {len(labels)} entries; weights of shape {(h, n, m)} need {wanted}")
-    return _draw(weights, queries, keys, titles, vmax or weights.max().item() or 1.0, values)
+            raise ValueError(f"{name} has {len(labels)} entries; "
+                             f"weights of shape {(h, n, m)} need {wanted}")
+    vmax = vmax or weights.max().item() or 1.0
+    values = m <= 8 and h <= 2 if values is None else values
+    return _draw(weights, queries, keys, titles, vmax, values)
 
 # %% ../nbs/92_plot.ipynb #draw
 def _draw(weights, queries, keys, titles, vmax, values):
     h, n, m = weights.shape
-    values = m <= 8 and h <= 2 if values is None else values
     width = 7.0 if h * m > 6 else 4.5
     height = min(0.8 * width * n / (h * m), 7) + 1.0
     figure, axes = plt.subplots(1, h, figsize=(width, height), squeeze=False, sharey=True)
@@ -109,45 +118,41 @@ def _draw(weights, queries, keys, titles, vmax, values):
         axis.spines[:].set_visible(False)
         axis.set_xlabel("keys")
         axis.set_title(titles[i] if titles else "", fontsize=11)
-        _label(axis, "x", keys, m)
+        _label(axis, "x", keys)
         if i == 0:
             axis.set_ylabel("queries")
-            _label(axis, "y", queries, n)
+            _label(axis, "y", queries)
         if values:
             _write(axis, weights[i], vmax)
     figure.colorbar(heat, ax=axes, label="weight", shrink=0.9, aspect=15)
     return figure
 
 # %% ../nbs/92_plot.ipynb #labels
-def _label(axis, side, labels, count):
-    """Put words or little images beside the rows ("y") or below the columns ("x") of a heat map."""
-    from matplotlib.offsetbox import AnnotationBbox, OffsetImage
-
+def _label(axis, side, labels):
+    """Put words or little images beside the rows ("y") or below the columns ("x")."""
     if labels is None:
         return
-    set_ticks = axis.set_xticks if side == "x" else axis.set_yticks
+    n, ruler = len(labels), axis.xaxis if side == "x" else axis.yaxis
     if isinstance(labels[0], str):
-        crowded = side == "x" and max(map(len, labels)) * count > 25
-        set_ticks(range(count), labels, rotation=90 if crowded else 0)
+        crowded = side == "x" and max(map(len, labels)) * n > 25
+        ruler.set_ticks(range(n), labels, rotation=90 if crowded else 0)
         return
-    set_ticks(range(count), [""] * count)
+    ruler.set_ticks(range(n), [""] * n)
+    ruler.labelpad = 18  # room for the images
     for i, image in enumerate(labels):
-        place = (i, 0) if side == "x" else (0, i)
-        frame = axis.get_xaxis_transform() if side == "x" else axis.get_yaxis_transform()
-        zoom = 18 / max(image.shape[:2])
-        axis.add_artist(AnnotationBbox(
-            OffsetImage(image, zoom=zoom, cmap="gray_r"), place, xycoords=frame, frameon=False,
-            xybox=(0, -13) if side == "x" else (-13, 0), boxcoords="offset points",
-        ))
-    (axis.xaxis if side == "x" else axis.yaxis).labelpad = 18
+        picture = OffsetImage(image, zoom=18 / max(image.shape[:2]), cmap="gray_r")
+        place, beside, frame = (((i, 0), (0, -13), axis.get_xaxis_transform()) if side == "x"
+                                else ((0, i), (-13, 0), axis.get_yaxis_transform()))
+        axis.add_artist(AnnotationBbox(picture, place, xybox=beside, xycoords=frame,
+                                       boxcoords="offset points", frameon=False))
 
 
 def _write(axis, matrix, vmax):
     """Write each weight into its cell, dark on light and light on dark."""
     for row, line in enumerate(matrix.tolist()):
         for column, weight in enumerate(line):
-            color = "black" if weight > vmax / 2 else "white"
-            axis.text(column, row, f"{weight:.2f}", ha="center", va="center", color=color, fontsize=9)
+            axis.text(column, row, f"{weight:.2f}", ha="center", va="center", fontsize=9,
+                      color="black" if weight > vmax / 2 else "white")
 
 # %% ../nbs/92_plot.ipynb #plot-history
 def plot_history(history, *, x="step", log=()):
@@ -156,7 +161,8 @@ def plot_history(history, *, x="step", log=()):
     Parameters
     ----------
     history : list of dict, or dict of such lists
-        Records with the key `x` and numbers under any other keys; a dictionary gives several named runs.
+        Records with the key `x` and numbers under any other keys; a dictionary gives several
+        named runs.
     x : str
         The key on the horizontal axis.
     log : sequence of str
@@ -175,8 +181,10 @@ def plot_history(history, *, x="step", log=()):
     records = [record for run in runs.values() for record in run]
     if not records:
         raise ValueError(f"history ({history!r}) holds no record")
-    if any(x not in record for record in records):
-        raise ValueError(f"x ({x!r}) must be a key of every record; one has only {sorted(min(records, key=len))}")
+    for record in records:
+        if x not in record:
+            raise ValueError(
+                f"x ({x!r}) must be a key of every record; one has only {sorted(record)}")
     names = list(dict.fromkeys(key for record in records for key in record if key != x))
     figure, axes = plt.subplots(1, len(names), squeeze=False)
     for name, axis in zip(names, axes[0]):

@@ -29,7 +29,7 @@ def position_angles(positions, dim, *, base=10000.0):
     Returns
     -------
     float64 Tensor, shape (..., dim / 2)
-        Radians; on the positions' device, or on the CPU where that device knows no float64 (MPS).
+        Radians; on the positions' device, or on the CPU where that knows no float64 (MPS).
 
     Raises
     ------
@@ -39,18 +39,22 @@ def position_angles(positions, dim, *, base=10000.0):
         If `positions` is in half precision, in which neighboring positions coincide.
     """
     if dim <= 0 or dim % 2:
-        raise ValueError(f"dim ({dim}) must be even and positive: each frequency takes two entries")
+        raise ValueError(
+            f"dim ({dim}) must be even and positive: each frequency takes two entries")
     if base <= 0:
         raise ValueError(f"base ({base}) must be positive")
     if positions.dtype in (torch.bfloat16, torch.float16):
-        raise TypeError(f"positions of dtype {positions.dtype} must be integers, float32 or float64")
+        raise TypeError(
+            f"positions of dtype {positions.dtype} must be integers, float32 or float64")
     positions = positions.cpu() if positions.device.type == "mps" else positions
-    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
+    frequencies = base**-exponents  # ω_i, (dim / 2)
     return positions[..., None].double() * frequencies  # (..., 1) * (dim / 2) -> (..., dim / 2)
 
 # %% ../nbs/12_position.ipynb #sinusoidal
-def sinusoidal_encoding(length, dim, *, offset=0, base=10000.0, device=None, dtype=torch.float32):
-    """The sinusoidal position encoding, sines and cosines interleaved (Vaswani et al. 2017, section 3.5).
+def sinusoidal_encoding(length, dim, *, offset=0, base=10000.0, device=None,
+                        dtype=torch.float32):
+    """The sinusoidal position encoding of Vaswani et al. (2017, section 3.5).
 
     Parameters
     ----------
@@ -83,7 +87,9 @@ def sinusoidal_encoding(length, dim, *, offset=0, base=10000.0, device=None, dty
 
 # %% ../nbs/12_position.ipynb #learned
 class LearnedPositionalEmbedding(nn.Module):
-    """Adds a learned vector to the token at each position (Vaswani et al. 2017, section 3.5; BERT, GPT-2, ViT).
+    """Adds a learned vector to the token at each position, as BERT, GPT-2 and ViT do.
+
+    Vaswani et al. (2017, section 3.5) tried it and found it as good as their sinusoids.
 
     Parameters
     ----------
@@ -105,20 +111,22 @@ class LearnedPositionalEmbedding(nn.Module):
         for name, value in ("max_length", max_length), ("embed_dim", embed_dim):
             if value <= 0:
                 raise ValueError(f"{name} ({value}) must be positive")
-        self.weight = nn.Parameter(torch.empty(max_length, embed_dim, device=device, dtype=dtype))
+        table = torch.empty(max_length, embed_dim, device=device, dtype=dtype)
+        self.weight = nn.Parameter(table)
         self.reset_parameters()
 
     def reset_parameters(self):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x, *, offset=0):
-        """Add the rows `offset`, `offset` + 1, ... of the table to the tokens `x` of shape (..., N, embed_dim).
+        """Add the rows `offset`, `offset` + 1, ... to the tokens `x` (..., N, embed_dim).
 
         Raises ValueError if a token stands where the table has no row, or has another width.
         """
         max_length, embed_dim = self.weight.shape
         if x.shape[-1] != embed_dim:
-            raise ValueError(f"x of width {x.shape[-1]} must have the width of the table, embed_dim ({embed_dim})")
+            raise ValueError(f"x of width {x.shape[-1]} must have the width of the table, "
+                             f"embed_dim ({embed_dim})")
         first, end = offset, offset + x.shape[-2]
         if first < 0 or end > max_length:
             inside = f"0 to {max_length - 1} (max_length - 1)"
@@ -127,7 +135,9 @@ class LearnedPositionalEmbedding(nn.Module):
 
 # %% ../nbs/12_position.ipynb #relative-positions
 def relative_positions(n, m=None, *, device=None):
-    """The offsets j - i from query i to key j; with more keys than queries, the queries are the last n positions.
+    """The offsets j - i from query i to key j.
+
+    With more keys than queries, the queries are the last positions.
 
     Parameters
     ----------
@@ -148,13 +158,17 @@ def relative_positions(n, m=None, *, device=None):
     """
     m = n if m is None else m
     if m < n:
-        raise ValueError(f"m ({m}) must be at least n ({n}): the queries are the last n of the m positions")
+        raise ValueError(
+            f"m ({m}) must be at least n ({n}): the queries are the last n of the m positions")
     positions = torch.arange(m, device=device)
     return positions - positions[m - n :, None]  # (m) - (n, 1) -> (n, m)
 
 # %% ../nbs/12_position.ipynb #bucket
-def relative_position_bucket(relative_position, *, bidirectional=True, num_buckets=32, max_distance=128):
-    """T5's bucket for each offset from a query to a key (Raffel et al. 2020, section 2.1, and their code).
+def relative_position_bucket(relative_position, *, bidirectional=True, num_buckets=32,
+                             max_distance=128):
+    """T5's bucket for each offset from a query to a key (Raffel et al. 2020, section 2.1).
+
+    The borders are those of their code.
 
     Parameters
     ----------
@@ -174,36 +188,43 @@ def relative_position_bucket(relative_position, *, bidirectional=True, num_bucke
     Raises
     ------
     ValueError
-        If there are fewer than two buckets for a direction, or `max_distance` does not exceed the exact ones.
+        If there are fewer than two buckets for a direction, or `max_distance` does not exceed
+        the exact ones.
     TypeError
         If `relative_position` is not of an integer type.
     """
     if relative_position.is_floating_point() or relative_position.dtype == torch.bool:
-        raise TypeError(f"relative_position of dtype {relative_position.dtype} must be of an integer dtype")
+        raise TypeError(
+            f"relative_position of dtype {relative_position.dtype} must be of an integer dtype")
     one_way = num_buckets // 2 if bidirectional else num_buckets
     exact = one_way // 2
     if exact < 1:
-        raise ValueError(f"num_buckets ({num_buckets}) must be at least {4 if bidirectional else 2}")
+        raise ValueError(
+            f"num_buckets ({num_buckets}) must be at least {4 if bidirectional else 2}")
     if max_distance <= exact:
-        raise ValueError(f"max_distance ({max_distance}) must exceed the number of exact buckets ({exact})")
+        raise ValueError(
+            f"max_distance ({max_distance}) must exceed the number of exact buckets ({exact})")
     steps = torch.arange(1, one_way - exact, dtype=torch.float64) / (one_way - exact)
-    starts = (exact * (max_distance / exact) ** steps - 1e-9).ceil().long()  # an integer start stays itself
+    # an integer start stays itself
+    starts = (exact * (max_distance / exact) ** steps - 1e-9).ceil().long()
     starts = torch.cat([torch.arange(1, exact + 1), starts]).to(relative_position.device)
     distance = relative_position.abs() if bidirectional else (-relative_position).clamp(min=0)
-    bucket = torch.bucketize(distance, starts, right=True)  # how many buckets start at or before the distance
+    bucket = torch.bucketize(distance, starts, right=True)  # counts the starts up to it
     return bucket + (relative_position > 0) * one_way if bidirectional else bucket
 
 # %% ../nbs/12_position.ipynb #relative-bias
 class RelativePositionBias(nn.Module):
-    """T5's relative position bias: a learned number for each head and bucket of offsets (Raffel et al. 2020, 2.1).
+    """T5's bias: a learned number for each head and bucket (Raffel et al. 2020, section 2.1).
 
-    The parameter has the name and the shape of Hugging Face's T5: `relative_attention_bias.weight`, (num_buckets, h).
+    The parameter has the name and the shape of Hugging Face's T5:
+    `relative_attention_bias.weight`, (num_buckets, h).
 
     Parameters
     ----------
     num_heads : int
     bidirectional : bool
-        Tell keys after the query from keys before it, as an encoder needs; a decoder sets it to False.
+        Tell keys after the query from keys before it, as an encoder needs; a decoder sets it
+        to False.
     num_buckets, max_distance : int
         See `relative_position_bucket`.
 
@@ -217,8 +238,9 @@ class RelativePositionBias(nn.Module):
         super().__init__()
         if num_heads <= 0:
             raise ValueError(f"num_heads ({num_heads}) must be positive")
-        self.buckets = dict(bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance)
-        relative_position_bucket(torch.zeros(1, dtype=torch.long), **self.buckets)  # raises where they are impossible
+        self.buckets = dict(bidirectional=bidirectional, num_buckets=num_buckets,
+                            max_distance=max_distance)
+        relative_position_bucket(torch.tensor([0]), **self.buckets)  # are they possible?
         self.relative_attention_bias = nn.Embedding(num_buckets, num_heads)
         self.reset_parameters()
 
@@ -226,24 +248,25 @@ class RelativePositionBias(nn.Module):
         nn.init.normal_(self.relative_attention_bias.weight, std=0.02)
 
     def forward(self, n, m=None):
-        """The bias (h, n, m) of `n` queries and `m` keys; the queries are the last `n` of the `m` positions."""
+        """The bias (h, n, m) of `m` keys and `n` queries, the last `n` of the `m` positions."""
         offsets = relative_positions(n, m, device=self.relative_attention_bias.weight.device)
-        bias = self.relative_attention_bias(relative_position_bucket(offsets, **self.buckets))  # (n, m, h)
-        return bias.permute(2, 0, 1)  # (n, m, h) -> (h, n, m)
+        buckets = relative_position_bucket(offsets, **self.buckets)  # (n, m)
+        return self.relative_attention_bias(buckets).permute(2, 0, 1)  # (n, m, h) -> (h, n, m)
 
 # %% ../nbs/12_position.ipynb #alibi
 def alibi_slopes(num_heads, *, device=None):
-    """ALiBi's slope for each head, shape (num_heads,) (Press et al. 2022, section 3, and their code)."""
+    """ALiBi's slope for each head, shape (num_heads,) (Press et al. 2022, section 3)."""
     if num_heads <= 0:
         raise ValueError(f"num_heads ({num_heads}) must be positive")
     power = 2 ** int(math.log2(num_heads))  # the greatest power of two up to num_heads
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
-    between = [2 ** (-4 * h / power) for h in range(1, 2 * power, 2)]  # every second slope of twice as many heads
+    # for other numbers, as in their code: every second slope of twice as many heads
+    between = [2 ** (-4 * h / power) for h in range(1, 2 * power, 2)]
     return torch.tensor(slopes + between[: num_heads - power], device=device)
 
 
 def alibi_bias(num_heads, n, m=None, *, device=None, dtype=torch.float32):
-    """ALiBi's bias, minus the slope times the distance of query and key (Press et al. 2022, section 3).
+    """ALiBi's bias: minus slope times distance of query and key (Press et al. 2022, section 3).
 
     Parameters
     ----------
@@ -251,7 +274,8 @@ def alibi_bias(num_heads, n, m=None, *, device=None, dtype=torch.float32):
     n : int
         Number of queries.
     m : int, optional
-        Number of keys, at least `n`; `n` by default. The queries are the last `n` of the `m` positions.
+        Number of keys, at least `n`; `n` by default. The queries are the last `n` of the `m`
+        positions.
     device, dtype
         Of the result.
 
@@ -265,12 +289,13 @@ def alibi_bias(num_heads, n, m=None, *, device=None, dtype=torch.float32):
     ValueError
         If `num_heads` is not positive or `m` is less than `n`.
     """
-    distance = relative_positions(n, m, device=device).abs()
-    return (-alibi_slopes(num_heads, device=device)[:, None, None] * distance).to(dtype)  # (h, 1, 1) * (n, m)
+    distance = relative_positions(n, m, device=device).abs()  # (n, m)
+    slopes = alibi_slopes(num_heads, device=device)[:, None, None]  # (h, 1, 1)
+    return (-slopes * distance).to(dtype)
 
 # %% ../nbs/12_position.ipynb #sincos-2d
 def sincos_2d(height, width, dim, *, device=None, dtype=torch.float32):
-    """The two-dimensional sine-cosine encoding of a grid, in the order of MAE's weights (He et al. 2022, their code).
+    """The sine-cosine encoding of a grid, in the order of MAE's weights (He et al. 2022).
 
     Parameters
     ----------
@@ -284,8 +309,8 @@ def sincos_2d(height, width, dim, *, device=None, dtype=torch.float32):
     Returns
     -------
     Tensor, shape (height * width, dim)
-        Row by row, for each cell: sines of the column, cosines of the column, sines of the row, cosines of the row,
-        dim / 4 entries each.
+        Row by row, for each cell: sines of the column, cosines of the column, sines of the row,
+        cosines of the row, dim / 4 entries each.
 
     Raises
     ------
@@ -295,14 +320,19 @@ def sincos_2d(height, width, dim, *, device=None, dtype=torch.float32):
     if height < 0 or width < 0:
         raise ValueError(f"height ({height}) and width ({width}) must be at least 0")
     if dim <= 0 or dim % 4:
-        raise ValueError(f"dim ({dim}) must be positive and divisible by 4: sine and cosine of row and column")
+        raise ValueError(f"dim ({dim}) must be positive and divisible by 4: "
+                         "sine and cosine of row and column")
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    x, y = (position_angles(t.flatten(), dim // 2) for t in (columns, rows))  # (height * width, dim / 4) each
-    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1).to(device=device, dtype=dtype)
+    # angles of all cells, (height * width, dim / 4) each
+    x, y = (position_angles(t.flatten(), dim // 2) for t in (columns, rows))
+    encoding = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1)
+    return encoding.to(device=device, dtype=dtype)  # (height * width, dim)
 
 # %% ../nbs/12_position.ipynb #rotary
 def rotate_pairs(x, angles):
-    """Turn the pairs (x_0, x_1), (x_2, x_3), ... of the last axis counterclockwise (Su et al. 2024, equation 34).
+    """Turn the pairs (x_0, x_1), (x_2, x_3), ... of the last axis counterclockwise.
+
+    Su et al. (2024, equation 34), as a product of complex numbers.
 
     Parameters
     ----------
@@ -322,27 +352,37 @@ def rotate_pairs(x, angles):
         If d is odd or the angles do not fit.
     """
     if x.shape[-1] == 0 or x.shape[-1] % 2:
-        raise ValueError(f"x of shape {tuple(x.shape)} must have an even last axis: it is turned in pairs")
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} must have an even last axis: it is turned in pairs")
     pairs = (*x.shape[:-1], x.shape[-1] // 2)
-    if len(angles.shape) > len(pairs) or any(a not in (1, p) for a, p in zip(angles.shape[::-1], pairs[::-1])):
-        raise ValueError(f"angles of shape {tuple(angles.shape)} must broadcast to {pairs}, one for each pair of x")
+    _check_broadcast("angles", angles, pairs, "one for each pair of x")
     dtype = torch.promote_types(x.dtype, torch.float32)
-    complex_dtype = torch.promote_types(dtype, torch.complex64)
-    turn = torch.polar(torch.ones_like(angles), angles).to(device=x.device, dtype=complex_dtype)  # e^(i · angle)
-    z = torch.view_as_complex(x.to(dtype).contiguous().unflatten(-1, (-1, 2)))  # (..., N, d) -> (..., N, d / 2)
-    return torch.view_as_real(z * turn).flatten(-2).to(x.dtype)  # (..., N, d / 2, 2) -> (..., N, d)
+    turn = torch.polar(torch.ones_like(angles), angles)  # e^(i · angle)
+    turn = turn.to(device=x.device, dtype=torch.promote_types(dtype, torch.complex64))
+    z = x.to(dtype).contiguous().unflatten(-1, (-1, 2))  # (..., N, d) -> (..., N, d / 2, 2)
+    z = torch.view_as_complex(z)  # -> (..., N, d / 2)
+    return torch.view_as_real(z * turn).flatten(-2).to(x.dtype)  # -> (..., N, d)
+
+
+def _check_broadcast(name, x, shape, what):
+    fits = all(a in (1, b) for a, b in zip(x.shape[::-1], shape[::-1]))
+    if x.ndim > len(shape) or not fits:
+        raise ValueError(
+            f"{name} of shape {tuple(x.shape)} must broadcast to {tuple(shape)}, {what}")
 
 # %% ../nbs/12_position.ipynb #apply-rotary
 def apply_rotary(x, positions, *, base=10000.0):
-    """Turn queries or keys by their positions: rotary position embedding (Su et al. 2024, section 3.2).
+    """Rotary position embedding: turn queries or keys by their positions.
+
+    Su et al. (2024, section 3.2).
 
     Parameters
     ----------
     x : Tensor, shape (..., N, d)
         Queries or keys, with an even d; for heads (B, h, N, d).
     positions : Tensor, shape (N,) or broadcastable to (..., N)
-        Any numbers: 0, ..., N - 1, or, with a cache, the positions of the new tokens. Where each sequence of a batch
-        has its own, shape (B, 1, N).
+        Any numbers: 0, ..., N - 1, or, with a cache, the positions of the new tokens. Where
+        each sequence of a batch has its own, shape (B, 1, N).
     base : float
         The wavelengths run from 2π to almost 2π · base.
 
@@ -357,7 +397,5 @@ def apply_rotary(x, positions, *, base=10000.0):
     TypeError
         If `positions` is in half precision.
     """
-    tokens = tuple(x.shape[:-1])
-    if len(positions.shape) > len(tokens) or any(p not in (1, t) for p, t in zip(positions.shape[::-1], tokens[::-1])):
-        raise ValueError(f"positions of shape {tuple(positions.shape)} must broadcast to {tokens}, the tokens of x")
+    _check_broadcast("positions", positions, x.shape[:-1], "the tokens of x")
     return rotate_pairs(x, position_angles(positions, x.shape[-1], base=base))

@@ -30,19 +30,32 @@ class RecurrentEncoder(nn.Module):
         self.gru = nn.GRU(embed_dim, hidden_dim, batch_first=True, bidirectional=True)
 
     def forward(self, src):
-        """Read sentences: int64 Tensor, shape (B, M), each with at least one token before its padding.
+        """Read sentences.
 
-        Returns the states (B, M, 2·hidden), zero on padding; the summary (B, 2·hidden), the last state of each
-        direction; and the mask (B, M), True on tokens. Raises ValueError or TypeError for tokens that do not fit.
+        Parameters
+        ----------
+        src : int64 Tensor, shape (B, M)
+            Each sentence has at least one token before its padding.
+
+        Returns
+        -------
+        states : Tensor, shape (B, M, 2 * hidden_dim)
+            The annotations, zero on padding.
+        summary : Tensor, shape (B, 2 * hidden_dim)
+            The last state of each direction.
+        mask : bool Tensor, shape (B, M)
+            True on tokens.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For tokens that do not fit.
         """
         _check_tokens("src", src, self.embed.num_embeddings)
         mask = src != self.embed.padding_idx  # (B, M)
-        if not mask.any(-1).all():
-            row = mask.any(-1).long().argmin().item()
-            raise ValueError(f"src has no token in row {row}; every sentence must have at least one before its padding")
-        if (mask[:, 1:] & ~mask[:, :-1]).any():
-            raise ValueError(f"src has padding ({self.embed.padding_idx}) before a token; it must stand at the end")
-        packed = pack_padded_sequence(self.embed(src), mask.sum(-1).cpu(), batch_first=True, enforce_sorted=False)
+        _check_padding("src", mask, self.embed.padding_idx)
+        packed = pack_padded_sequence(self.embed(src), mask.sum(-1).cpu(), batch_first=True,
+                                      enforce_sorted=False)
         states, last = self.gru(packed)  # last: (2, B, hidden)
         states, _ = pad_packed_sequence(states, batch_first=True, total_length=src.shape[1])
         return states, last.transpose(0, 1).flatten(1), mask  # (2, B, hidden) -> (B, 2 hidden)
@@ -51,19 +64,37 @@ class RecurrentEncoder(nn.Module):
 def _check_tokens(name, tokens, vocab_size):
     """Raise unless `tokens` are (B, N) whole numbers of the vocabulary."""
     if tokens.dtype != torch.int64:
-        raise TypeError(f"{name} of dtype {tokens.dtype} must be torch.int64, the numbers of tokens")
+        raise TypeError(
+            f"{name} of dtype {tokens.dtype} must be torch.int64, the numbers of tokens")
     if tokens.ndim != 2 or len(tokens) == 0:
-        raise ValueError(f"{name} of shape {tuple(tokens.shape)} must have 2 axes, (sentences, tokens), and a sentence")
+        raise ValueError(f"{name} of shape {tuple(tokens.shape)} must have 2 axes, "
+                         "(sentences, tokens), and a sentence")
     if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         low, high = tokens.min().item(), tokens.max().item()
-        raise ValueError(f"{name} has tokens from {low} to {high}; they must be from 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"{name} has tokens from {low} to {high}; they must be from 0 to {vocab_size - 1}")
+
+
+def _check_padding(name, mask, padding_idx):
+    """Raise unless each row of `mask` (B, M), True on tokens, has some, and padding behind."""
+    if not mask.any(-1).all():
+        row = mask.any(-1).long().argmin().item()
+        raise ValueError(f"{name} has no token in row {row}; "
+                         "every sentence must have at least one before its padding")
+    if (mask[:, 1:] & ~mask[:, :-1]).any():
+        raise ValueError(f"{name} has padding ({padding_idx}) before a token; "
+                         "it must stand at the end")
 
 # %% ../nbs/20_seq2seq.ipynb #decoder
 class RecurrentDecoder(nn.Module):
     """A GRU that writes the target (Bahdanau et al. 2015, section 3.1).
 
-    `attention=True` gives each step its own average of the encoder's states as context, False the summary to all.
-    The other arguments are those of `RecurrentEncoder`, whose `hidden_dim` must be the same.
+    Parameters
+    ----------
+    vocab_size, embed_dim, hidden_dim, padding_idx : int
+        As for `RecurrentEncoder`, whose `hidden_dim` must be the same.
+    attention : bool
+        Give each step its own average of the encoder's states as context; else the summary.
     """
 
     def __init__(self, vocab_size, embed_dim, hidden_dim, *, attention=True, padding_idx=0):
@@ -71,92 +102,151 @@ class RecurrentDecoder(nn.Module):
         context_dim = 2 * hidden_dim
         self.embed = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx)
         self.start = nn.Linear(hidden_dim, hidden_dim)
-        self.attend = AdditiveAttention(hidden_dim, context_dim, hidden_dim) if attention else None
+        self.attend = None
+        if attention:
+            self.attend = AdditiveAttention(hidden_dim, context_dim, hidden_dim)
         self.cell = nn.GRUCell(embed_dim + context_dim, hidden_dim)
         self.readout = nn.Linear(hidden_dim + embed_dim + context_dim, vocab_size)
 
     def first_state(self, summary):
-        """s_0 = tanh(W_s ←h_1): (B, 2·hidden) -> (B, hidden)."""
+        """s_0 = tanh(W_s ←h_1): (B, 2 * hidden_dim) -> (B, hidden_dim)."""
         return self.start(summary.chunk(2, dim=-1)[1]).tanh()
 
     def step(self, tokens, state, memory):
-        """One step: tokens (B,), state (B, hidden) -> logits (B, vocab), state, weights (B, M) or None."""
-        states, context, mask = memory  # what the encoder returned
+        """One step, from y_{i-1} and s_{i-1} to the logits of y_i.
+
+        Parameters
+        ----------
+        tokens : int64 Tensor, shape (B,)
+        state : Tensor, shape (B, hidden_dim)
+        memory : tuple
+            What the encoder returned.
+
+        Returns
+        -------
+        logits : Tensor, shape (B, vocab_size)
+        state : Tensor, shape (B, hidden_dim)
+        weights : Tensor, shape (B, M), or None without attention
+        """
+        states, context, mask = memory
         weights = None
         if self.attend is not None:
-            weights = self.attend.attention_weights(state[:, None], states, mask[:, None])  # (B, 1, M)
-            context, weights = (weights @ states)[:, 0], weights[:, 0]  # (B, 2 hidden), (B, M)
+            weights = self.attend.attention_weights(state[:, None], states, mask[:, None])
+            context, weights = (weights @ states)[:, 0], weights[:, 0]  # of the one query
         y = self.embed(tokens)  # (B, embed)
         state = self.cell(torch.cat([y, context], dim=-1), state)
         return self.readout(torch.cat([state, y, context], dim=-1)), state, weights
 
     def forward(self, tgt, memory):
-        """All steps, each after the true token: tgt (B, N) -> logits (B, N, vocab), weights (B, N, M) or None."""
+        """All steps, each after the true token.
+
+        `tgt` is an int64 Tensor (B, N), `memory` what the encoder returned. Returns logits
+        (B, N, vocab_size) and weights (B, N, M), or None without attention.
+        """
         _check_tokens("tgt", tgt, self.embed.num_embeddings)
         state, logits, weights = self.first_state(memory[1]), [], []
         for tokens in tgt.unbind(1):  # a loop that no attention removes: s_i needs s_{i-1}
             logit, state, weight = self.step(tokens, state, memory)
             logits.append(logit)
             weights.append(weight)
-        return torch.stack(logits, dim=1), None if self.attend is None else torch.stack(weights, dim=1)
+        weights = None if self.attend is None else torch.stack(weights, dim=1)
+        return torch.stack(logits, dim=1), weights
 
 # %% ../nbs/20_seq2seq.ipynb #model
 class Seq2Seq(nn.Module):
-    """The recurrent encoder-decoder, with additive attention (Bahdanau et al. 2015) or without (Cho et al. 2014).
+    """The recurrent encoder-decoder, with or without attention.
 
-    `src_vocab` and `tgt_vocab` are the sizes of the vocabularies, `embed_dim` the width of embeddings, `hidden_dim` of
-    the states. `padding_idx` pads sentences at their end in both languages. Raises ValueError for a size below 1.
+    Bahdanau et al. (2015) describe the one, Cho et al. (2014) the other.
+
+    Parameters
+    ----------
+    src_vocab, tgt_vocab : int
+        Sizes of the vocabularies.
+    embed_dim, hidden_dim : int
+        Width of the embeddings, and of the states.
+    attention : bool
+        Additive attention of every step to all source states, or one vector for all steps.
+    padding_idx : int
+        The token that pads sentences at their end, in both languages.
+
+    Raises
+    ------
+    ValueError
+        For a size below 1.
     """
 
-    def __init__(self, src_vocab, tgt_vocab, *, embed_dim=64, hidden_dim=128, attention=True, padding_idx=0):
+    def __init__(self, src_vocab, tgt_vocab, *, embed_dim=64, hidden_dim=128, attention=True,
+                 padding_idx=0):
         super().__init__()
-        sizes = dict(src_vocab=src_vocab, tgt_vocab=tgt_vocab, embed_dim=embed_dim, hidden_dim=hidden_dim)
+        sizes = dict(src_vocab=src_vocab, tgt_vocab=tgt_vocab, embed_dim=embed_dim,
+                     hidden_dim=hidden_dim)
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} ({size}) must be at least 1")
-        self.encoder = RecurrentEncoder(src_vocab, embed_dim, hidden_dim, padding_idx=padding_idx)
-        self.decoder = RecurrentDecoder(tgt_vocab, embed_dim, hidden_dim, attention=attention, padding_idx=padding_idx)
+        self.encoder = RecurrentEncoder(src_vocab, embed_dim, hidden_dim,
+                                        padding_idx=padding_idx)
+        self.decoder = RecurrentDecoder(tgt_vocab, embed_dim, hidden_dim, attention=attention,
+                                        padding_idx=padding_idx)
 
     def forward(self, src, tgt):
-        """Logits (B, N, tgt_vocab) of the token after each one of tgt (B, N), given src (B, M)."""
+        """The logits of the token after each one of the target.
+
+        From tokens src (B, M) and tgt (B, N) to logits (B, N, tgt_vocab).
+        """
         return self._decode(src, tgt)[0]
 
     def attention_maps(self, src, tgt):
-        """Weights (B, N, M): how the step after each token of tgt (B, N) attends to src (B, M), 0 on padding."""
+        """How the step after each token of tgt (B, N) attends to src (B, M).
+
+        Returns weights (B, N, M), 0 on padding. A model without attention raises a ValueError.
+        """
         if self.decoder.attend is None:
-            raise ValueError("attention (False) must be True for attention_maps: the plain decoder has no weights")
+            raise ValueError("attention (False) must be True for attention_maps: "
+                             "the plain decoder has no weights")
         return self._decode(src, tgt)[1]
 
     def _decode(self, src, tgt):
         if len(src) != len(tgt) or tgt.shape[-1] == 0:
             shapes = f"src of shape {tuple(src.shape)} and tgt of shape {tuple(tgt.shape)}"
-            raise ValueError(f"{shapes} must have equally many rows, and tgt at least one column")
+            raise ValueError(
+                f"{shapes} must have equally many rows, and tgt at least one column")
         return self.decoder(tgt, self.encoder(src))
 
     @torch.no_grad()
     def greedy(self, src, max_length, *, start=1, end=2):
-        """Translate by taking the most probable token each time: int64 Tensor (B, at most max_length).
+        """Translate by taking the most probable token each time.
 
-        Rows begin after `start` and are padded after `end`; src and errors are as for `RecurrentEncoder`.
+        Parameters
+        ----------
+        src : int64 Tensor, shape (B, M)
+        max_length : int
+            Tokens to write at most.
+        start, end : int
+            The tokens with which a target begins and ends.
+
+        Returns
+        -------
+        int64 Tensor, shape (B, at most max_length)
+            Rows begin after `start` and are padded after `end`.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If a number is out of range or src does not fit.
         """
-        return _greedy(self, src, max_length, start, end)
-
-# %% ../nbs/20_seq2seq.ipynb #greedy
-def _greedy(model, src, max_length, start, end):
-    if max_length < 1:
-        raise ValueError(f"max_length ({max_length}) must be at least 1")
-    vocab = model.decoder.embed.num_embeddings
-    for name, token in (("start", start), ("end", end)):
-        if not isinstance(token, int) or not 0 <= token < vocab:
-            raise ValueError(f"{name} ({token!r}) must be a token, from 0 to {vocab - 1}")
-    memory = model.encoder(src)
-    state, tokens, output = model.decoder.first_state(memory[1]), src.new_full((len(src),), start), []
-    done = torch.zeros_like(tokens, dtype=torch.bool)
-    for _ in range(max_length):
-        logits, state, _ = model.decoder.step(tokens, state, memory)
-        tokens = logits.argmax(-1).masked_fill(done, model.decoder.embed.padding_idx)  # (B,)
-        output.append(tokens)
-        done = done | (tokens == end)
-        if done.all():
-            break
-    return torch.stack(output, dim=1)
+        if max_length < 1:
+            raise ValueError(f"max_length ({max_length}) must be at least 1")
+        decoder = self.decoder
+        for name, token in (("start", start), ("end", end)):
+            if not isinstance(token, int) or not 0 <= token < decoder.embed.num_embeddings:
+                raise ValueError(f"{name} ({token!r}) must be a token, "
+                                 f"from 0 to {decoder.embed.num_embeddings - 1}")
+        memory = self.encoder(src)
+        state, tokens = decoder.first_state(memory[1]), src.new_full((len(src),), start)
+        output, done = [], torch.zeros_like(tokens, dtype=torch.bool)
+        while len(output) < max_length and not done.all():
+            logits, state, _ = decoder.step(tokens, state, memory)
+            tokens = logits.argmax(-1).masked_fill(done, decoder.embed.padding_idx)  # (B,)
+            output.append(tokens)
+            done = done | (tokens == end)
+        return torch.stack(output, dim=1)

@@ -4,137 +4,105 @@
 
 # %% auto #0
 __all__ = ['MAX_LOGIT_SCALE', 'normalize', 'log_coordinates', 'check_pretrained_window', 'sequential_attention',
-           'WindowAttentionV2', 'SwinBlockV2', 'PatchMergingV2', 'SwinTransformerV2', 'convert_names',
-           'train_processes', 'train_small']
+           'WindowAttentionV2', 'SwinBlockV2', 'PatchMergingV2', 'SwinTransformerV2']
 
 # %% ../nbs/33_swinv2.ipynb #imports
 import math
-import re
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from . import swin
-from .attention import attention
+from .attention import active_backend, attention
+from .backbone import DropPath, check_rates, to_2tuple
 from .models import register_model
-from .multihead import linear
-from .swin import Memory, SwinBlock, SwinTransformer, WindowAttention, _SIZES, check_window, merge_patches
-from .swin import convert_names as convert_swin_names, remember, shift_map, unshift_map
-from .swin import window_mask, window_partition, window_reverse
+from .multihead import check_heads
+from attnlib.swin import (
+    SIZES, SwinTransformer, check_window, crop_map, cyclic_shift, merge_patches, pad_map,
+    reverse_cyclic_shift, shift_mask, window_bias, window_layout, window_partition,
+    window_reverse,
+)
+from .vit import Mlp
 
 # %% ../nbs/33_swinv2.ipynb #normalize
 MAX_LOGIT_SCALE = math.log(100)  # no temperature below 0.01
 
 
 def normalize(x, length=1.0):
-    """Vectors (..., d) of a given length, broadcastable to (..., 1); a zero vector stays zero in every precision."""
-    smallest = 2e-3 if x.dtype == torch.float16 else 1e-12  # float16 has no 1e-12, and 0 times infinity is no number
+    """Vectors (..., d) of a given length, broadcastable to (..., 1); zero vectors stay zero."""
+    smallest = 2e-3 if x.dtype == torch.float16 else 1e-12  # which float16 rounds to zero
     wide = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide if x.dtype == torch.float16 else None)
-    return x * (length / norm.to(wide).clamp(min=smallest)).to(x.dtype)  # in bfloat16 only the norm is rounded before
+    narrow = wide if x.dtype == torch.float16 else None  # in which float16's squares overflow
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=narrow)
+    return x * (length / norm.to(wide).clamp(min=smallest)).to(x.dtype)
 
 # %% ../nbs/33_swinv2.ipynb #coordinates
 def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None):
-    """The offsets between tokens of a window as the bias network sees them (Liu et al. 2022, equation 4).
+    """The offsets in a window as the bias network sees them (Liu et al. 2022, equation 4).
 
     Parameters
     ----------
     window_size : (int, int)
     pretrained_window_size : (int, int)
-        The window that was trained, whose farthest offset is 1 before the logarithm; (0, 0) for `window_size` itself.
+        The window that was trained, whose farthest offset is 1 before the logarithm; (0, 0) for
+        `window_size` itself.
     device : torch.device, optional
 
     Returns
     -------
     float32 Tensor, shape ((2M - 1)², 2)
-        Rows and columns between two tokens, each sign(x)·log₈(1 + 8|x|) of the offset x in units of M - 1.
+        Rows and columns between two tokens, each sign(x)·log₈(1 + 8|x|) of the offset x in
+        units of M - 1.
     """
     def axis(length, trained):
-        x = torch.arange(1 - length, length, device=device, dtype=torch.float32) / max((trained or length) - 1, 1)
+        x = torch.arange(1 - length, length, device=device) / max((trained or length) - 1, 1)
         return x.sign() * (8 * x.abs() + 1).log2() / 3  # log₂ 8 = 3
 
-    y, x = (axis(*lengths) for lengths in zip(window_size, pretrained_window_size))
-    return torch.stack([y[:, None].expand(-1, len(x)), x.expand(len(y), -1)], -1).flatten(0, 1)
+    return torch.cartesian_prod(*map(axis, window_size, pretrained_window_size))
 
-# %% ../nbs/33_swinv2.ipynb #bias
+# %% ../nbs/33_swinv2.ipynb #check-pretrained
 def check_pretrained_window(window_size):
-    """A window that was trained as (rows, columns), or a ValueError that says what it may be."""
-    window_size = tuple(window_size) if isinstance(window_size, (tuple, list)) else (window_size,) * 2
-    if len(window_size) != 2 or min(window_size) < 0 or (0 in window_size) != (window_size == (0, 0)):
-        raise ValueError(f"pretrained_window_size {window_size} must be at least 1 token high and wide, "
-                         "or 0 for the window itself")
+    """A window that was trained as (rows, columns), or an error that says what it may be."""
+    window_size = to_2tuple(window_size)
+    known = len(window_size) == 2 and min(window_size) > 0
+    if not known and window_size != (0, 0):
+        raise ValueError(f"pretrained_window_size {window_size} must be at least 1 token high "
+                         "and wide, or 0 for the window itself")
     return window_size
 
-
-class _CosineBias(WindowAttention):
-    """The parameters of cosine attention in windows, and the bias that a network gives."""
-
-    scale = 1.0  # the queries bring theirs
-
-    def make_bias(self, **options):
-        self.logit_scale = nn.Parameter(torch.full((self.num_heads, 1, 1), math.log(10), **options))
-        self.cpb_mlp = nn.Sequential(
-            nn.Linear(2, 512, **options), nn.ReLU(), nn.Linear(512, self.num_heads, bias=False, **options)
-        )
-        self.pretrained_window_size = (0, 0)
-
-    def bias_parameters(self):
-        return [*self.cpb_mlp.parameters(), *self.cpb_mlp.buffers()]  # pruning's masks are buffers
-
-    def bias_table(self):
-        weight = self.cpb_mlp[0].weight
-        offsets = log_coordinates(self.window_size, self.pretrained_window_size, weight.device)
-        return 16 * self.cpb_mlp(offsets.to(weight.dtype)).sigmoid()  # ((2M - 1)², 2) -> ((2M - 1)², h)
-
-    def set_pretrained_window(self, window_size):
-        """Say for which window the bias network was trained; (0, 0) if for the present one."""
-        self.pretrained_window_size, self.memory = check_pretrained_window(window_size), Memory()
-
-    def set_window_size(self, window_size, shift_size=0):
-        """Change window and shift; the offsets that were trained keep their bias, new ones are extrapolated."""
-        new, shift = check_window(window_size, shift_size)
-        if new != self.window_size and self.pretrained_window_size == (0, 0):
-            self.set_pretrained_window(self.window_size)
-        self.window_size, self.shift_size, self.memory = new, shift, Memory()
-
 # %% ../nbs/33_swinv2.ipynb #sequential
-def sequential_attention(q, k, v, bias, mask=None, windows_at_once=1, dropout_p=0.0):
-    """Attention in windows, a few at a time: the same numbers in less memory (Liu et al. 2022, section 3.5).
+def sequential_attention(q, k, v, bias, mask, windows_at_once=1, dropout_p=0.0):
+    """Attention in windows, a few at a time: the same in less memory (Liu et al. 2022, 3.5).
 
     Parameters
     ----------
     q, k, v : Tensor, shape (B, windows·h, N, d)
         Queries with their scale.
     bias : Tensor, shape (h, N, N)
-    mask : bool Tensor, shape (windows, N, N), optional
+    mask : bool Tensor, shape (windows, N, N)
     windows_at_once : int
-        In training each group of so many is computed again for the gradient, and only its inputs are kept.
+        In training each group of so many is computed again for the gradient, and only its
+        inputs are kept.
     dropout_p : float
 
     Returns
     -------
     Tensor, shape (B, windows·h, N, d)
     """
-    def attend(q, k, v, bias, mask):
-        shape = q.shape
-        if mask is not None:
-            bias = torch.where(mask[:, None], bias, -torch.inf).flatten(0, 1)  # (some, h, N, N) -> (some h, N, N)
-        q, k, v = (y.reshape(-1, len(bias), *shape[2:]) for y in (q, k, v))  # without a mask windows are a batch
-        return attention(q, k, v, bias=bias, scale=1.0, dropout_p=dropout_p).reshape(shape)
+    def attend(q, k, v, mask):  # (B, some h, N, d) each, (some, N, N)
+        own = torch.where(mask[:, None], bias, -torch.inf).flatten(0, 1)  # -> (some h, N, N)
+        return attention(q, k, v, bias=own, scale=1.0, dropout_p=dropout_p)
 
     parts = [y.split(windows_at_once * len(bias), dim=1) for y in (q, k, v)]
-    masks = [None] * len(parts[0]) if mask is None else mask.split(windows_at_once)
-    run = partial(checkpoint, attend, use_reentrant=False) if torch.is_grad_enabled() else attend
-    return torch.cat([run(*part, bias, some) for *part, some in zip(*parts, masks)], dim=1)
+    parts, run = zip(*parts, mask.split(windows_at_once)), attend
+    if torch.is_grad_enabled():
+        run = partial(checkpoint, attend, use_reentrant=False)
+    return torch.cat([run(*some) for some in parts], dim=1)
 
 # %% ../nbs/33_swinv2.ipynb #attention-class
-class WindowAttentionV2(_CosineBias):
-    """Scaled cosine attention in shifted windows with a continuous bias (Liu et al. 2022, sections 3.3 and 3.4).
+class WindowAttentionV2(nn.Module):
+    """Cosine attention in shifted windows, continuous bias (Liu et al. 2022, 3.3 and 3.4).
 
     Parameters
     ----------
@@ -144,58 +112,101 @@ class WindowAttentionV2(_CosineBias):
         Biases of queries and values; keys have none.
     """
 
-    windows_at_once = None  # all
+    windows_at_once, pretrained_window_size = None, (0, 0)  # all, and that of the window
 
-    def __init__(self, dim, num_heads, window_size=8, shift_size=0, qkv_bias=True, attn_drop=0.0, proj_drop=0.0,
-                 small_maps="shrink", device=None, dtype=None):
+    def __init__(self, dim, num_heads, window_size=8, shift_size=0, qkv_bias=True,
+                 attn_drop=0.0, proj_drop=0.0, small_maps="shrink", device=None, dtype=None):
+        super().__init__()
+        check_heads(num_heads, dim=dim)
+        check_rates(attn_drop=attn_drop)
         options = dict(device=device, dtype=dtype)
-        super().__init__(dim, num_heads, window_size, shift_size, False, attn_drop, proj_drop, small_maps, **options)
-        self.q_bias, self.v_bias = (nn.Parameter(torch.zeros(dim, **options)) if qkv_bias else None for _ in range(2))
+        self.num_heads, self.attn_drop, self.small_maps = num_heads, attn_drop, small_maps
+        self.window_size, self.shift_size = check_window(window_size, shift_size, small_maps)
+        self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10), **options))
+        self.q_bias, self.v_bias = (
+            nn.Parameter(torch.zeros(dim, **options)) if qkv_bias else None for _ in range(2))
+        self.cpb_mlp = nn.Sequential(nn.Linear(2, 512, **options), nn.ReLU(),
+                                     nn.Linear(512, num_heads, bias=False, **options))
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False, **options)
+        self.proj = nn.Linear(dim, dim, **options)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def layout(self, size):
+        """How a map of a size (rows, columns) is cut: a `WindowLayout`."""
+        shrink = self.small_maps == "shrink"
+        return window_layout(size, self.window_size, self.shift_size, shrink)
+
+    def bias_table(self):
+        """The bias of each offset and head, ((2M - 1)², h)."""
+        size, trained, like = self.window_size, self.pretrained_window_size, self.logit_scale
+        offsets = log_coordinates(size, trained, like.device).to(like.dtype)  # ((2M - 1)², 2)
+        return 16 * self.cpb_mlp(offsets).sigmoid()  # -> ((2M - 1)², h)
+
+    def bias(self, layout, masked=True):
+        """What is added to the logits, as `window_bias` lays it out."""
+        return window_bias(self.bias_table(), self.window_size, layout, masked)
 
     def project(self, x):
-        """Queries of length 1/τ, keys of length 1, and values of tokens (..., dim), the heads side by side."""
-        bias = None
+        """Queries, keys and values of tokens (..., dim), side by side: (..., 3 dim)."""
+        qkv = self.qkv(x)
         if self.q_bias is not None:
-            bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qk, v = linear(x, self.qkv.weight, bias).split([2 * x.shape[-1], x.shape[-1]], dim=-1)
-        scale = self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten(1)  # (h, 1)
-        qk = normalize(qk.unflatten(-1, (2 * self.num_heads, -1)), torch.cat([scale, torch.ones_like(scale)]))
-        return *qk.flatten(-2).chunk(2, dim=-1), v  # (..., 2 h, d) -> (..., 2 h d)
-
-    def kernel_arguments(self, x):
-        bias = None if self.q_bias is None else torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        scale = self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten()  # (h,)
-        return linear(x, self.qkv.weight, bias), dict(cosine_scale=scale, pad=bias)
+            qkv += torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        return qkv
 
     def forward(self, x):
         """A map (B, H, W, dim) to a map."""
-        if self.windows_at_once is None:
-            return super().forward(x)
-        plan = self.plan(x.shape[1:3])
-        q, k, v = (window_partition(y, plan.window, self.num_heads) for y in self.project(shift_map(x, plan)))
-        bias = self.bias(plan._replace(shift=(0, 0)), q)  # (h, N, N)
-        mask = remember(window_mask, plan, like=q) if any(plan.shift) else None  # (windows, N, N)
-        dropout_p = self.attn_drop if self.training else 0.0
-        x = sequential_attention(q, k, v, bias, mask, self.windows_at_once, dropout_p)
-        x = window_reverse(x, plan.window, plan.padded)  # (B, windows h, N, d) -> (B, H', W', dim)
-        return self.proj_drop(self.proj(unshift_map(x, plan)))
+        layout, dropout_p = self.layout(x.shape[1:3]), self.attn_drop if self.training else 0.0
+        x, out = pad_map(x, layout.padded), NotImplemented  # (B, H', W', dim)
+        scale = self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten(1)  # 1/τ: (h, 1)
+        if kernel := active_backend("window_attention"):  # of attnlib.windows
+            out = kernel(self.project(x), self.bias(layout, masked=False), layout,
+                         self.num_heads, cosine_scale=scale.flatten(), dropout_p=dropout_p)
+        if out is NotImplemented:
+            qkv = self.project(cyclic_shift(x, layout)).unflatten(-1, (3, self.num_heads, -1))
+            q, k, v = qkv.unbind(-3)  # (B, H', W', h, d) each
+            qkv = (y.flatten(-2) for y in (normalize(q, scale), normalize(k), v))
+            q, k, v = (window_partition(y, layout.window, self.num_heads) for y in qkv)
+            if self.windows_at_once is None:
+                out = attention(q, k, v, bias=self.bias(layout), scale=1.0, dropout_p=dropout_p)
+            else:
+                bias, mask = self.bias(layout, masked=False), shift_mask(layout, x.device)
+                out = sequential_attention(q, k, v, bias, mask, self.windows_at_once, dropout_p)
+            out = window_reverse(out, layout.window, layout.padded)  # -> (B, H', W', dim)
+            out = reverse_cyclic_shift(out, layout)
+        return self.proj_drop(self.proj(crop_map(out, layout.size)))
+
+    def set_pretrained_window(self, window_size):
+        """Say for which window the bias network was trained; (0, 0) if for the present one."""
+        self.pretrained_window_size = check_pretrained_window(window_size)
+
+    def set_window_size(self, window_size, shift_size=0):
+        """Change window and shift; trained offsets keep their bias, others are extrapolated."""
+        new, self.shift_size = check_window(window_size, shift_size)
+        if new != self.window_size and self.pretrained_window_size == (0, 0):
+            self.pretrained_window_size = self.window_size
+        self.window_size = new
 
 # %% ../nbs/33_swinv2.ipynb #block
-class SwinBlockV2(SwinBlock):
-    """Window attention and MLP, each with a norm behind it and a sum around both (Liu et al. 2022, section 3.2).
+class SwinBlockV2(nn.Module):
+    """Window attention and MLP, each with a norm behind it (Liu et al. 2022, section 3.2).
 
-    The parameters are those of `SwinBlock`; the norms start at zero, and the block as the identity.
+    The parameters are those of `SwinBlock`; the norms start at zero, and the block as the
+    identity.
     """
 
-    attention_class = WindowAttentionV2
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
+    def __init__(self, dim, num_heads, window_size=8, shift_size=0, mlp_ratio=4.0,
+                 qkv_bias=True, proj_drop=0.0, attn_drop=0.0, drop_path=0.0,
+                 small_maps="shrink", device=None, dtype=None):
+        super().__init__()
+        options = dict(device=device, dtype=dtype)
+        self.attn = WindowAttentionV2(dim, num_heads, window_size, shift_size, qkv_bias,
+                                      attn_drop, proj_drop, small_maps, **options)
+        self.norm1 = nn.LayerNorm(dim, **options)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop, **options)
+        self.norm2 = nn.LayerNorm(dim, **options)
+        self.drop_path = DropPath(drop_path)
         for norm in (self.norm1, self.norm2):
             nn.init.zeros_(norm.weight)
-
-    def attention_input(self, x):
-        return x
 
     def forward(self, x):
         """A map (B, H, W, dim) to a map."""
@@ -218,18 +229,19 @@ class PatchMergingV2(nn.Module):
         self.norm = nn.LayerNorm(2 * dim, device=device, dtype=dtype)
 
     def forward(self, x):
-        return self.norm(self.reduction(merge_patches(x)))  # (B, H, W, C) -> (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
+        return self.norm(self.reduction(merge_patches(x)))  # (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
 
 # %% ../nbs/33_swinv2.ipynb #model
 class SwinTransformerV2(SwinTransformer):
-    """The Swin Transformer V2 (Liu et al. 2022) with the names, and the weights' names, of timm.
+    """The Swin Transformer V2 (Liu et al. 2022); names, also of the weights, are timm's.
 
     Parameters
     ----------
     *args, **options
         As for `SwinTransformer`.
     pretrained_window_sizes : int, or a sequence with an int or (int, int) for each stage
-        The windows, in tokens, for which the weights were trained, if the model is to have others; 0 if not.
+        The windows, in tokens, for which the weights were trained, if the model is to have
+        others; 0 if not.
 
     Raises
     ------
@@ -237,6 +249,7 @@ class SwinTransformerV2(SwinTransformer):
         If an argument does not fit the others.
     """
 
+    family = "swinv2"  # whose names `attnlib.convert` translates
     block_class, merging_class = SwinBlockV2, PatchMergingV2
 
     def __init__(self, *args, pretrained_window_sizes=0, **options):
@@ -244,147 +257,38 @@ class SwinTransformerV2(SwinTransformer):
         windows = pretrained_window_sizes
         windows = [windows] * len(self.layers) if isinstance(windows, int) else list(windows)
         if len(windows) != len(self.layers):
-            raise ValueError(f"pretrained_window_sizes {tuple(windows)} must be one for each of "
-                             f"{len(self.layers)} stages")
+            raise ValueError(f"pretrained_window_sizes {tuple(windows)} must be one for each "
+                             f"of {len(self.layers)} stages")
         for stage, window in zip(self.layers, windows):
             for block in stage.blocks:
                 block.attn.set_pretrained_window(window)
 
     def set_sequential_attention(self, windows_at_once=1):
-        """Compute attention in so many windows of an image at a time, which saves memory; None for all at once."""
+        """Compute attention in so many windows of an image at a time, which saves memory.
+
+        None for all at once. `attention_maps` has an entry for each group of windows then.
+        """
         if windows_at_once is not None and windows_at_once < 1:
-            raise ValueError(f"windows_at_once ({windows_at_once}) must be at least 1, or None for all")
+            raise ValueError(f"windows_at_once ({windows_at_once}) must be at least 1, or None "
+                             "for all")
         for block in self.blocks:
             block.attn.windows_at_once = windows_at_once
 
-    @staticmethod
-    def convert_state_dict(state_dict):
-        """Weights of torchvision, Hugging Face or the authors under timm's names; timm's own stay as they are."""
-        return convert_names(state_dict)
-
     def no_weight_decay(self):
-        return {name for name, _ in self.named_parameters() if "cpb_mlp" in name or "logit_scale" in name}
+        return {name for name, _ in self.named_parameters()
+                if "cpb_mlp" in name or "logit_scale" in name}
 
 # %% ../nbs/33_swinv2.ipynb #register
-for _size, _window, _img_size, _tag in (
-    ("tiny", "8", 256, "ms_in1k"), ("tiny", "16", 256, "ms_in1k"), ("small", "8", 256, "ms_in1k"),
-    ("small", "16", 256, "ms_in1k"), ("base", "8", 256, "ms_in1k"), ("base", "16", 256, "ms_in1k"),
+for size, window, img_size, weights in (
+    ("tiny", "8", 256, "ms_in1k"), ("tiny", "16", 256, "ms_in1k"),
+    ("small", "8", 256, "ms_in1k"), ("small", "16", 256, "ms_in1k"),
+    ("base", "8", 256, "ms_in1k"), ("base", "16", 256, "ms_in1k"),
     ("base", "12", 192, "ms_in22k"), ("base", "12to16", 256, "ms_in22k_ft_in1k"),
     ("base", "12to24", 384, "ms_in22k_ft_in1k"), ("large", "12", 192, "ms_in22k"),
     ("large", "12to16", 256, "ms_in22k_ft_in1k"), ("large", "12to24", 384, "ms_in22k_ft_in1k"),
 ):
-    _name = f"swinv2_{_size}_window{_window}_{'192to' if 'to' in _window else ''}{_img_size}"
-    _trained = dict(pretrained_window_sizes=(12, 12, 12, 6)) if "to" in _window else {}
-    register_model(_name, SwinTransformerV2, hub=f"timm/{_name}.{_tag}", img_size=_img_size,
-                   window_size=int(_window.split("to")[-1]), **_SIZES[_size], **_trained)
-
-# %% ../nbs/33_swinv2.ipynb #convert
-_NAMES = (  # what Swin V2 adds to the names of Hugging Face, and timm's names
-    (r"^swinv2\.", "swin."), (r"\.attention\.self\.continuous_position_bias_mlp\.", ".attn.cpb_mlp."),
-    (r"\.attention\.self\.logit_scale$", ".attn.logit_scale"), (r"\.attention\.self\.query\.bias$", ".attn.q_bias"),
-    (r"\.attention\.self\.value\.bias$", ".attn.v_bias"),
-)
-
-
-def convert_names(state_dict):
-    """Weights of a Swin Transformer V2 of torchvision, Hugging Face or the authors under timm's names."""
-    renamed = {}
-    for key, x in state_dict.items():
-        for pattern, replacement in _NAMES:
-            key = re.sub(pattern, replacement, key)
-        if not key.endswith("relative_coords_table"):  # computed, not learned
-            renamed[key] = x
-    named = {}
-    for key, x in convert_swin_names(renamed).items():
-        if key.endswith(".attn.qkv.bias"):  # torchvision's; the keys' third is set to zero whenever it is used
-            query, _, value = x.chunk(3)
-            named |= {key.replace("qkv.bias", "q_bias"): query, key.replace("qkv.bias", "v_bias"): value}
-        else:
-            named[key] = x
-    return named
-
-# %% ../nbs/33_swinv2.ipynb #shard-worker
-def _shard(model, shard, **options):
-    """The model for one of several processes, and its AdamW: whole, its state shared, or all of it shared."""
-    import torch.distributed as dist
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.nn.parallel import DistributedDataParallel
-
-    if shard == "all":
-        from torch.distributed.fsdp import fully_shard  # PyTorch 2.6
-
-        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in model.blocks:  # the weights of one block at a time are whole
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh), torch.optim.AdamW(model.parameters(), **options)
-    model = DistributedDataParallel(model)
-    if shard:
-        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
-    return model, torch.optim.AdamW(model.parameters(), **options)
-
-
-def _train_process(rank, processes, shard, folder, steps):
-    """What each of the processes of `train_processes` does."""
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=processes)
-    torch.manual_seed(0)
-    model = SwinTransformerV2(32, 2, 1, 10, embed_dim=32, depths=(2, 2), num_heads=(2, 4), window_size=4).eval()
-    for block in model.blocks:
-        nn.init.ones_(block.norm1.weight), nn.init.ones_(block.norm2.weight)  # or half of the gradients are zero
-    wrapped, optimizer = _shard(model, shard, lr=1e-3, weight_decay=0.05)
-    for step in range(steps):
-        x, y = torch.randn(8, 1, 32, 32), torch.arange(8)  # of one seed: the same in every process
-        F.cross_entropy(wrapped(x[rank::processes]), y[rank::processes]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def size(tensors):  # of what this process keeps of them
-        return sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in tensors if t.ndim)
-
-    state = getattr(optimizer, "optim", optimizer).state.values()
-    weights = {key: t.full_tensor() if hasattr(t, "full_tensor") else t for key, t in model.state_dict().items()}
-    torch.save({"state": size(t for entry in state for t in entry.values()), "weights": size(model.parameters()),
-                "parameters": weights}, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-# %% ../nbs/33_swinv2.ipynb #sharded
-def train_processes(processes, shard, steps=3):
-    """Train a small Swin Transformer V2 in several processes on this machine, which share its memory or not.
-
-    Parameters
-    ----------
-    processes : int
-    shard : bool or "all"
-        Each process keeps the optimizer's state of its share of the parameters only (ZeRO, stage 1); with "all" their
-        gradients and weights, too (stage 3; PyTorch's ``fully_shard``).
-    steps : int
-
-    Returns
-    -------
-    list of dict, one for each process
-        "state" and "weights", the bytes of AdamW's two moments and of the weights that it kept between steps, and
-        "parameters", all weights after the steps.
-
-    Raises
-    ------
-    ValueError
-        If `shard` is none of these.
-    """
-    if shard not in (False, True, "all"):
-        raise ValueError(f"shard ({shard!r}) must be False, True or 'all'")
-    from attnlib.swinv2 import _train_process as train  # a new process finds it by its module, not in a notebook
-
-    with tempfile.TemporaryDirectory() as folder:
-        if processes == 1:  # needs no other process
-            train(0, 1, shard, folder, steps)
-        else:
-            torch.multiprocessing.spawn(train, (processes, shard, folder, steps), nprocs=processes)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(processes)]
-
-# %% ../nbs/33_swinv2.ipynb #train-small
-def train_small(data="digits", **options):
-    """Train a small Swin Transformer V2, as `attnlib.swin.train_small` does a small V1."""
-    return swin.train_small(data, model_class=SwinTransformerV2, **options)
+    grown = "to" in window  # since it was trained
+    name = f"swinv2_{size}_window{window}_{'192to' * grown}{img_size}"
+    trained = dict(pretrained_window_sizes=(12, 12, 12, 6)) if grown else {}
+    register_model(name, SwinTransformerV2, hub=f"timm/{name}.{weights}", img_size=img_size,
+                   window_size=int(window.split("to")[-1]), **SIZES[size], **trained)

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['learning_rate', 'epochs', 'save_checkpoint', 'load_checkpoint', 'adamw', 'train_step', 'training_state', 'resume',
-           'fit', 'memory_levels', 'peak_memory', 'machine', 'write_record', 'read_record', 'print_speed']
+           'fit', 'memory_levels', 'peak_memory', 'machine', 'write_record', 'find_records', 'read_record',
+           'print_speed']
 
 # %% ../nbs/91_train.ipynb #imports
 import datetime
@@ -15,14 +16,20 @@ import os
 import platform
 import re
 import subprocess
+import tempfile
+from importlib.resources import files
 from operator import itemgetter
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from tqdm import tqdm
+
+try:
+    from accelerate import Accelerator
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    raise ImportError(f'{error.name} is missing: pip install "attnlib[train]"') from error
 
 # %% ../nbs/91_train.ipynb #learning-rate
 def learning_rate(step, *, steps, warmup, schedule):
@@ -37,7 +44,7 @@ def learning_rate(step, *, steps, warmup, schedule):
     warmup : int
         Steps over which the factor rises linearly to 1.
     schedule : {"cosine", "inverse_sqrt", "constant"}
-        What follows: half a cosine down to 0 at the end of the run, √(warmup / (step + 1)), or 1.
+        What follows: half a cosine down to 0 at the end, √(warmup / (step + 1)), or 1.
 
     Returns
     -------
@@ -49,7 +56,8 @@ def learning_rate(step, *, steps, warmup, schedule):
         If there is no such schedule.
     """
     if schedule not in ("cosine", "inverse_sqrt", "constant"):
-        raise ValueError(f"schedule ({schedule!r}) must be 'cosine', 'inverse_sqrt' or 'constant'")
+        raise ValueError(
+            f"schedule ({schedule!r}) must be 'cosine', 'inverse_sqrt' or 'constant'")
     if step < warmup:
         return (step + 1) / warmup
     if schedule == "cosine":
@@ -78,24 +86,25 @@ def epochs(*tensors, batch_size, seed=0):
     ValueError
         If the tensors have different lengths or `batch_size` is not between 1 and n.
     """
-    lengths = {len(x) for x in tensors}
-    if len(lengths) != 1:
-        raise ValueError(f"tensors have {[len(x) for x in tensors]} rows; they must have equally many")
-    n = lengths.pop()
+    lengths = [len(x) for x in tensors]
+    if len(set(lengths)) != 1:
+        raise ValueError(f"tensors have {lengths} rows; they must have equally many")
+    n = lengths[0]
     if not 1 <= batch_size <= n:
-        raise ValueError(f"batch_size ({batch_size}) must be between 1 and the number of rows ({n})")
+        raise ValueError(
+            f"batch_size ({batch_size}) must be between 1 and the number of rows ({n})")
 
     def batches(step):
         epoch, i = divmod(step, n // batch_size)
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-        rows = order[i * batch_size : (i + 1) * batch_size]
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        rows = torch.randperm(n, generator=generator)[i * batch_size : (i + 1) * batch_size]
         return tuple(x[rows] for x in tensors)
 
     return batches
 
 # %% ../nbs/91_train.ipynb #save-checkpoint
 def save_checkpoint(path, tensors, state):
-    """Write tensors and a state of plain numbers and lists; until both are complete, an older checkpoint stands.
+    """Write tensors and a state; until both are complete, an older checkpoint stands.
 
     Parameters
     ----------
@@ -104,6 +113,11 @@ def save_checkpoint(path, tensors, state):
     tensors : dict of str to Tensor
     state : dict
         Anything JSON can hold, with the integer "step".
+
+    Raises
+    ------
+    ValueError
+        If `path` ends otherwise.
     """
     path = _json_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,9 +129,10 @@ def save_checkpoint(path, tensors, state):
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps({**state, "tensors": name}), encoding="utf-8")
     _put_in_place(part, path)
-    for old in path.parent.iterdir():  # digits only: "run-2" is another run's name
-        if old.name != name and re.fullmatch(rf"{re.escape(path.stem)}-\d+\.safetensors", old.name):
-            old.unlink()
+    older = re.compile(rf"{re.escape(path.stem)}-\d+\.safetensors")  # "run-2" is another run
+    for file in path.parent.iterdir():
+        if file.name != name and older.fullmatch(file.name):
+            file.unlink()
 
 
 def _json_path(path):
@@ -152,144 +167,125 @@ def load_checkpoint(path):
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         file = path.with_name(state["tensors"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not JSON, or JSON of something else
-        raise ValueError(f"{path} is not a checkpoint's JSON file ({type(error).__name__}: {error})") from None
+    # it is not JSON, or JSON of something else
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a checkpoint's JSON file "
+                         f"({type(error).__name__}: {error})") from None
     try:
         with safe_open(file, "pt") as stored:
-            tensors = {key: stored.get_tensor(key) for key in stored.keys()}
+            return {key: stored.get_tensor(key) for key in stored.keys()}, state  # noqa: SIM118
     except FileNotFoundError:
         raise ValueError(f"{path} belongs to {file}, which is missing") from None
     except SafetensorError as error:
         raise ValueError(f"{file} is truncated or no safetensors file ({error})") from None
-    return tensors, state
 
 # %% ../nbs/91_train.ipynb #adamw
 def adamw(model, lr, betas, weight_decay):
-    """AdamW; what has fewer than two axes (biases, norms), or is in `model.no_weight_decay()`, does not decay."""
+    """AdamW in which biases, norms and what `model.no_weight_decay()` names do not decay.
+
+    Biases and norms are the parameters with fewer than two axes.
+    """
     spared = getattr(model, "no_weight_decay", set)()
-    decays = {True: [], False: []}
+    decaying, others = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
-            decays[p.ndim >= 2 and name not in spared].append(p)
-    groups = [{"params": decays[True], "weight_decay": weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
+            (decaying if p.ndim >= 2 and name not in spared else others).append(p)
+    groups = [dict(params=decaying, weight_decay=weight_decay),
+              dict(params=others, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=lr, betas=betas)
 
 # %% ../nbs/91_train.ipynb #step
-def train_step(accelerator, model, optimizer, loss_fn, batch, rate, seed, clip, look):
-    """One step of `fit`: returns the loss of this process, summed over its terms, and the number of terms of all."""
+def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip, look):
+    """One step of `fit`.
+
+    Returns the loss of this process, summed over its terms, and the number of terms of all.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = rate
-    rank, processes = accelerator.process_index, accelerator.num_processes
-    batch = tuple(x[rank::processes].to(accelerator.device, non_blocking=True) for x in batch)
-    torch.manual_seed(seed * processes + rank)  # dropout depends on the step and not on what was run before
+        group["lr"] = lr
+    device, rank = accelerator.device, accelerator.process_index
+    processes = accelerator.num_processes
+    batch = tuple(x[rank::processes].to(device, non_blocking=True) for x in batch)
+    # dropout depends on the step and not on what was run before
+    torch.manual_seed(seed * processes + rank)
     model.train()
     with accelerator.autocast():
         total, terms = loss_fn(model, batch)
-    terms = accelerator.reduce(torch.as_tensor(terms, dtype=torch.float32, device=accelerator.device), "sum")
-    look = look or total.device.type == "cpu"
-    if look and not terms > 0:
-        raise ValueError(f"loss_fn counted {terms.item():g} terms; a batch must have at least one")
-    if look and not torch.isfinite(total):
-        raise FloatingPointError(f"the loss is {total.item()}: a smaller lr or a longer warmup may help")
+    terms = torch.as_tensor(terms, dtype=torch.float32, device=device)
+    terms = accelerator.reduce(terms, "sum")
+    look = look or device.type == "cpu"
+    if look:
+        _check_loss(total, terms)
     optimizer.zero_grad()
     accelerator.backward(total * processes / terms)
     norm = accelerator.clip_grad_norm_(model.parameters(), math.inf if clip is None else clip)
-    if look and accelerator.scaler is None and not torch.isfinite(norm):  # a scaler, for float16, skips such steps
-        raise FloatingPointError(f"the norm of the gradient is {norm.item()}: a smaller lr or a longer warmup may help")
+    if look and accelerator.scaler is None:  # a scaler, for float16, skips such steps
+        _check_finite("the norm of the gradient", norm)
     optimizer.step()
     return total.detach().float(), terms
 
+
+def _check_loss(total, terms):
+    if not terms > 0:
+        raise ValueError(
+            f"loss_fn counted {terms.item():g} terms; a batch must have at least one")
+    _check_finite("the loss", total)
+
+
+def _check_finite(what, x):
+    if not torch.isfinite(x):
+        raise FloatingPointError(
+            f"{what} is {x.item()}: a smaller lr or a longer warmup may help")
+
 # %% ../nbs/91_train.ipynb #state
 def training_state(model, optimizer):
-    """The tensors of a run, by name: weights as "model.…", the optimizer's moments as "optimizer.i.…"."""
+    """The tensors of a run: the weights "model.NAME", the moments "optimizer.NUMBER.NAME"."""
     tensors = {f"model.{name}": x for name, x in model.state_dict().items()}
     for i, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{i}.{name}": x for name, x in moments.items()}
     return tensors
 
 
+def _unpacked(tensors):
+    """The other way: weights {name: Tensor} and moments {number: {name: Tensor}}."""
+    weights, moments = {}, {}
+    for key, x in tensors.items():
+        kind, name = key.split(".", 1)
+        if kind == "model":
+            weights[name] = x
+        else:
+            i, name = name.split(".")
+            moments.setdefault(int(i), {})[name] = x
+    return weights, moments
+
+
 def resume(checkpoint, model, optimizer, settings):
-    """Load a checkpoint, if there is one, into model and optimizer; returns the next step and the history."""
+    """Load a checkpoint, if there is one, into model and optimizer.
+
+    Returns the next step and the history.
+    """
     if checkpoint is None or not Path(checkpoint).exists():
         return 0, []
     tensors, state = load_checkpoint(checkpoint)
     if not {"step", "history", "settings"} <= state.keys():
         raise ValueError(f"{checkpoint} is a checkpoint, but not one that `fit` wrote")
+    stored = settings | state["settings"]  # which may be older than a setting
     for name, value in settings.items():
-        stored = state["settings"].get(name, value)  # a setting that is younger than the checkpoint
-        if stored != value and name != "trained":
-            raise ValueError(f"{name} ({value!r}) must be {stored!r}, as in the run that {checkpoint} belongs to")
-    weights, moments = {}, {}
-    for key, x in tensors.items():
-        kind, rest = key.split(".", 1)
-        if kind == "model":
-            weights[rest] = x
-        else:
-            i, name = rest.split(".")
-            moments.setdefault(int(i), {})[name] = x
+        if name != "trained" and stored[name] != value:
+            raise ValueError(f"{name} ({value!r}) must be {stored[name]!r}, "
+                             f"as in the run that {checkpoint} belongs to")
+    weights, moments = _unpacked(tensors)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     try:
         model.load_state_dict(weights, strict=True)
+        if others := sorted(set(settings["trained"]) ^ set(stored["trained"])):
+            raise RuntimeError(f"it trained other parameters: {', '.join(others)} differ")
     except RuntimeError as error:
-        model.load_state_dict(before)
+        model.load_state_dict(before)  # not even half of the other model stays
         raise ValueError(f"{checkpoint} belongs to another model: {error}") from None
-    if others := set(settings["trained"]) ^ set(state["settings"].get("trained", settings["trained"])):
-        model.load_state_dict(before)
-        raise ValueError(f"{checkpoint} belongs to a run that trained other parameters: {', '.join(sorted(others))} differ")
     optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
     return state["step"], state["history"]
 
-# %% ../nbs/91_train.ipynb #fit
-def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine", betas=(0.9, 0.98), weight_decay=0.01,
-        clip=1.0, evaluate=None, every=100, checkpoint=None, stop_after=None, seed=0, accelerator=None):
-    _check_run(steps, lr, warmup, clip, every, stop_after, schedule)
-    checkpoint = None if checkpoint is None else _json_path(checkpoint)
-    bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    accelerator = accelerator or Accelerator(mixed_precision="bf16" if bf16 else "no")
-    optimizer = adamw(model, lr, betas, weight_decay)
-    plain, (model, optimizer) = model, accelerator.prepare(model, optimizer)
-    settings = {"steps": steps, "lr": lr, "warmup": warmup, "schedule": schedule, "betas": list(betas),
-                "weight_decay": weight_decay, "clip": clip, "seed": seed,
-                "trained": [name for name, p in plain.named_parameters() if p.requires_grad]}
-    start, history = resume(checkpoint, plain, optimizer, settings)
-
-    bar = tqdm(total=steps, initial=start, disable=None if accelerator.is_local_main_process else True)
-    total = count = 0
-    for step in range(start, steps if stop_after is None else min(steps, stop_after)):
-        rate = lr * learning_rate(step, steps=steps, warmup=warmup, schedule=schedule)
-        key = seed * 1_000_003 + step
-        record = (step + 1) % every == 0 or step + 1 == steps
-        look = record or step % 10 == 0
-        loss, terms = train_step(accelerator, model, optimizer, loss_fn, batches(step), rate, key, clip, look)
-        total, count = total + loss, count + terms
-        bar.update()
-        if not record:
-            continue
-        mean = (accelerator.reduce(total, "sum") / count).item()
-        if not math.isfinite(mean):  # a step that did not look: nothing of it must reach the checkpoint
-            raise FloatingPointError(f"the loss before step {step + 1} is {mean}: a smaller lr may help")
-        history.append({"step": step + 1, "loss": mean, "lr": rate, **_evaluated(evaluate, plain)})
-        total = count = 0
-        bar.set_postfix(loss=f"{mean:.3f}")
-        if checkpoint is not None and accelerator.is_main_process:
-            state = {"step": step + 1, "settings": settings, "history": history}
-            save_checkpoint(checkpoint, training_state(plain, optimizer), state)
-        accelerator.wait_for_everyone()
-    bar.close()
-    return history
-
 # %% ../nbs/91_train.ipynb #fit-helpers
-def _evaluated(evaluate, model):
-    if evaluate is None:
-        return {}
-    model.eval()
-    with torch.no_grad():
-        found = evaluate(model)
-    if not isinstance(found, dict) or found.keys() & {"step", "loss", "lr"}:
-        raise ValueError(f"evaluate returned {found!r}; it must be a dict of numbers without 'step', 'loss' and 'lr'")
-    return {name: float(value) for name, value in found.items()}
-
-
 def _check_run(steps, lr, warmup, clip, every, stop_after, schedule):
     for name, value, least in (("steps", steps, 1), ("every", every, 1), ("warmup", warmup, 0)):
         if not isinstance(value, int) or value < least:
@@ -301,18 +297,37 @@ def _check_run(steps, lr, warmup, clip, every, stop_after, schedule):
     if clip is not None and not clip > 0:
         raise ValueError(f"clip ({clip}) must be positive, or None for no clipping")
     if stop_after is not None and stop_after % every:
-        raise ValueError(f"stop_after ({stop_after}) must be a multiple of every ({every}): a run resumes from a record")
-    learning_rate(0, steps=steps, warmup=0, schedule=schedule)  # an unknown schedule fails before training
+        raise ValueError(f"stop_after ({stop_after}) must be a multiple of every ({every}): "
+                         "a run resumes from a record")
+    # an unknown schedule fails before training
+    learning_rate(0, steps=steps, warmup=0, schedule=schedule)
 
-# %% ../nbs/91_train.ipynb #fit-doc
-fit.__doc__ = """Train a model with AdamW, from its last checkpoint if there is one.
+
+def _evaluated(evaluate, model):
+    if evaluate is None:
+        return {}
+    model.eval()
+    with torch.no_grad():
+        found = evaluate(model)
+    if not isinstance(found, dict) or found.keys() & {"step", "loss", "lr"}:
+        raise ValueError(f"evaluate returned {found!r}; it must be a dict of numbers without "
+                         "'step', 'loss' and 'lr'")
+    return {name: float(value) for name, value in found.items()}
+
+# %% ../nbs/91_train.ipynb #fit
+def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
+        betas=(0.9, 0.98), weight_decay=0.01, clip=1.0, evaluate=None, every=100,
+        checkpoint=None, stop_after=None, seed=0, accelerator=None):
+    """Train a model with AdamW, from its last checkpoint if there is one.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Trained in place, on the device that Accelerate chooses; in bfloat16 autocast on a GPU that has bfloat16.
+        Trained in place, on the device that Accelerate chooses; in bfloat16 autocast on a GPU
+        that has bfloat16.
     loss_fn : callable
-        ``loss_fn(model, batch)`` returns the total loss, a scalar Tensor, and the number of its terms.
+        ``loss_fn(model, batch)`` returns the total loss, a scalar Tensor, and the number of
+        its terms.
     batches : callable
         ``batches(step)`` returns a tuple of Tensors; several processes share their rows.
     steps, lr, warmup, schedule
@@ -322,7 +337,8 @@ fit.__doc__ = """Train a model with AdamW, from its last checkpoint if there is 
     clip : float, optional
         Largest norm of the gradient; None for no clipping.
     evaluate : callable, optional
-        ``evaluate(model)`` returns a dict of numbers for the history; called in evaluation mode without gradients.
+        ``evaluate(model)`` returns a dict of numbers for the history; called in evaluation
+        mode without gradients.
     every : int
         Steps between two records of the history, and between two checkpoints.
     checkpoint : path, optional
@@ -337,7 +353,7 @@ fit.__doc__ = """Train a model with AdamW, from its last checkpoint if there is 
     Returns
     -------
     list of dict
-        The history: "step", "loss" (mean since the last record), "lr", and what `evaluate` gave.
+        The history: "step", "loss" (mean since the last record), "lr", what `evaluate` gave.
 
     Raises
     ------
@@ -346,26 +362,67 @@ fit.__doc__ = """Train a model with AdamW, from its last checkpoint if there is 
     FloatingPointError
         If the loss, or the norm of the gradient, is not finite.
     """
+    _check_run(steps, lr, warmup, clip, every, stop_after, schedule)
+    checkpoint = None if checkpoint is None else _json_path(checkpoint)
+    bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    accelerator = accelerator or Accelerator(mixed_precision="bf16" if bf16 else "no")
+    optimizer = adamw(model, lr, betas, weight_decay)
+    plain, (model, optimizer) = model, accelerator.prepare(model, optimizer)
+    settings = dict(steps=steps, lr=lr, warmup=warmup, schedule=schedule, betas=list(betas),
+                    weight_decay=weight_decay, clip=clip, seed=seed,
+                    trained=[name for name, p in plain.named_parameters() if p.requires_grad])
+    start, history = resume(checkpoint, plain, optimizer, settings)
+
+    end = steps if stop_after is None else min(steps, stop_after)
+    bar = tqdm(range(start, end), total=steps, initial=start,
+               disable=None if accelerator.is_local_main_process else True)
+    total = count = 0
+    for step in bar:
+        rate = lr * learning_rate(step, steps=steps, warmup=warmup, schedule=schedule)
+        record = (step + 1) % every == 0 or step + 1 == steps
+        loss, terms = train_step(accelerator, model, optimizer, loss_fn, batches(step), lr=rate,
+                                 seed=seed * 1_000_003 + step, clip=clip,
+                                 look=record or step % 10 == 0)
+        total, count = total + loss, count + terms
+        if record:
+            mean = accelerator.reduce(total, "sum") / count
+            # what a step that did not look has broken must not reach the checkpoint
+            _check_finite(f"the loss before step {step + 1}", mean)
+            history.append({"step": step + 1, "loss": mean.item(), "lr": rate,
+                            **_evaluated(evaluate, plain)})
+            bar.set_postfix(loss=f"{mean:.3f}")
+            if checkpoint is not None and accelerator.is_main_process:
+                state = {"step": step + 1, "settings": settings, "history": history}
+                save_checkpoint(checkpoint, training_state(plain, optimizer), state)
+            accelerator.wait_for_everyone()
+            total = count = 0
+    return history
 
 # %% ../nbs/91_train.ipynb #peak-memory
 def memory_levels(call):
-    """The bytes in use on the CPU after every allocation and release during ``call()``, from 0 at its beginning."""
-    with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profiler:
+    """The bytes in use on the CPU, from 0, after each allocation and release in ``call()``."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
         call()
-    records = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [e.nbytes() for e in sorted(records, key=lambda e: e.start_ns())]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == 0]
+    sizes = [e["args"]["Bytes"] for e in sorted(changes, key=itemgetter("ts"))]
     return [0, *itertools.accumulate(sizes)]
 
 
 def peak_memory(call, device="cpu"):
-    """The bytes by which the memory in use rises, at most, above what it was when ``call()`` began.
+    """The bytes by which the memory in use rises, at most, while ``call()`` runs.
 
     Parameters
     ----------
     call : callable
         Without arguments.
     device : torch.device or str
-        On a GPU the number comes from the allocator's own statistics, on a CPU from `memory_levels`.
+        On a GPU the number comes from the allocator's own statistics, on a CPU from
+        `memory_levels`.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -391,9 +448,10 @@ def machine(device="cpu"):
 
 
 def _commit():
-    """The commit of the code, "-dirty" if library or benchmarks differ from it; None where that is not known."""
+    """The commit of library and benchmarks, "-dirty" if they differ from it, or None."""
     def git(*arguments):
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
 
     try:
         code = ":(top)attnlib", ":(top,glob)benchmarks/*.py"  # records may be new
@@ -404,60 +462,90 @@ def _commit():
 
 
 def _processor():
-    """The processor's name where the system tells it, and its widest instructions for products in half precision."""
+    """The processor's name, where the system tells it, and its widest instructions."""
     info = Path("/proc/cpuinfo")
-    lines = (line.partition(":") for line in info.read_text().splitlines()) if info.exists() else ()
-    found = {key.strip(): value.strip() for key, _, value in lines}
-    flags = set(found.get("flags", "").split())
-    widest = next((flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags), platform.machine())
-    return f"{found.get('model name', 'CPU')} ({widest})"
+    lines = info.read_text().splitlines() if info.exists() else ()
+    found = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    flags = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+             if flag in found.get("flags", "").split()]
+    return f"{found.get('model name', 'CPU')} ({flags[0] if flags else platform.machine()})"
 
 
 def write_record(path, result, device="cpu"):
-    """Write a dict of results, and the machine it comes from, to a JSON file; an older one stands until it is complete."""
+    """Write a dict of results, and the machine it comes from, to a JSON file.
+
+    An older file stands until the new one is complete.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({**machine(device), **result}, indent=1) + "\n", encoding="utf-8")
+    part, record = path.with_name(path.name + ".part"), {**machine(device), **result}
+    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 # %% ../nbs/91_train.ipynb #records-read
-def _records():
-    """{name: path} of all records."""
-    here = Path(__file__).parent
-    folders = [here / "results", here.parent / "benchmarks" / "results"]  # installed; in the repository
+def find_records():
+    """The paths of all records of the book, {name: path}."""
+    here = Path(files("attnlib"))
+    folders = here / "results", here.parent / "benchmarks" / "results"  # installed; a checkout
     return {path.stem: path for folder in folders for path in folder.glob("*.json")}
 
 
 def read_record(name):
-    """The record `name`.json of the book as a dict; a FileNotFoundError tells the names if there is none of this one."""
-    found = _records()
+    """The record `name`.json of the book as a dict.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none of this name; the message tells those that there are.
+    """
+    found = find_records()
     if name not in found:
-        names = ', '.join(sorted(found)) or 'the records, and there are none'
+        names = ", ".join(sorted(found)) or "the records, and there are none"
         raise FileNotFoundError(f"name ({name!r}) must be one of {names}")
     return json.loads(found[name].read_text(encoding="utf-8"))
 
 # %% ../nbs/91_train.ipynb #print-speed
 def print_speed(name):
-    """Print what `benchmarks/vision.py` recorded of a model: our time, and the ratios ours / theirs of time and memory.
+    """Print what `benchmarks/vision.py` recorded of a model.
+
+    For each case the time and the memory of ours, plain and optimized, and for every other
+    library the ratios ours / theirs: of the time the median over the rounds and its quartiles.
 
     Parameters
     ----------
     name : str
-        Of the records NAME_cpu, NAME_cuda and so on; a device without a record is said to have none.
+        Of the records NAME_cpu, NAME_cuda and so on; that there is none of a GPU is said.
     """
-    names = [found for found in sorted(_records()) if found.startswith((f"{name}_cpu", f"{name}_cuda"))]
+    names = [found for found in sorted(find_records())
+             if found.startswith((f"{name}_cpu", f"{name}_cuda"))]
     for record in map(read_record, names):
-        print(f"{record['device']}, {record['threads']} threads, PyTorch {record['torch'].split('+')[0]}")
+        print(f"{record['device']}, {record['threads']} threads, "
+              f"PyTorch {record['torch'].split('+')[0]}")
         case = itemgetter("mode", "pass", "batch", "compiled")
         for _, rows in itertools.groupby(record["rows"], case):
-            ours, *others = rows
-            held = f", {ours['memory']:.0f} MiB" if ours["memory"] else ""
-            compiled = ", compiled" if ours["compiled"] else ""
-            print(f"  {ours['mode']}, {ours['pass']}, batch {ours['batch']}{compiled}: ours {ours['ms']:.0f} ms{held}")
-            for row in others:
-                low, high = row["quartiles"]
-                memory = f"   memory {ours['memory'] / row['memory']:.2f}" if row["memory"] else ""
-                print(f"    {row['library']:13}{row['ratio']:5.2f} ({low:.2f} to {high:.2f}){memory}")
+            _print_case({row["library"]: row for row in rows})
     if not any("cuda" in found for found in names):
         print("GPU: not measured")
+
+
+def _print_case(rows):
+    ours, optimized = rows.pop("attnlib"), rows.pop("attnlib, optimized", None)
+    compiled = ", compiled" if ours["compiled"] else ""
+    print(f"  {ours['mode']}, {ours['pass']}, batch {ours['batch']}{compiled}: "
+          f"ours {_cost(ours)}" + (f"; optimized {_cost(optimized)}" if optimized else ""))
+    for library, row in rows.items():
+        line = f"    {library:13}{_ratio(row)}"
+        if optimized:
+            line += f"; optimized {_ratio(row['optimized'])}"
+        if row["memory"]:
+            line += f"; memory {ours['memory'] / row['memory']:.2f}"
+        print(line)
+
+
+def _cost(row):
+    return f"{row['ms']:.0f} ms" + (f", {row['memory']:.0f} MiB" if row["memory"] else "")
+
+
+def _ratio(found):
+    low, high = found["quartiles"]
+    return f"{found['ratio']:5.2f} ({low:.2f} to {high:.2f})"

@@ -5,23 +5,25 @@
 # %% auto #0
 __all__ = ['DIRECTIONS', 'HELD_OUT', 'tag', 'number_tokenizer', 'number_table', 'trim', 'direction_batches', 'translation_loss',
            'translate_numbers', 'direction_accuracy', 'number_scores', 'number_run', 'sparse_numbers', 'length_run',
-           'multi30k_run', 'translate', 'load_marian']
+           'multi30k_run', 'translate', 'from_marian', 'marian_weights', 'load_marian']
 
 # %% ../nbs/23_translation.ipynb #imports
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 
-from .data import LANGUAGES, PAD, decode, draw_numbers, encode, multi30k, number_words, train_bpe
+from .convert import MARIAN, fuse_qkv, rename_keys
+from .data import (LANGUAGES, PAD, decode, draw_numbers, encode, multi30k, number_words,
+                          train_bpe)
 from .decoding import beam_search, greedy
 from .train import epochs, fit
-from .transformer import Transformer, from_marian, label_smoothing_loss
+from .transformer import Transformer, label_smoothing_loss
 
 # %% ../nbs/23_translation.ipynb #directions
 DIRECTIONS = [(a, b) for a in LANGUAGES for b in LANGUAGES if a != b]  # 12 · 11 = 132
-HELD_OUT = [(a, LANGUAGES[(i + k) % len(LANGUAGES)]) for i, a in enumerate(LANGUAGES) for k in (1, 6)]
+HELD_OUT = [(a, LANGUAGES[(i + k) % len(LANGUAGES)])
+            for i, a in enumerate(LANGUAGES) for k in (1, 6)]
 
 
 def tag(language):
@@ -32,13 +34,13 @@ def tag(language):
 
 
 def number_tokenizer(numbers, vocab_size):
-    """A byte-pair encoding of the names of some numbers in all languages, with a tag for each language."""
+    """A byte-pair encoding of the names of some numbers in all languages, and of their tags."""
     texts = [text for language in LANGUAGES for text in number_words(numbers, language)]
     return train_bpe(texts, vocab_size, extra=[tag(language) for language in LANGUAGES])
 
 # %% ../nbs/23_translation.ipynb #table
 def number_table(tokenizer, numbers):
-    """Tokens of the names of numbers in every language: (languages, numbers, longest), padding behind."""
+    """Tokens of the names of numbers in every language: (languages, numbers, longest)."""
     tokens = [encode(tokenizer, number_words(numbers, language)) for language in LANGUAGES]
     longest = max(x.shape[1] for x in tokens)
     return torch.stack([F.pad(x, (0, longest - x.shape[1]), value=PAD) for x in tokens])
@@ -65,9 +67,11 @@ def direction_batches(tokenizer, table, directions, *, batch_size, seed=0):
     Returns
     -------
     function
-        `batches(step)` returns sources (B, M), with the target's tag behind the start token, and targets (B, N).
+        `batches(step)` returns sources (B, M), with the target's tag behind the start token,
+        and targets (B, N).
     """
-    source, target = (torch.tensor([LANGUAGES.index(pair[side]) for pair in directions]) for side in (0, 1))
+    source = torch.tensor([LANGUAGES.index(a) for a, _ in directions])
+    target = torch.tensor([LANGUAGES.index(b) for _, b in directions])
     tags = torch.tensor([tokenizer.token_to_id(tag(b)) for _, b in directions])
 
     def batches(step):
@@ -75,7 +79,7 @@ def direction_batches(tokenizer, table, directions, *, batch_size, seed=0):
         number = torch.randint(table.shape[1], (batch_size,), generator=generator)
         pick = torch.randint(len(directions), (batch_size,), generator=generator)
         src, tgt = table[source[pick], number], table[target[pick], number]  # (B, longest) each
-        src = torch.cat([src[:, :1], tags[pick, None], src[:, 1:]], dim=1)  # start, tag, text, end
+        src = torch.cat([src[:, :1], tags[pick, None], src[:, 1:]], dim=1)  # start, tag, text
         return trim(src), trim(tgt)
 
     return batches
@@ -124,30 +128,32 @@ def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500)
     Returns
     -------
     dict of (str, str) to (float, float)
-        For each direction the share of names that are right, letter for letter, and the share of those that are right
-        for the number but in another language than the one asked for.
+        For each direction the share of names that are right, letter for letter, and the share
+        of those that are right for the number but in another language than the one asked for.
     """
     hits = {pair: [] for pair in directions}
-    asked = [(number, *directions[i % len(directions)]) for i, number in enumerate(numbers)]
+    asked = [(n, *directions[i % len(directions)]) for i, n in enumerate(numbers)]
     for first in range(0, len(asked), batch_size):
         batch = asked[first : first + batch_size]
-        names = [{language: number_words([number], language)[0] for language in LANGUAGES} for number, _, _ in batch]
+        names = [{b: number_words([n], b)[0] for b in LANGUAGES} for n, _, _ in batch]
         sources = [own[a] for own, (_, a, _) in zip(names, batch)]
         said = translate_numbers(model, tokenizer, sources, [b for _, _, b in batch])
         for (_, a, b), own, text in zip(batch, names, said):
             right = text == own[b]
             hits[a, b].append((right, not right and text in own.values()))
-    return {pair: tuple(sum(column) / len(own) for column in zip(*own)) for pair, own in hits.items() if own}
+    return {pair: tuple(sum(column) / len(own) for column in zip(*own))
+            for pair, own in hits.items() if own}
 
 # %% ../nbs/23_translation.ipynb #number-scores
 def number_scores(model, tokenizer, numbers, directions):
-    """Accuracies over the `directions` of training ("supervised") and over the others of their languages ("zero_shot").
+    """Accuracies over the directions of training and over the others of their languages.
 
     Returns
     -------
     dict of dict
-        "numbers", how many were asked; "right" and "elsewhere", the shares named right and named right in another
-        language, as means over directions; "directions", both for each.
+        Under "supervised" and "zero_shot": "numbers", how many were asked; "right" and
+        "elsewhere", the shares named right and named right in another language, as means over
+        directions; "directions", both for each.
     """
     known = {language for pair in directions for language in pair}
     zero_shot = [(a, b) for a, b in DIRECTIONS if {a, b} <= known and (a, b) not in directions]
@@ -156,14 +162,18 @@ def number_scores(model, tokenizer, numbers, directions):
         found = direction_accuracy(model, tokenizer, numbers, part) if part else {}
         if found:
             right, elsewhere = (sum(column) / len(found) for column in zip(*found.values()))
-            each = {f"{a}-{b}": [round(share, 4) for share in shares] for (a, b), shares in found.items()}
-            scores[name] = {"numbers": len(numbers), "right": right, "elsewhere": elsewhere, "directions": each}
+            each = {f"{a}-{b}": [round(x, 4) for x in own] for (a, b), own in found.items()}
+            scores[name] = {"numbers": len(numbers), "right": right, "elsewhere": elsewhere,
+                            "directions": each}
     return scores
 
 # %% ../nbs/23_translation.ipynb #number-run
-def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_000, vocab_size=800, d_model=192,
-               layers=2, batch_size=128, lr=2e-3, every=500, seed=0, checkpoint=None, accelerator=None):
-    """Train one model on some directions and test it on all between their languages, with numbers it has not seen.
+def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_000,
+               vocab_size=800, d_model=192, layers=2, batch_size=128, lr=2e-3, every=500,
+               seed=0, checkpoint=None, accelerator=None):
+    """Train one model on some directions and test it on all between their languages.
+
+    The numbers of the test are not seen in training.
 
     Returns
     -------
@@ -172,38 +182,48 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
     record : dict
         Settings, history, "supervised" and "zero_shot", see `number_scores`.
     """
-    held_out = [n for n in dict.fromkeys(draw_numbers(2 * tests, limit, seed=seed + 1)) if n >= 1000][:tests]
+    drawn = dict.fromkeys(draw_numbers(2 * tests, limit, seed=seed + 1))
+    held_out = [n for n in drawn if n >= 1000][:tests]
     seen = draw_numbers(numbers, limit, seed=seed + 2, exclude=held_out)
     tokenizer = number_tokenizer(seen[:3000], vocab_size)
-    batches = direction_batches(tokenizer, number_table(tokenizer, seen), directions, batch_size=batch_size, seed=seed)
+    table = number_table(tokenizer, seen)
+    batches = direction_batches(tokenizer, table, directions, batch_size=batch_size, seed=seed)
     torch.manual_seed(seed)
-    model = Transformer(vocab_size, None, d_model, max(1, d_model // 48), layers, layers, 4 * d_model, dropout=0.0,
-                        norm_first=True, max_length=128)
+    model = Transformer(vocab_size, None, d_model, max(1, d_model // 48), layers, layers,
+                        4 * d_model, dropout=0.0, norm_first=True, max_length=128)
 
     def evaluate(model):
         scores = number_scores(model, tokenizer, held_out[:500], directions)
         return {name: own["right"] for name, own in scores.items()}
 
-    history = fit(model, translation_loss, batches, steps=steps, lr=lr, warmup=steps // 20, weight_decay=0.0,
-                  every=min(every, steps), evaluate=evaluate, checkpoint=checkpoint, seed=seed, accelerator=accelerator)
-    settings = dict(limit=limit, steps=steps, numbers=numbers, vocab_size=vocab_size, d_model=d_model, layers=layers,
-                    batch_size=batch_size, lr=lr, seed=seed, parameters=sum(p.numel() for p in model.parameters()))
+    history = fit(model, translation_loss, batches, steps=steps, lr=lr, warmup=steps // 20,
+                  weight_decay=0.0, every=min(every, steps), evaluate=evaluate,
+                  checkpoint=checkpoint, seed=seed, accelerator=accelerator)
+    settings = dict(limit=limit, steps=steps, numbers=numbers, vocab_size=vocab_size,
+                    d_model=d_model, layers=layers, batch_size=batch_size, lr=lr, seed=seed,
+                    parameters=sum(p.numel() for p in model.parameters()))
     scores = number_scores(model, tokenizer, held_out, directions)
     return model, tokenizer, {"settings": settings, "history": history, **scores}
 
 # %% ../nbs/23_translation.ipynb #sparse-numbers
 def sparse_numbers(count, nonzero, *, seed=0):
-    """Random numbers below 10⁹ with so many digits that are not zero: few make a short name, many a long one."""
+    """Random numbers below 10⁹ with so many digits that are not zero.
+
+    Few of them make a short name, many a long one.
+    """
     if not 1 <= nonzero <= 9:
         raise ValueError(f"nonzero ({nonzero}) must be from 1 to 9")
     generator = torch.Generator().manual_seed(seed)
-    places = torch.rand(count, 9, generator=generator).argsort(1)[:, :nonzero]  # (count, nonzero), all different
+    places = torch.rand(count, 9, generator=generator).argsort(1)[:, :nonzero]  # all different
     digits = torch.randint(1, 10, (count, nonzero), generator=generator)
     return (digits * 10**places).sum(1).tolist()
 
 # %% ../nbs/23_translation.ipynb #length-run
-def length_run(position, *, longest=5, steps=1500, numbers=30_000, tests=300, d_model=64, seed=0, accelerator=None):
-    """Train English to German on numbers with at most `longest` digits that are not zero, test with 1 to 9 of them.
+def length_run(position, *, longest=5, steps=1500, numbers=30_000, tests=300, d_model=64,
+               seed=0, accelerator=None):
+    """Train English to German on short names of numbers, test on longer ones.
+
+    In training at most `longest` digits are not zero, in the test 1 to 9.
 
     Parameters
     ----------
@@ -213,30 +233,37 @@ def length_run(position, *, longest=5, steps=1500, numbers=30_000, tests=300, d_
     Returns
     -------
     dict
-        "accuracy", a list with the share of exactly right names for 1, ..., 9 digits, and the settings.
+        "accuracy", a list with the share of exactly right names for 1, ..., 9 digits, and the
+        settings.
     """
-    tests = {k: list(dict.fromkeys(sparse_numbers(tests, k, seed=1000 + k))) for k in range(1, 10)}
-    hidden = {n for own in tests.values() for n in own if n >= 1000}
-    seen = [n for k in range(1, longest + 1) for n in sparse_numbers(numbers // longest, k, seed=seed * 100 + k)]
-    seen = [n for n in seen if n not in hidden]
+    tests = {k: list(dict.fromkeys(sparse_numbers(tests, k, seed=1000 + k)))
+             for k in range(1, 10)}
+    every = [n for own in tests.values() for n in own]
+    hidden = {n for n in every if n >= 1000}
+    seen = [n for k in range(1, longest + 1)
+            for n in sparse_numbers(numbers // longest, k, seed=seed * 100 + k)
+            if n not in hidden]
     english, german = number_words(seen, "en"), number_words(seen, "de")
     tokenizer = train_bpe([*english, *german], 150)
     torch.manual_seed(seed)
-    model = Transformer(150, None, d_model, 4, 2, 2, 2 * d_model, dropout=0.0, norm_first=True, max_length=128,
-                        position=position)
-    pairs = epochs(encode(tokenizer, english), encode(tokenizer, german), batch_size=64, seed=seed)
-    fit(model, translation_loss, lambda step: tuple(map(trim, pairs(step))), steps=steps, lr=3e-3,
-        warmup=steps // 10, weight_decay=0.0, every=steps, seed=seed, accelerator=accelerator)
-    every = [n for own in tests.values() for n in own]
+    model = Transformer(150, None, d_model, 4, 2, 2, 2 * d_model, dropout=0.0, norm_first=True,
+                        max_length=128, position=position)
+    pairs = epochs(encode(tokenizer, english), encode(tokenizer, german), batch_size=64,
+                   seed=seed)
+    fit(model, translation_loss, lambda step: tuple(map(trim, pairs(step))), steps=steps,
+        lr=3e-3, warmup=steps // 10, weight_decay=0.0, every=steps, seed=seed,
+        accelerator=accelerator)
     src = encode(tokenizer, number_words(every, "en")).to(model.output.weight.device)
     said = dict(zip(every, decode(tokenizer, greedy(model, src, 120).cpu())))
-    accuracy = [sum(said[n] == number_words([n], "de")[0] for n in own) / len(own) for own in tests.values()]
-    settings = dict(position=position, longest=longest, steps=steps, numbers=len(seen), d_model=d_model, seed=seed)
-    return {**settings, "accuracy": [round(share, 4) for share in accuracy]}
+    right = {n: said[n] == number_words([n], "de")[0] for n in every}
+    accuracy = [round(sum(right[n] for n in own) / len(own), 4) for own in tests.values()]
+    return dict(position=position, longest=longest, steps=steps, numbers=len(seen),
+                d_model=d_model, seed=seed, accuracy=accuracy)
 
 # %% ../nbs/23_translation.ipynb #multi30k-run
-def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, layers=3, dropout=0.3, batch_size=128,
-                 lr=1e-3, beam_size=4, seed=0, checkpoint=None, accelerator=None):
+def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, layers=3,
+                 dropout=0.3, batch_size=128, lr=1e-3, beam_size=4, seed=0, checkpoint=None,
+                 accelerator=None):
     """Train English to German on Multi30k and score the test set by BLEU (sacrebleu).
 
     Parameters
@@ -249,30 +276,38 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
     model : Transformer
     tokenizer : tokenizers.Tokenizer
     record : dict
-        "bleu", the "signature" sacrebleu asks to be quoted with it, settings, history and some translations.
+        "bleu", the "signature" sacrebleu asks to be quoted with it, settings, history and some
+        translations.
     """
-    import sacrebleu
-
+    try:
+        import sacrebleu
+    except ModuleNotFoundError as error:
+        raise ImportError('sacrebleu is missing: pip install "attnlib[notebooks]"') from error
     english, german = multi30k("train", folder)
     tokenizer = train_bpe([*english, *german], vocab_size)
     torch.manual_seed(seed)
-    model = Transformer(tokenizer.get_vocab_size(), None, d_model, max(1, d_model // 64), layers, layers, 4 * d_model,
-                        dropout=dropout, norm_first=True, max_length=256)
-    pairs = epochs(encode(tokenizer, english), encode(tokenizer, german), batch_size=batch_size, seed=seed)
-    history = fit(model, translation_loss, lambda step: tuple(map(trim, pairs(step))), steps=steps, lr=lr,
-                  warmup=steps // 10, every=max(1, steps // 20), seed=seed, checkpoint=checkpoint, accelerator=accelerator)
+    model = Transformer(tokenizer.get_vocab_size(), None, d_model, max(1, d_model // 64),
+                        layers, layers, 4 * d_model, dropout=dropout, norm_first=True,
+                        max_length=256)
+    pairs = epochs(encode(tokenizer, english), encode(tokenizer, german),
+                   batch_size=batch_size, seed=seed)
+    history = fit(model, translation_loss, lambda step: tuple(map(trim, pairs(step))),
+                  steps=steps, lr=lr, warmup=steps // 10, every=max(1, steps // 20), seed=seed,
+                  checkpoint=checkpoint, accelerator=accelerator)
+    settings = dict(steps=steps, vocab_size=tokenizer.get_vocab_size(), d_model=d_model,
+                    layers=layers, dropout=dropout, batch_size=batch_size, lr=lr,
+                    beam_size=beam_size, seed=seed)
     english, german = multi30k("test", folder)
-    said = translate(model, tokenizer, english, beam_size=beam_size)
-    metric = sacrebleu.BLEU()
-    settings = dict(steps=steps, vocab_size=tokenizer.get_vocab_size(), d_model=d_model, layers=layers, dropout=dropout,
-                    batch_size=batch_size, lr=lr, beam_size=beam_size, seed=seed)
+    said, metric = translate(model, tokenizer, english, beam_size=beam_size), sacrebleu.BLEU()
     bleu = metric.corpus_score(said, [german]).score
-    record = {"settings": settings, "history": history, "bleu": bleu, "signature": str(metric.get_signature()),
+    record = {"settings": settings, "history": history, "bleu": bleu,
+              "signature": str(metric.get_signature()),
               "examples": [list(row) for row in zip(english[:5], said, german)]}
     return model, tokenizer, record
 
 # %% ../nbs/23_translation.ipynb #translate
-def translate(model, tokenizer, texts, *, beam_size=4, length_penalty=1.0, max_length=200, batch_size=64):
+def translate(model, tokenizer, texts, *, beam_size=4, length_penalty=1.0, max_length=200,
+              batch_size=64):
     """Translate sentences by beam search, in batches of similar length.
 
     Parameters
@@ -291,22 +326,71 @@ def translate(model, tokenizer, texts, *, beam_size=4, length_penalty=1.0, max_l
     list of str
     """
     if isinstance(texts, str):
-        raise TypeError(f"texts ({texts!r}) must be a sequence of str; a single text goes into a list")
+        raise TypeError(f"texts ({texts!r}) must be a sequence of str; a single text goes into "
+                        "a list")
     if batch_size < 1:
         raise ValueError(f"batch_size ({batch_size}) must be at least 1")
-    marian = not isinstance(tokenizer, Tokenizer)
-    ends = dict(bos_id=model.pad_id, eos_id=tokenizer.eos_token_id) if marian else {}  # Marian starts from padding
+    marian = hasattr(tokenizer, "eos_token_id")  # then the decoder starts from padding
+    ends = dict(bos_id=model.pad_id, eos_id=tokenizer.eos_token_id) if marian else {}
     order, said = sorted(range(len(texts)), key=lambda i: len(texts[i])), [""] * len(texts)
     for first in range(0, len(texts), batch_size):
         rows = order[first : first + batch_size]
         batch = [texts[i] for i in rows]
-        src = tokenizer(batch, return_tensors="pt", padding=True).input_ids if marian else encode(tokenizer, batch)
-        out, _ = beam_search(model, src.to(model.output.weight.device), max_length, beam_size,
-                             length_penalty=length_penalty, **ends)
-        read = tokenizer.batch_decode(out, skip_special_tokens=True) if marian else decode(tokenizer, out.cpu())
+        src = (tokenizer(batch, return_tensors="pt", padding=True).input_ids if marian
+               else encode(tokenizer, batch)).to(model.output.weight.device)
+        out, _ = beam_search(model, src, max_length, beam_size, length_penalty=length_penalty,
+                             **ends)
+        read = (tokenizer.batch_decode(out, skip_special_tokens=True) if marian
+                else decode(tokenizer, out.cpu()))
         for i, text in zip(rows, read):
             said[i] = text
     return said
+
+# %% ../nbs/23_translation.ipynb #from-marian
+def from_marian(config, state_dict):
+    """A `Transformer` with the weights of a MarianMTModel of the transformers library.
+
+    Parameters
+    ----------
+    config : transformers.MarianConfig
+    state_dict : dict of str to Tensor
+
+    Raises
+    ------
+    ValueError
+        If the configuration asks for what `Transformer` has not.
+    RuntimeError
+        If weights are missing, unexpected or of another shape; the message lists them.
+    """
+    wanted = dict(scale_embedding=True, normalize_before=False, add_final_layer_norm=False,
+                  normalize_embedding=False, encoder_ffn_dim=config.decoder_ffn_dim,
+                  encoder_attention_heads=config.decoder_attention_heads)
+    for name, value in wanted.items():
+        if getattr(config, name, value) != value:
+            raise ValueError(f"{name} ({getattr(config, name)!r}) of config must be {value!r}")
+    shared = config.share_encoder_decoder_embeddings
+    model = Transformer(
+        config.vocab_size, None if shared else config.decoder_vocab_size, config.d_model,
+        config.encoder_attention_heads, config.encoder_layers, config.decoder_layers,
+        config.encoder_ffn_dim, config.dropout, config.activation_function,
+        max_length=config.max_position_embeddings, pad_id=config.pad_token_id,
+        output_bias=True, tie_weights=getattr(config, "tie_word_embeddings", True),
+    ).to(next(iter(state_dict.values())))
+    sines = model.positions.table.unflatten(1, (-1, 2))  # (length, d_model / 2, 2)
+    weights = {"positions.table": sines.mT.flatten(1), **marian_weights(state_dict)}
+    model.load_state_dict(weights, strict=True)
+    return model
+
+
+def marian_weights(state_dict):
+    """The weights of a MarianMTModel under our names; a matrix that files keep once, thrice."""
+    weights = rename_keys(state_dict, MARIAN)
+    weights = fuse_qkv(weights, r"(.*)\.([qkv])_proj\.(weight|bias)", "{}.in_proj_{}")
+    weights["output_bias"] = weights["output_bias"].flatten()  # (1, vocab) -> (vocab,)
+    shared = weights.pop("shared.weight", None)
+    for name in ("src_embed.weight", "tgt_embed.weight", "output.weight"):
+        weights.setdefault(name, weights.get("tgt_embed.weight", shared))
+    return weights
 
 # %% ../nbs/23_translation.ipynb #load-marian
 def load_marian(source):
@@ -315,8 +399,9 @@ def load_marian(source):
     Parameters
     ----------
     source : str or Path
-        A folder with config.json, the weights, vocab.json, source.spm and target.spm, or the name of a repository of
-        the Hugging Face hub that has them, such as "Helsinki-NLP/opus-mt-en-de".
+        A folder with config.json, the weights, vocab.json, source.spm and target.spm, or the
+        name of a repository of the Hugging Face hub that has them, such as
+        "Helsinki-NLP/opus-mt-en-de".
 
     Returns
     -------
@@ -328,18 +413,24 @@ def load_marian(source):
     OSError
         If the files are neither there nor can be fetched.
     """
-    from huggingface_hub import snapshot_download
-    from transformers import MarianMTModel, MarianTokenizer
-
+    try:
+        from huggingface_hub import snapshot_download
+        from transformers import MarianMTModel, MarianTokenizer
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f'{error.name} is missing: pip install "attnlib[notebooks]"') from error
     folder, files = Path(source), ("config.json", "vocab.json", "source.spm", "target.spm")
     if not folder.is_dir():
+        wanted = ["*.json", *files, "model.safetensors", "pytorch_model.bin"]
         try:
-            weights = ("model.safetensors", "pytorch_model.bin")
-            folder = Path(snapshot_download(str(source), allow_patterns=["*.json", *files, *weights]))
-        except (OSError, ValueError) as error:  # no network; no such repository; not the name of one
-            raise OSError(f"source ({str(source)!r}) is no folder and cannot be fetched from the hub: {error}") from error
+            folder = Path(snapshot_download(str(source), allow_patterns=wanted))
+        except (OSError, ValueError) as error:  # no network; no such repository; not a name
+            raise OSError(f"source ({str(source)!r}) is no folder and cannot be fetched from "
+                          f"the hub: {error}") from error
     missing = [name for name in files if not (folder / name).exists()]
     if missing:
-        raise FileNotFoundError(f"source ({str(source)!r}) must hold {', '.join(missing)} as well")
+        raise FileNotFoundError(f"source ({str(source)!r}) must hold {', '.join(missing)} "
+                                "as well")
     theirs = MarianMTModel.from_pretrained(folder)
-    return from_marian(theirs.config, theirs.state_dict()).eval(), MarianTokenizer.from_pretrained(folder)
+    model = from_marian(theirs.config, theirs.state_dict()).eval()
+    return model, MarianTokenizer.from_pretrained(folder)

@@ -1,11 +1,14 @@
-"""Everything that needs a GPU, in one command: `python benchmarks/gpu.py --out FOLDER`, or `make gpu`.
+"""Everything that needs a GPU, in one command: `make gpu`, or `python -m benchmarks.gpu`.
 
-Checks the library on CUDA, times it beside its peers and makes the chapters' full training runs, with the PyTorch that
-is there and without a network. Each part is a list of commands; `--part NAME` runs one. A part that is finished leaves a
-mark in the folder of the records and is not run again for the same commit, so an interrupted command can be given again;
-the runs `numbers`, `numbers_english` and `digits` go on from their last checkpoint. With --tiny and --device cpu all
-parts run at a size that means nothing, to see that they work before a GPU is paid for.
+Checks the library on CUDA, times it beside its peers and makes the chapters' full training
+runs, with the PyTorch that is there and without a network. Each part is a list of commands;
+`--part NAME` runs one. A part that is finished leaves a mark in the folder of the records and
+is not run again for the same commit, so an interrupted command can be given again; the runs
+`numbers`, `numbers_english` and `digits` go on from their last checkpoint. With --tiny and
+--device cpu all parts run at a size that means nothing, to see that they work before a GPU is
+paid for.
 """
+
 import argparse
 import os
 import shutil
@@ -17,9 +20,10 @@ from pathlib import Path
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-VISION = {  # record: model; in bfloat16 only, for a part has nine minutes and to compile takes most of them
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+# record: model; in bfloat16 only, for a part has nine minutes and to compile takes most of them
+VISION = {
     "vit": "vit_small_patch16_224",
     "swin": "swin_tiny_patch4_window7_224",
     "swinv2": "swinv2_tiny_window8_256",
@@ -28,7 +32,9 @@ VISION = {  # record: model; in bfloat16 only, for a part has nine minutes and t
 RUNS = ("numbers", "numbers_english", "lengths", "digits", "backbones")
 NETWORK = ("cifar10", "multi30k")  # runs that fetch their data: by name only
 NEEDS = {  # packages that not every machine has
-    **dict.fromkeys(("run_numbers", "run_numbers_english", "run_lengths"), ("num2words", "tokenizers")),
+    **dict.fromkeys(
+        ("run_numbers", "run_numbers_english", "run_lengths"), ("num2words", "tokenizers")
+    ),
     **dict.fromkeys(("run_digits", "run_backbones"), ("sklearn",)),
     **dict.fromkeys(("flash", "windows"), ("triton",)),
     **dict.fromkeys(("translation", "vit", "swin", "swinv2"), ("transformers",)),
@@ -37,17 +43,20 @@ LIMIT = 540  # seconds for a command: a part must end within nine minutes
 
 
 def script(name, *options):
-    return [sys.executable, str(HERE / f"{name}.py"), *options]
+    return [sys.executable, "-m", f"benchmarks.{name}", *options]
 
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-CHECKS = [f"tests/test_{name}.py" for name in ("attention", "backbones", "cost", "decoding")]  # what has tests on CUDA
+# what has tests on CUDA
+CHECKS = [f"tests/test_{name}.py" for name in ("attention", "backbones", "cost", "decoding")]
 KERNELS = ["tests/test_flash.py", "tests/test_windows.py"]
 
 
 def checks(device, tiny):
     """The library's own tests of what runs on a GPU."""
-    return [PYTEST + CHECKS + ["-k", "agree_with_float64 and cpu" if tiny else "cuda or on_a_gpu"]]
+    return [
+        PYTEST + CHECKS + ["-k", "agree_with_float64 and cpu" if tiny else "cuda or on_a_gpu"]
+    ]
 
 
 def kernels(device, tiny):
@@ -58,12 +67,18 @@ def kernels(device, tiny):
 def sanitize(device, tiny):
     """The edges of the kernels under NVIDIA's memory checker, where it is installed."""
     tool = ["compute-sanitizer", "--target-processes", "all", "--error-exitcode", "1"]
-    return [] if tiny or not shutil.which(tool[0]) else [tool + PYTEST + KERNELS + ["-k", "sanitize"]]
+    return (
+        []
+        if tiny or not shutil.which(tool[0])
+        else [tool + PYTEST + KERNELS + ["-k", "sanitize"]]
+    )
 
 
 def vision(name):
     def commands(device, tiny):
-        small = ["--modes", "bfloat16"] + (["--batch", "2", "--repeats", "2"] if tiny else ["--compile"])
+        small = ["--modes", "bfloat16"] + (
+            ["--batch", "2", "--repeats", "2"] if tiny else ["--compile"]
+        )
         return [script("vision", "--models", VISION[name], "--name", name, *small)]
 
     return commands
@@ -89,9 +104,11 @@ PARTS = {
 
 
 def commit():
-    """The commit alone: the records of finished parts are files of the repository and make it differ from it."""
+    """The commit alone: the records of finished parts are files that make the tree differ."""
     try:
-        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+        found = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
+        )
     except OSError:  # no git
         return None
     return found.stdout.strip() or None
@@ -118,16 +135,30 @@ def execute(name, arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS),
-                        default=[name for name in PARTS if name not in {f"run_{run}" for run in NETWORK}])
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the records")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        choices=PARTS,
+        metavar="PART",
+        help=", ".join(PARTS),
+        default=[name for name in PARTS if name not in {f"run_{run}" for run in NETWORK}],
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the records")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a size that means nothing, to see that all runs")
-    parser.add_argument("--again", action="store_true", help="also what has been done for this commit")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a size that means nothing, to see that all runs"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="also what has been done for this commit"
+    )
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device; --tiny --device cpu shows that all parts run")
+        parser.error(
+            "PyTorch finds no CUDA device; --tiny --device cpu shows that all parts run"
+        )
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
     marks, now, failed = arguments.out / "gpu.done", commit(), []
@@ -139,7 +170,10 @@ def main():
             continue
         missing = [package for package in NEEDS.get(name, ()) if find_spec(package) is None]
         if missing:
-            print(f"== {name}: left out, since {', '.join(missing)} cannot be imported", flush=True)
+            print(
+                f"== {name}: left out, since {', '.join(missing)} cannot be imported",
+                flush=True,
+            )
             continue
         print(f"== {name}", flush=True)
         began = time.perf_counter()
@@ -150,9 +184,12 @@ def main():
             failed.append(name)
         result = "failed after" if name in failed else "done in"
         print(f"== {name}: {result} {time.perf_counter() - began:.0f} s", flush=True)
-    if arguments.out == HERE / "results" and not arguments.tiny:
-        subprocess.run([sys.executable, str(ROOT / "tools" / "speed_table.py")], check=True)
-        print("== the README has the new speeds; run the notebooks that show records again, and read what they say of them")
+    if arguments.out == RESULTS and not arguments.tiny:
+        subprocess.run([sys.executable, "-m", "tools.speed_table"], cwd=ROOT, check=True)
+        print(
+            "== the README has the new speeds; run the notebooks that show records again, "
+            "and read what they say of them"
+        )
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -1,12 +1,13 @@
-"""The chapters' full training runs: `python benchmarks/runs.py PART ... --out FOLDER`.
+"""The chapters' full training runs: `python -m benchmarks.runs PART ... --out FOLDER`.
 
-Each part is a function of the library; this file calls it and records what it gives, as FOLDER/PART.json. With
---checkpoints an interrupted run of any part but `lengths` and `backbones`, whose runs are short, goes on when the command
-is given again. With --tiny every part runs in seconds, to see that it works; such a record means nothing.
+Each part is a function of the library; this file calls it and records what it gives, as
+FOLDER/PART.json. With --checkpoints an interrupted run of any part but `lengths` and
+`backbones`, whose runs are short, goes on when the command is given again. With --tiny every
+part runs in seconds, to see that it works; such a record means nothing.
 """
+
 import argparse
 import functools
-import importlib
 import shutil
 import tempfile
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from attnlib import tnt, translation
+from attnlib import recipes, translation
 from attnlib.train import write_record
 from attnlib.transformer import POSITIONS
 
@@ -28,44 +29,70 @@ def bf16():
 def numbers(directions, steps, folder, tiny):
     size = dict(steps=steps)
     if tiny:
-        size = dict(steps=8, numbers=200, tests=132, vocab_size=500, d_model=32, layers=1, batch_size=16)
-    _, _, record = translation.number_run(directions, **size, checkpoint=folder / "numbers.json", accelerator=bf16())
+        size = dict(
+            steps=8, numbers=200, tests=132, vocab_size=500, d_model=32, layers=1, batch_size=16
+        )
+    _, _, record = translation.number_run(
+        directions, **size, checkpoint=folder / "numbers.json", accelerator=bf16()
+    )
     return record
 
 
 def lengths(folder, tiny):
     small = dict(steps=5, numbers=500, tests=5, d_model=16) if tiny else {}
     seeds = range(1 if tiny else 3)
-    return {"runs": [translation.length_run(position, seed=seed, **small, accelerator=bf16())
-                     for position in POSITIONS for seed in seeds]}
+    return {
+        "runs": [
+            translation.length_run(position, seed=seed, **small, accelerator=bf16())
+            for position in POSITIONS
+            for seed in seeds
+        ]
+    }
 
 
 def multi30k(folder, tiny):
-    small = dict(steps=4, vocab_size=200, d_model=32, layers=1, batch_size=2, beam_size=2) if tiny else {}
-    _, _, record = translation.multi30k_run(**small, checkpoint=folder / "multi30k.json", accelerator=bf16())
+    small = dict(steps=4, vocab_size=200, d_model=32, layers=1, batch_size=2, beam_size=2)
+    _, _, record = translation.multi30k_run(
+        **(small if tiny else {}), checkpoint=folder / "multi30k.json", accelerator=bf16()
+    )
     return record
 
 
 def small(data, folder, tiny):
-    """Every backbone as its chapter's `train_small` makes it, with three seeds."""
-    runs, clock = [], time.perf_counter if torch.cuda.is_available() else time.process_time  # a CPU's own seconds
-    for module in BACKBONES:
-        train = importlib.import_module(f"attnlib.{module}")
-        train = train.distill_small if module == "deit" else train.train_small
+    """Every row of the table of recipes, "deit" with its teacher, with three seeds."""
+    # on a CPU its own seconds, however busy it is
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    runs = []
+    for name in BACKBONES:
+        train = functools.partial(recipes.train_small, name)
+        train = recipes.distill_small if name == "deit" else train
         for seed in range(1 if tiny else 3):
-            options = dict(steps=2, batch_size=4) if tiny else dict(checkpoint=folder / f"{module}-{seed}.json")
+            options = dict(checkpoint=folder / f"{name}-{seed}.json")
+            if tiny:
+                options = dict(steps=2, batch_size=4)
             torch.manual_seed(seed)
             began = clock()
             model, *_, history = train(data, seed=seed, accelerator=bf16(), **options)
-            runs.append({"model": module, "seed": seed, "parameters": sum(p.numel() for p in model.parameters()),
-                         "seconds": round(clock() - began, 1), "history": history})
+            runs.append(
+                {
+                    "model": name,
+                    "seed": seed,
+                    "parameters": sum(p.numel() for p in model.parameters()),
+                    "seconds": round(clock() - began, 1),
+                    "history": history,
+                }
+            )
     return {"data": data, "runs": runs}
 
 
 def backbones(folder, tiny):
     """The same sizes of all backbones on two small tasks, with words and without."""
     size = dict(steps=2, seeds=[0]) if tiny else {}
-    return {"rows": [row for task in ("digits", "scenes") for row in tnt.compare_small(task, **size)]}
+    return {
+        "rows": [
+            row for task in ("digits", "scenes") for row in recipes.compare_small(task, **size)
+        ]
+    }
 
 
 BACKBONES = ("vit", "deit", "swin", "swinv2", "tnt")
@@ -73,7 +100,8 @@ ALL = [pair for pair in translation.DIRECTIONS if pair not in translation.HELD_O
 ENGLISH = [pair for pair in translation.DIRECTIONS if "en" in pair]
 PARTS = {
     "numbers": functools.partial(numbers, ALL, 6000),
-    "numbers_english": functools.partial(numbers, ENGLISH, 2500),  # fewer directions are learned sooner
+    # fewer directions are learned sooner
+    "numbers_english": functools.partial(numbers, ENGLISH, 2500),
     "lengths": lengths,
     "digits": functools.partial(small, "digits"),
     "backbones": backbones,
@@ -84,12 +112,24 @@ PARTS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the records")
-    parser.add_argument("--checkpoints", type=Path, help="folder of unfinished runs; a temporary one by default")
-    parser.add_argument("--threads", type=int, help="threads on a CPU; PyTorch's own choice by default")
-    parser.add_argument("--tiny", action="store_true", help="a few steps of small models, to see that all runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS)
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results"), help="folder of the records"
+    )
+    parser.add_argument(
+        "--checkpoints", type=Path, help="folder of unfinished runs; a temporary one by default"
+    )
+    parser.add_argument(
+        "--threads", type=int, help="threads on a CPU; PyTorch's own choice by default"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a few steps of small models, to see that all runs"
+    )
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -101,8 +141,12 @@ def main():
             record["seconds"] = round(time.perf_counter() - began)
             device = "cuda" if torch.cuda.is_available() else "cpu"
             write_record(arguments.out / f"{name}.json", record, device)
-            shutil.rmtree(checkpoints, ignore_errors=True)  # or the next run would end before it began
-            print(f"{name}: {record['seconds']} s, recorded in {arguments.out / name}.json", flush=True)
+            # or the next run would end before it began
+            shutil.rmtree(checkpoints, ignore_errors=True)
+            print(
+                f"{name}: {record['seconds']} s, recorded in {arguments.out / name}.json",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

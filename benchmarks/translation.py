@@ -1,10 +1,13 @@
-"""Time the Transformer beside its peers, training and decoding: `python benchmarks/translation.py --out FOLDER`.
+"""Time the Transformer beside its peers: `python -m benchmarks.translation --out FOLDER`.
 
-Training: forward, loss, backward and AdamW step of the base model of 2017, against torch.nn.Transformer, MarianMTModel
-of the transformers library and x-transformers. Decoding: 64 tokens, greedily and with cache, against `generate` of the
-transformers library. Where weights can be copied they are, and outputs are compared before anything is timed. All take
-turns, and all run at the same precision of float32 matrix products, which is a setting: see `MODES`.
+Training: forward, loss, backward and AdamW step of the base model of 2017, against
+torch.nn.Transformer, MarianMTModel of the transformers library and x-transformers. Decoding: 64
+tokens, greedily and with cache, the plain model and the one that `optimize_for_inference` makes
+of it, against `generate` of the transformers library. Where weights
+can be copied they are, and outputs are compared before anything is timed. All take turns, and
+all run at the same precision of float32 matrix products, which is a setting: see `MODES`.
 """
+
 import argparse
 import copy
 import math
@@ -12,15 +15,23 @@ import statistics
 import warnings
 from pathlib import Path
 
-import common
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from transformers import MarianConfig, MarianMTModel
 
 from attnlib.decoding import greedy
-from attnlib.transformer import from_marian, label_smoothing_loss
+from attnlib.transformer import label_smoothing_loss
+from attnlib.translation import from_marian
+from benchmarks import common
 
+# the peers import torchvision, which needs what `common` imports
+# isort: split
+from transformers import MarianConfig, MarianMTModel
+
+try:
+    from attnlib.inference import optimize_for_inference
+except ModuleNotFoundError:  # then the plain model alone is timed
+    optimize_for_inference = None
 try:
     from x_transformers import Decoder, Encoder, TransformerWrapper
 except ModuleNotFoundError:  # the other peers are timed without it
@@ -30,7 +41,8 @@ warnings.filterwarnings("ignore", message=".*nested.tensor.*")  # of torch.nn.Tr
 
 SIZE = dict(vocab=8000, width=512, layers=6, heads=8, hidden=2048, batch=16, length=64)
 TINY = dict(vocab=40, width=16, layers=2, heads=2, hidden=32, batch=2, length=8)
-MODES = {  # name: (torch.set_float32_matmul_precision, dtype of autocast in training and of the weights in decoding)
+# name: (float32_matmul_precision, dtype of autocast in training and of weights in decoding)
+MODES = {
     "float32": ("highest", None),
     "float32, medium": ("medium", None),
     "bfloat16": ("highest", torch.bfloat16),
@@ -38,20 +50,35 @@ MODES = {  # name: (torch.set_float32_matmul_precision, dtype of autocast in tra
 END, PAD = 0, 1  # tokens; Marian starts a translation with the padding
 
 
-# --- the same model four times -----------------------------------------------------------------------------------
+# --- the same model four times ----------------------------------------------------------------
 
 
 def marian(size, dropout, attention="sdpa"):
     torch.manual_seed(0)
-    return MarianMTModel(MarianConfig(
-        vocab_size=size["vocab"], d_model=size["width"], encoder_layers=size["layers"], decoder_layers=size["layers"],
-        encoder_attention_heads=size["heads"], decoder_attention_heads=size["heads"], encoder_ffn_dim=size["hidden"],
-        decoder_ffn_dim=size["hidden"], activation_function="relu", scale_embedding=True,
-        init_std=size["width"] ** -0.5,
-        max_position_embeddings=2 * size["length"], dropout=dropout, pad_token_id=PAD, eos_token_id=END,
-        bos_token_id=None, decoder_start_token_id=PAD, forced_eos_token_id=None, num_beams=1,
-        attn_implementation=attention,
-    ))
+    return MarianMTModel(
+        MarianConfig(
+            vocab_size=size["vocab"],
+            d_model=size["width"],
+            encoder_layers=size["layers"],
+            decoder_layers=size["layers"],
+            encoder_attention_heads=size["heads"],
+            decoder_attention_heads=size["heads"],
+            encoder_ffn_dim=size["hidden"],
+            decoder_ffn_dim=size["hidden"],
+            activation_function="relu",
+            scale_embedding=True,
+            init_std=size["width"] ** -0.5,
+            max_position_embeddings=2 * size["length"],
+            dropout=dropout,
+            pad_token_id=PAD,
+            eos_token_id=END,
+            bos_token_id=None,
+            decoder_start_token_id=PAD,
+            forced_eos_token_id=None,
+            num_beams=1,
+            attn_implementation=attention,
+        )
+    )
 
 
 class MarianPeer(nn.Module):
@@ -60,32 +87,53 @@ class MarianPeer(nn.Module):
         self.model = marian(size, dropout, attention)
 
     def forward(self, src, tgt):
-        return self.model(input_ids=src, attention_mask=src != PAD, decoder_input_ids=tgt, use_cache=False).logits
+        return self.model(
+            input_ids=src, attention_mask=src != PAD, decoder_input_ids=tgt, use_cache=False
+        ).logits
 
 
 class TorchPeer(nn.Module):
-    """torch.nn.Transformer with what it lacks: embeddings, positions, output. Without its additional last norms."""
+    """torch.nn.Transformer with embeddings, positions and output, without its last norms."""
 
     def __init__(self, size, dropout, ours):
         super().__init__()
         self.embed = nn.Embedding(size["vocab"], size["width"])
         self.dropout = nn.Dropout(dropout)
-        self.model = nn.Transformer(size["width"], size["heads"], size["layers"], size["layers"], size["hidden"],
-                                    dropout, batch_first=True)
+        self.model = nn.Transformer(
+            size["width"],
+            size["heads"],
+            size["layers"],
+            size["layers"],
+            size["hidden"],
+            dropout,
+            batch_first=True,
+        )
         self.model.encoder.norm = self.model.decoder.norm = None
         self.register_buffer("table", ours.positions.table.clone())
-        weights = {name.replace("feed_forward.", ""): x for name, x in ours.state_dict().items()}
+        weights = {
+            name.replace("feed_forward.", ""): x for name, x in ours.state_dict().items()
+        }
         self.embed.weight.data.copy_(ours.src_embed.weight)
-        self.model.load_state_dict({name: weights[name] for name in self.model.state_dict()}, strict=True)
+        self.model.load_state_dict(
+            {name: weights[name] for name in self.model.state_dict()}, strict=True
+        )
 
     def vectors(self, tokens):
         x = math.sqrt(self.table.shape[1]) * self.embed(tokens)
         return self.dropout(x + self.table[: tokens.shape[1]])
 
     def forward(self, src, tgt):
-        causal = nn.Transformer.generate_square_subsequent_mask(tgt.shape[1], device=tgt.device, dtype=torch.bool)
-        x = self.model(self.vectors(src), self.vectors(tgt), tgt_mask=causal, src_key_padding_mask=src == PAD,
-                       memory_key_padding_mask=src == PAD, tgt_is_causal=True)
+        causal = nn.Transformer.generate_square_subsequent_mask(
+            tgt.shape[1], device=tgt.device, dtype=torch.bool
+        )
+        x = self.model(
+            self.vectors(src),
+            self.vectors(tgt),
+            tgt_mask=causal,
+            src_key_padding_mask=src == PAD,
+            memory_key_padding_mask=src == PAD,
+            tgt_is_causal=True,
+        )
         return F.linear(x, self.embed.weight)
 
 
@@ -94,13 +142,30 @@ class XPeer(nn.Module):
 
     def __init__(self, size, dropout, flash):
         super().__init__()
-        layers = dict(dim=size["width"], depth=size["layers"], heads=size["heads"], attn_flash=flash,
-                      attn_dim_head=size["width"] // size["heads"], ff_mult=size["hidden"] // size["width"],
-                      layer_dropout=0.0, attn_dropout=0.0, ff_dropout=dropout, ff_custom_activation=nn.ReLU())
-        shared = dict(num_tokens=size["vocab"], max_seq_len=2 * size["length"], emb_dropout=dropout)
-        self.encoder = TransformerWrapper(attn_layers=Encoder(**layers), return_only_embed=True, **shared)
-        self.decoder = TransformerWrapper(attn_layers=Decoder(cross_attend=True, **layers), tie_embedding=True,
-                                          token_emb=self.encoder.token_emb, **shared)
+        layers = dict(
+            dim=size["width"],
+            depth=size["layers"],
+            heads=size["heads"],
+            attn_flash=flash,
+            attn_dim_head=size["width"] // size["heads"],
+            ff_mult=size["hidden"] // size["width"],
+            layer_dropout=0.0,
+            attn_dropout=0.0,
+            ff_dropout=dropout,
+            ff_custom_activation=nn.ReLU(),
+        )
+        shared = dict(
+            num_tokens=size["vocab"], max_seq_len=2 * size["length"], emb_dropout=dropout
+        )
+        self.encoder = TransformerWrapper(
+            attn_layers=Encoder(**layers), return_only_embed=True, **shared
+        )
+        self.decoder = TransformerWrapper(
+            attn_layers=Decoder(cross_attend=True, **layers),
+            tie_embedding=True,
+            token_emb=self.encoder.token_emb,
+            **shared,
+        )
 
     def forward(self, src, tgt):
         mask = src != PAD
@@ -112,12 +177,16 @@ def peers(size, dropout):
     theirs = marian(size, dropout)
     ours = from_marian(theirs.config, theirs.state_dict())
     ours.output_bias.requires_grad_(False)  # Marian does not train it either
-    others = {} if Decoder is None else {
-        "x-transformers": XPeer(size, dropout, False),  # the default
-        "x-transformers, flash": XPeer(size, dropout, True),
-    }
+    others = (
+        {}
+        if Decoder is None
+        else {
+            "x-transformers": XPeer(size, dropout, False),  # the default
+            "x-transformers, flash": XPeer(size, dropout, True),
+        }
+    )
     return {
-        "attnlib": ours,
+        common.OURS: ours,
         "torch.nn.Transformer": TorchPeer(size, dropout, ours),
         "Marian": MarianPeer(size, dropout, "sdpa"),  # the default
         "Marian, eager": MarianPeer(size, dropout, "eager"),
@@ -126,7 +195,7 @@ def peers(size, dropout):
 
 
 def sentences(size, seed):
-    """Random tokens (batch, length), rows of three quarters to all of the length with padding behind."""
+    """Random tokens (batch, length), each row at least three quarters full, padding behind."""
     generator = torch.Generator().manual_seed(seed)
     shape = size["batch"], size["length"]
     tokens = torch.randint(2, size["vocab"], shape, generator=generator)
@@ -135,35 +204,47 @@ def sentences(size, seed):
     return tokens.masked_fill(torch.arange(shape[1]) >= lengths, PAD)
 
 
-# --- training ----------------------------------------------------------------------------------------------------
+# --- training ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def errors(models, mode, device, size):
-    """The error of the logits where weights are equal, against ours in float64: root mean square over deviation."""
+    """The error of the logits where weights are equal, against ours in float64.
+
+    It is the root mean square over the deviation.
+    """
     (precision, dtype), found = MODES[mode], {}
     torch.set_float32_matmul_precision(precision)
     src, tgt = (sentences(size, seed).to(device) for seed in (7, 8))
-    exact = copy.deepcopy(models["attnlib"]).double()(src, tgt)
+    exact = copy.deepcopy(models[common.OURS]).double()(src, tgt)
     for name, model in models.items():
         if not name.startswith("x-"):
             with torch.autocast(device, dtype, enabled=dtype is not None):
                 logits = model(src, tgt)
-            found[name] = ((logits.double() - exact).square().mean().sqrt() / exact.std()).item()
-            assert found[name] < (1e-5 if mode == "float32" else 0.05), f"{name}: logits differ by {found[name]:.1e}"
+            found[name] = (
+                (logits.double() - exact).square().mean().sqrt() / exact.std()
+            ).item()
+            assert found[name] < (1e-5 if mode == "float32" else 0.05), (
+                f"{name}: logits differ by {found[name]:.1e}"
+            )
     return found
 
 
 def loss_of(name, logits, targets):
-    if name == "attnlib":
+    if name == common.OURS:
         loss, count = label_smoothing_loss(logits, targets, smoothing=0.1, pad_id=PAD)
         return loss / count
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, label_smoothing=0.1)
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, label_smoothing=0.1
+    )
 
 
 def training_step(name, model, optimizer, device, dtype, size):
     """A function that makes a step with the next of three batches."""
-    pairs = [(sentences(size, seed).to(device), sentences(size, seed + 3).to(device)) for seed in range(3)]
+    pairs = [
+        (sentences(size, seed).to(device), sentences(size, seed + 3).to(device))
+        for seed in range(3)
+    ]
 
     def step():
         pairs.append(pairs.pop(0))
@@ -181,24 +262,43 @@ def train(size, device, repeats, dropout):
     models = {name: model.to(device) for name, model in peers(size, dropout).items()}
     counts = [sum(p.numel() for p in model.parameters()) for model in models.values()]
     assert max(counts) < 1.02 * min(counts) or size is TINY, counts
-    rows, wrong = [], {mode: errors(models, mode, device, size) if dropout == 0 else {} for mode in MODES}
-    optimizers = {name: torch.optim.AdamW(model.parameters(), 1e-4, fused=True) for name, model in models.items()}
+    rows, wrong = (
+        [],
+        {mode: errors(models, mode, device, size) if dropout == 0 else {} for mode in MODES},
+    )
+    optimizers = {
+        name: torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+        for name, model in models.items()
+    }
     for mode, (precision, dtype) in MODES.items():
         torch.set_float32_matmul_precision(precision)
-        steps = {name: training_step(name, model.train(), optimizers[name], device, dtype, size)
-                 for name, model in models.items()}
-        memory = {name: common.peak_memory(step, device) for name, step in steps.items()}  # and warms up
+        steps = {
+            name: training_step(name, model.train(), optimizers[name], device, dtype, size)
+            for name, model in models.items()
+        }
+        # which warms up, too
+        memory = {name: common.peak_memory(step, device) for name, step in steps.items()}
         times = common.take_turns(steps, repeats, device)
         for name in models:
-            rows.append({"mode": mode, "dropout": dropout, "model": name, "error": wrong[mode].get(name),
-                         "memory": memory[name], "ms": round(statistics.median(times[name]), 2),
-                         **common.ratio(times["attnlib"], times[name])})
-            print(f"training {mode:16} dropout {dropout}  {name:22} {rows[-1]['ms']:9.1f} ms   attnlib / it "
-                  f"{rows[-1]['ratio']:.3f} {rows[-1]['quartiles']}", flush=True)
+            rows.append(
+                {
+                    "mode": mode,
+                    "dropout": dropout,
+                    "model": name,
+                    "error": wrong[mode].get(name),
+                    "memory": memory[name],
+                    **common.compared(times, name),
+                }
+            )
+            print(
+                f"training {mode:16} dropout {dropout}  {name:22} {rows[-1]['ms']:9.1f} ms   "
+                f"attnlib / it {rows[-1]['ratio']:.3f} {rows[-1]['quartiles']}",
+                flush=True,
+            )
     return rows
 
 
-# --- decoding ----------------------------------------------------------------------------------------------------
+# --- decoding ---------------------------------------------------------------------------------
 
 
 def bandwidth(device, size):
@@ -210,79 +310,144 @@ def bandwidth(device, size):
 
 
 def bytes_read(model, batch, size, width):
-    """What a step of cached decoding reads: weights of the decoder, and the cache when half of the tokens are there."""
+    """What a step of cached decoding reads: the decoder's weights, and a cache half full."""
     d, layers = size["width"], size["layers"]
     weights = sum(p.numel() for p in model.decoder.parameters()) + model.output.weight.numel()
     weights -= layers * 2 * (d * d + d)  # cross-attention's keys and values are made once
-    cache = 2 * layers * d * batch * (size["length"] + size["length"] / 2)  # the memory's, and half of the tokens'
+    # the memory's, and half of the tokens'
+    cache = 2 * layers * d * batch * (size["length"] + size["length"] / 2)
     return width * weights, width * cache
 
 
 @torch.no_grad()
 def largest_gap(model, src, tokens, others):
-    """How far apart the model's logits are where two decodings part, in deviations: 0 if they never do."""
+    """How far apart the logits are where two decodings part, in deviations; 0 if never."""
     gaps = [0.0]
     for source, a, b in zip(src, tokens, others):
         if not torch.equal(a, b):
             i = int((a != b).nonzero()[0])
             read = F.pad(a[:i], (1, 0), value=PAD)
             logits = model(source[None], read[None])[0, -1]
-            gaps.append(((logits[a[i]] - logits[b[i]]).abs() / logits.clamp(min=-100).std()).item())
+            gaps.append(
+                ((logits[a[i]] - logits[b[i]]).abs() / logits.clamp(min=-100).std()).item()
+            )
     return max(gaps)
 
 
+def decoders(theirs, ours, src, length, device):
+    """{name: a function that decodes `src`}, ours first."""
+    models = {common.OURS: ours}
+    if optimize_for_inference is not None and device == "cpu":
+        models[common.OPTIMIZED] = optimize_for_inference(ours)
+    options = dict(max_new_tokens=length, num_beams=1, do_sample=False)
+    options["attention_mask"] = torch.ones_like(src)
+
+    def decoder(model):
+        return lambda: greedy(model, src, length, bos_id=PAD, eos_id=END)
+
+    calls = {name: decoder(model) for name, model in models.items()}
+    return calls | {"Marian": lambda: theirs.generate(src, **options)[:, 1:]}
+
+
+def compare(exact, src, mode, tokens):
+    """{name: share of the tokens that are ours, largest gap of the logits where not}."""
+    found, ours = {}, tokens[common.OURS]
+    for name, others in tokens.items():
+        assert others.shape == ours.shape
+        same = (others == ours).float().mean().item()
+        gap = largest_gap(exact, src, ours, others)
+        assert same == 1 if mode == "float32" else gap < 0.1, (
+            f"{mode}, {name}: {same:.1%} equal, gap {gap:.2f}"
+        )
+        found[name] = {"same_tokens": same, "gap": gap}
+    return found
+
+
+def decode_batch(theirs, ours, exact, mode, src, device, repeats):
+    """A row for each contestant."""
+    batch, length = src.shape
+    calls = decoders(theirs, ours, src, length, device)
+    tokens = {name: call() for name, call in calls.items()}  # warms up, too
+    found = compare(exact, src, mode, tokens)
+    assert tokens[common.OURS].shape == (batch, length)
+    memory = {name: common.peak_memory(call, device) for name, call in calls.items()}
+    times = common.take_turns(calls, repeats, device)
+    rows = []
+    for name in calls:
+        row = {"mode": mode, "batch": batch, "model": name, **found[name]}
+        rows.append({**row, "memory": memory[name], **common.compared(times, name)})
+        print(
+            f"decoding {mode:16} batch {batch:2}  {name:18} {rows[-1]['ms']:9.1f} ms   "
+            f"attnlib / it {rows[-1]['ratio']:.3f} {rows[-1]['quartiles']}  "
+            f"same tokens {found[name]['same_tokens']:.1%}",
+            flush=True,
+        )
+    return rows
+
+
+@torch.no_grad()
 def decode(size, device, repeats):
     theirs = marian(size, 0.0).eval().to(device)
     theirs.final_logits_bias.normal_(generator=torch.Generator(device).manual_seed(1))
     theirs.final_logits_bias[0, [END, PAD]] = -1e4  # no sentence ends
-    exact, rows, speed = from_marian(theirs.config, theirs.state_dict()).eval(), [], bandwidth(device, size)
+    exact = from_marian(theirs.config, theirs.state_dict()).eval()
+    rows, speed = [], bandwidth(device, size)
     for mode, (precision, dtype) in MODES.items():
         torch.set_float32_matmul_precision(precision)
         theirs.to(dtype or torch.float32)
         ours = from_marian(theirs.config, theirs.state_dict()).eval()
         for batch in (1, size["batch"]):
-            length = size["length"]
-            generator = torch.Generator().manual_seed(2)
-            src = torch.randint(2, size["vocab"], (batch, length), generator=generator).to(device)
-            options = dict(attention_mask=torch.ones_like(src), max_new_tokens=length, num_beams=1, do_sample=False)
-            calls = {"attnlib": lambda: greedy(ours, src, length, bos_id=PAD, eos_id=END),
-                     "Marian": lambda: theirs.generate(src, **options)[:, 1:]}
-            tokens, others = (call() for call in calls.values())  # warms up, too
-            assert tokens.shape == others.shape == (batch, length)
-            same, gap = (tokens == others).float().mean().item(), largest_gap(exact, src, tokens, others)
-            assert same == 1 if mode == "float32" else gap < 0.1, f"{mode}: {same:.1%} equal, gap {gap:.2f}"
-            memory = {name: common.peak_memory(call, device) for name, call in calls.items()}
-            times = common.take_turns(calls, repeats, device)
+            generator, shape = torch.Generator().manual_seed(2), (batch, size["length"])
+            src = torch.randint(2, size["vocab"], shape, generator=generator).to(device)
+            found = decode_batch(theirs, ours, exact, mode, src, device, repeats)
             weights, cache = bytes_read(ours, batch, size, ours.output.weight.element_size())
-            limit = 1000 * length * (weights + cache) / speed
-            for name in calls:
-                rows.append({"mode": mode, "batch": batch, "model": name, "same_tokens": same, "gap": gap,
-                             "memory": memory[name], "ms": round(statistics.median(times[name]), 2),
-                             **common.ratio(times["attnlib"], times[name]), "limit_ms": round(limit, 2),
-                             "weights_mb": round(weights / 1e6, 2), "cache_mb": round(cache / 1e6, 2)})
-                print(f"decoding {mode:16} batch {batch:2}  {name:8} {rows[-1]['ms']:9.1f} ms   attnlib / it "
-                      f"{rows[-1]['ratio']:.3f} {rows[-1]['quartiles']}  memory limit {limit:.0f} ms  "
-                      f"same tokens {same:.1%}", flush=True)
+            limit = {
+                "limit_ms": round(1000 * size["length"] * (weights + cache) / speed, 2),
+                "weights_mb": round(weights / 1e6, 2),
+                "cache_mb": round(cache / 1e6, 2),
+            }
+            print(f"  memory limit {limit['limit_ms']:.0f} ms", flush=True)
+            rows += [row | limit for row in found]
     return rows, speed
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        choices=["cpu", "cuda"],
+    )
     parser.add_argument("--out", type=Path, help="folder for the record")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each measurement")
-    parser.add_argument("--parts", nargs="+", choices=["decoding", "training"], default=["decoding", "training"])
-    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0], help="of the models in training")
-    parser.add_argument("--tiny", action="store_true", help="a small model, to see that the benchmark runs")
+    parser.add_argument(
+        "--parts", nargs="+", choices=["decoding", "training"], default=["decoding", "training"]
+    )
+    parser.add_argument(
+        "--dropout", type=float, nargs="+", default=[0.0], help="of the models in training"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a small model, to see that the benchmark runs"
+    )
     arguments = parser.parse_args()
-    size, device, repeats = TINY if arguments.tiny else SIZE, arguments.device, arguments.repeats
+    size, device, repeats = (
+        TINY if arguments.tiny else SIZE,
+        arguments.device,
+        arguments.repeats,
+    )
     record = {"size": size}
     if "decoding" in arguments.parts:
         record["decoding"], speed = decode(size, device, repeats)
         record["copy_gb_per_s"] = round(speed / 1e9, 2)
         print(f"a copy moves {speed / 1e9:.1f} GB/s")
     if "training" in arguments.parts:
-        record["training"] = [row for dropout in arguments.dropout for row in train(size, device, repeats, dropout)]
+        record["training"] = [
+            row
+            for dropout in arguments.dropout
+            for row in train(size, device, repeats, dropout)
+        ]
     torch.set_float32_matmul_precision("highest")
     if arguments.out:
         common.write(arguments.out, "translation", device, record)

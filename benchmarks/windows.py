@@ -1,58 +1,58 @@
-"""Time attention in windows, from the map to the map: `python benchmarks/windows.py --out FOLDER`.
+"""Time attention in windows, map to map: `python -m benchmarks.windows --out FOLDER`.
 
-For every stage of Swin-T and SwinV2-T, without and with a shift, the whole attention of a block (roll, partition,
-projections, attention, and the way back), forward and with its backward pass: timm's, ours through PyTorch, and ours
-through the kernel. Weights are copied and outputs compared before anything is timed; all take turns.
+For every stage of Swin-T and SwinV2-T, without and with a shift, the whole attention of a block
+(roll, partition, projections, attention, and the way back), forward and with its backward pass:
+timm's, ours through PyTorch, and ours through the kernel. Weights are copied and outputs
+compared before anything is timed; all take turns.
 """
+
 import argparse
 import itertools
 import statistics
+from functools import partial
 from pathlib import Path
 
-import common
-import timm
 import torch
-import torch.nn.functional as F
 
+from attnlib import flash  # noqa: F401  first: without a GPU it has Triton interpreted
 from attnlib.attention import attention_backend
 from attnlib.models import create_model
-from attnlib.swinv2 import MAX_LOGIT_SCALE, WindowAttentionV2
-from attnlib.windows import window_attention
+from benchmarks import common
 
 MODELS = {"swin_tiny_patch4_window7_224": 224, "swinv2_tiny_window8_256": 256}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def through_pytorch(layer, x):
-    """The layer as its chapter wrote it."""
-    with attention_backend("sdpa"):
+def through(backend, layer, x):
+    """The layer as its chapter wrote it, or with all but its projections in the kernel."""
+    with attention_backend(backend):
         return layer(x)
 
 
-def through_kernel(layer, x):
-    """The layer with everything between its projections in the kernel."""
-    plan = layer.plan(x.shape[1:3])
-    if isinstance(layer, WindowAttentionV2):
-        pad = torch.cat([layer.q_bias, torch.zeros_like(layer.q_bias), layer.v_bias])
-        qkv = F.linear(x, layer.qkv.weight, pad)
-        options = dict(cosine_scale=layer.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten(), pad=pad)
-    else:
-        qkv, options = layer.qkv(x), dict(scale=layer.scale, pad=layer.qkv.bias)
-    bias = layer.bias(plan._replace(shift=(0, 0)), qkv)
-    return layer.proj(window_attention(qkv, bias, plan, layer.num_heads, **options))
-
-
 def ways(name, stage, shifted, options, device, dtype):
-    """{way: function of a map}, for one block of timm's model and of ours with its weights, and a map's shape."""
+    """{way: function of a map}, for one block of timm's and of ours; and a map's shape."""
+    import timm
+
     torch.manual_seed(0)
     theirs = timm.create_model(name, drop_path_rate=0.0, **options)
     ours = create_model(name, drop_path_rate=0.0, **options)
     ours.load_state_dict(theirs.state_dict(), strict=True)
-    block, own = (model.layers[stage].blocks[int(shifted)].to(device, dtype).eval() for model in (theirs, ours))
+    block, own = (
+        model.layers[stage].blocks[int(shifted)].to(device, dtype).eval()
+        for model in (theirs, ours)
+    )
     side = ours.patch_embed.grid_size[0] // 2**stage
-    calls = {"timm": block._attn, "PyTorch": lambda x: through_pytorch(own.attn, x),
-             "kernel": lambda x: through_kernel(own.attn, x)}
-    return calls, [*block.parameters()], [*own.parameters()], (side, side, own.attn.proj.in_features)
+    calls = {
+        "timm": block._attn,
+        "PyTorch": partial(through, "sdpa", own.attn),
+        "kernel": partial(through, "triton", own.attn),
+    }
+    return (
+        calls,
+        [*block.parameters()],
+        [*own.parameters()],
+        (side, side, own.attn.proj.in_features),
+    )
 
 
 def caller(call, kind, maps):
@@ -68,15 +68,25 @@ def caller(call, kind, maps):
 
 
 def measure(name, stage, shifted, kind, dtype, arguments):
-    small = dict(img_size=32, window_size=4, num_classes=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2))
+    small = dict(
+        img_size=32, window_size=4, num_classes=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2)
+    )
     options = small if arguments.tiny else {}
-    calls, *parameters, shape = ways(name, stage, shifted, options, arguments.device, DTYPES[dtype])
-    make = lambda: torch.randn(arguments.batch, *shape, device=arguments.device, dtype=DTYPES[dtype])  # noqa: E731
+    calls, *parameters, shape = ways(
+        name, stage, shifted, options, arguments.device, DTYPES[dtype]
+    )
+
+    def make():
+        size = (arguments.batch, *shape)
+        return torch.randn(size, device=arguments.device, dtype=DTYPES[dtype])
+
     x = make()
     with torch.no_grad():
         outputs = {way: call(x).float() for way, call in calls.items()}
     scale = outputs["timm"].abs().max()
-    differences = {way: ((y - outputs["timm"]).abs().max() / scale).item() for way, y in outputs.items()}
+    differences = {
+        way: ((y - outputs["timm"]).abs().max() / scale).item() for way, y in outputs.items()
+    }
     assert max(differences.values()) < (1e-4 if dtype == "float32" else 0.05), differences
     pool = [make().requires_grad_(kind != "forward") for _ in range(3)]
     runs = {way: caller(call, kind, itertools.cycle(pool)) for way, call in calls.items()}
@@ -84,32 +94,58 @@ def measure(name, stage, shifted, kind, dtype, arguments):
     common.take_turns(runs, 1 if arguments.tiny else 5, arguments.device)
     times = common.take_turns(runs, arguments.repeats, arguments.device)
     bytes_moved = 4 * arguments.batch * shape[0] * shape[1] * shape[2] * x.element_size()
-    return [{"model": name, "stage": stage + 1, "shifted": shifted, "pass": kind, "dtype": dtype, "way": way,
-             "batch": arguments.batch, "ms": round(statistics.median(times[way]), 4), "memory": memory[way],
-             "difference": differences[way], "kernel_bytes": bytes_moved,
-             **common.ratio(times["kernel"], times[way])} for way in runs]
+    return [
+        {
+            "model": name,
+            "stage": stage + 1,
+            "shifted": shifted,
+            "pass": kind,
+            "dtype": dtype,
+            "way": way,
+            "batch": arguments.batch,
+            "ms": round(statistics.median(times[way]), 4),
+            "memory": memory[way],
+            "difference": differences[way],
+            "kernel_bytes": bytes_moved,
+            **common.ratio(times["kernel"], times[way]),
+        }
+        for way in runs
+    ]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        choices=["cpu", "cuda"],
+    )
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=DTYPES)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="folder for the record")
-    parser.add_argument("--tiny", action="store_true", help="two small maps in float32, to see that it runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="two small maps in float32, to see that it runs"
+    )
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.batch, arguments.dtypes = 1, ["float32"]
     rows, stages = [], (1,) if arguments.tiny else range(4)
     for name, stage, dtype in itertools.product(arguments.models, stages, arguments.dtypes):
-        for shifted, kind in itertools.product((False,) if arguments.tiny else (False, True), ("forward", "training")):
+        for shifted, kind in itertools.product(
+            (False,) if arguments.tiny else (False, True), ("forward", "training")
+        ):
             rows += measure(name, stage, shifted, kind, dtype, arguments)
             for row in rows[-3:]:
-                print(f"{name} stage {row['stage']} {'shifted' if shifted else 'plain':7} {kind:8} {dtype} "
-                      f"{row['way']:8} {row['ms']:8.3f} ms   kernel / it {row['ratio']:.3f} {row['quartiles']}",
-                      flush=True)
+                print(
+                    f"{name} stage {row['stage']} {'shifted' if shifted else 'plain':7} "
+                    f"{kind:8} {dtype} {row['way']:8} {row['ms']:8.3f} ms   "
+                    f"kernel / it {row['ratio']:.3f} {row['quartiles']}",
+                    flush=True,
+                )
     if arguments.out:
         common.write(arguments.out, "windows", arguments.device, {"rows": rows})
 

@@ -1,4 +1,5 @@
-"""The repository's address and the version stand in one place; every other mention is held to it."""
+"""The repository's address and the version stand in one place; the others are held to it."""
+
 import re
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import attnlib
 ROOT = Path(__file__).parent.parent
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 REPOSITORY, BOOK = URLS["Repository"], URLS["Book"]
+PROSE = "README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff _config.yml index.md"
 FILES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CITATION.cff", "_config.yml", "index.md")),
+    *(ROOT / name for name in PROSE.split()),
     *sorted((ROOT / "nbs").glob("*.ipynb")),
     *sorted((ROOT / "api").glob("*.md")),
     *sorted((ROOT / ".github").rglob("*.yml")),

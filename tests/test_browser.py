@@ -1,8 +1,11 @@
-"""Every page of the built book in a headless browser, as a reader meets it: without a network, on a screen and a phone.
+"""Every page of the built book in a headless browser, as a reader meets it: without a network,
+on a screen and a phone.
 
-`make book` builds the pages; ATTNLIB_BOOK names their folder, _build/html by default. Chromium is looked for as
-$CHROMIUM, `chromium` and `google-chrome`. Without pages or browser the tests are skipped; where CI=true they fail.
+`make book` builds the pages; ATTNLIB_BOOK names their folder, _build/html by default. Chromium
+is looked for as $CHROMIUM, `chromium` and `google-chrome`. Without pages or browser the tests
+are skipped; where CI=true they fail.
 """
+
 import functools
 import http.server
 import io
@@ -17,20 +20,35 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import yaml
 
+import chapters
+
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = Path(os.environ.get("ATTNLIB_BOOK", ROOT / "_build" / "html")).resolve()
 CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
 FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 ]
 
 
 def listed(entry):
     """The pages below an entry of _toc.yml."""
     pages = [entry["file"]] if "file" in entry else []
-    return pages + [page for key in ("chapters", "sections") for child in entry.get(key, ()) for page in listed(child)]
+    if entry.get("glob") == "api/*":
+        pages = [f"api/{chapter.module}" for chapter in chapters.modules()]
+    return pages + [
+        page
+        for key in ("chapters", "sections")
+        for child in entry.get(key, ())
+        for page in listed(child)
+    ]
 
 
 PAGES = [TOC["root"], *(page for part in TOC["parts"] for page in listed(part))]
@@ -44,7 +62,7 @@ def missing(what):
     (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(what)
 
 
-# --- the reader ---------------------------------------------------------------------------------------------------
+# --- the reader -------------------------------------------------------------------------------
 
 LOOK = r"""async () => {
   if (window.MathJax) await MathJax.startup.promise;
@@ -52,28 +70,49 @@ LOOK = r"""async () => {
   const all = (selector, f) => [...document.querySelectorAll(selector)].map(f);
   const words = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode())
-    if (!walker.currentNode.parentElement.closest("script, style, noscript, pre, code, mjx-container"))
+    if (!walker.currentNode.parentElement.closest(
+        "script, style, noscript, pre, code, mjx-container"))
       words.push(walker.currentNode.data);
   return {
     text: words.join(" "),
     code: all("pre", pre => pre.textContent),
-    uncopied: all(".cell_input .highlight", cell => cell.querySelector("button.copybtn") ? 0 : 1),
+    uncopied: all(".cell_input .highlight",
+      cell => cell.querySelector("button.copybtn") ? 0 : 1),
+    folds: all("div.cell details.hide > summary", summary =>
+      [summary.innerText.trim(), summary.parentElement.open]),
     formulas: all("mjx-container", formula => 1).length,
     math_errors: all("mjx-merror, [data-mjx-error], .MathJax_Error",
       error => error.dataset.mjxError || error.title || error.textContent),
-    images: all("img", image => ({src: image.src, alt: image.alt, drawn: image.complete && image.naturalWidth > 0})),
+    images: all("img", image => ({
+      src: image.src, alt: image.alt, drawn: image.complete && image.naturalWidth > 0})),
     links: all("a[href]", link => link.href),
     ids: all("[id]", element => element.id),
     boxes: all(".proof.admonition", box => 1).length,
     exercises: all(".exercise.admonition", box => 1).length,
     solutions: all(".solution.admonition", box => box.classList.contains("toggle-hidden")
-      && [...box.children].slice(1).every(child => child.matches("button") || child.clientHeight === 0)),
+      && [...box.children].slice(1).every(
+        child => child.matches("button") || child.clientHeight === 0)),
     bar: document.querySelector("header.bd-header")?.offsetHeight || 0,
   };
 }"""
 
-SEARCHES = """() => [...document.querySelectorAll("button[class*=search-button], input[type=search]")]
-  .filter(element => element.checkVisibility({visibilityProperty: true})).length"""
+SEARCHES = """() => [
+  ...document.querySelectorAll("button[class*=search-button], input[type=search]")
+].filter(element => element.checkVisibility({visibilityProperty: true})).length"""
+
+# the longest line of each cell that scrolls sideways; what is folded is opened first
+CUT = """() => {
+  document.querySelectorAll("details").forEach(fold => fold.open = true);
+  const hidden = "toggle-hidden";
+  document.querySelectorAll(`.${hidden}`).forEach(fold => fold.classList.remove(hidden));
+  const cells = [...document.querySelectorAll("div.cell_input pre")];
+  return {
+    cells: cells.length,
+    seen: cells.filter(pre => pre.clientWidth).length,
+    cut: cells.filter(pre => pre.scrollWidth > pre.clientWidth).map(
+      pre => pre.textContent.split("\\n").sort((a, b) => b.length - a.length)[0]),
+  };
+}"""
 
 SIZE = """() => {
   const article = document.querySelector("article") || document.querySelector("main");
@@ -81,7 +120,10 @@ SIZE = """() => {
     && (getComputedStyle(element).overflowX !== "visible" || scrolls(element.parentElement));
   const beyond = [...article.querySelectorAll("*")].filter(element =>
     element.getBoundingClientRect().right > innerWidth + 1 && !scrolls(element.parentElement));
-  return {width: document.scrollingElement.scrollWidth, beyond: beyond.slice(0, 5).map(e => e.outerHTML.slice(0, 120))};
+  return {
+    width: document.scrollingElement.scrollWidth,
+    beyond: beyond.slice(0, 5).map(e => e.outerHTML.slice(0, 120)),
+  };
 }"""
 
 
@@ -94,8 +136,13 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 def site():
     """The address of the pages, served from this machine."""
     if not (BOOK / "index.html").exists():
-        missing(f"no book in {BOOK}: build it with `make book`, or set ATTNLIB_BOOK to the folder of its pages")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=BOOK))
+        missing(
+            f"no book in {BOOK}: build it with `make book`, or set ATTNLIB_BOOK to the folder "
+            "of its pages"
+        )
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=BOOK)
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
@@ -107,7 +154,9 @@ def browser():
         from playwright.sync_api import sync_playwright
     except ImportError:
         missing("playwright is not installed: pip install 'attnlib[test]'")
-    program = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    program = (
+        os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    )
     if not program:
         missing("no Chromium: install it, or set CHROMIUM to its path")
     with sync_playwright() as playwright:
@@ -133,10 +182,22 @@ def look(name, site, browser):
     page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
     complaints, outside = [], []
 
-    page.on("request", lambda request: request.url.startswith((site, "data:", "blob:")) or outside.append(request.url))
-    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+    page.on(
+        "request",
+        lambda request: (
+            request.url.startswith((site, "data:", "blob:")) or outside.append(request.url)
+        ),
+    )
+    page.on(
+        "console", lambda message: message.type == "error" and complaints.append(message.text)
+    )
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("response", lambda answer: answer.status >= 400 and complaints.append(f"{answer.status} {answer.url}"))
+    page.on(
+        "response",
+        lambda answer: (
+            answer.status >= 400 and complaints.append(f"{answer.status} {answer.url}")
+        ),
+    )
     page.goto(f"{site}{name}.html", wait_until="load")
     seen = page.evaluate(LOOK)
     seen["searches"] = page.evaluate(SEARCHES)
@@ -145,19 +206,23 @@ def look(name, site, browser):
     page.wait_for_timeout(200)
     seen["phone"] = page.evaluate(SIZE)
     seen["phone_searches"] = page.evaluate(SEARCHES)
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.wait_for_timeout(200)
+    seen["cells"] = page.evaluate(CUT)
     seen.update(complaints=complaints, outside=outside, site=site)
     page.close()
     return seen
 
 
 def at_night(page):
-    """Press the button until the page is dark; the brightness, 0 to 1, of page, text and first figure."""
+    """Press the button until it is dark; the brightness, 0 to 1, of page, text and a figure."""
     for _ in range(3):
         if page.evaluate("document.documentElement.dataset.theme") == "dark":
             break
         page.locator(".theme-switch-button:visible").first.click()
     night = page.evaluate("""() => {
-      const brightness = color => color.match(/\\d+/g).slice(0, 3).reduce((sum, c) => sum + Number(c), 0) / 765;
+      const brightness = color =>
+        color.match(/\\d+/g).slice(0, 3).reduce((sum, c) => sum + Number(c), 0) / 765;
       const style = getComputedStyle(document.querySelector("main"));
       return {theme: document.documentElement.dataset.theme, text: brightness(style.color),
               page: brightness(getComputedStyle(document.body).backgroundColor)};
@@ -172,17 +237,19 @@ def at_night(page):
     return night
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def anchors(path):
     return set(re.findall(r'\bid="([^"]+)"', path.read_text(encoding="utf-8")))
 
 
 def source(name):
     cells = json.loads((ROOT / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
-    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return "\n\n".join(
+        "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+    )
 
 
-# --- what every page owes its reader ------------------------------------------------------------------------------
+# --- what every page owes its reader ----------------------------------------------------------
 
 
 @every_page
@@ -201,24 +268,39 @@ def test_formulas_are_set(opened, name):
     html = (BOOK / f"{name}.html").read_text(encoding="utf-8")
     written = len(re.findall(r'class="(?:amsmath )?math notranslate', html))
     assert seen["math_errors"] == []
-    assert seen["formulas"] == written, f"{written} formulas in the page's source, {seen['formulas']} set"
+    assert seen["formulas"] == written, (
+        f"{written} formulas in the page's source, {seen['formulas']} set"
+    )
 
 
 @every_page
 def test_nothing_raw_is_left(opened, name):
     seen = opened(name)
     raw = re.compile(
-        r".{0,30}(?:\\[a-zA-Z]+|\\[()\[\]]|\$|:::|```"  # TeX, fences
-        r"|\{(?:prf:\w+|doc|eq|ref|numref|cite:?\w*|download|exercise|solution)[^}]*\}"  # roles and directives
-        r"|<(?:Figure|Axes)[ :]|[\x00-\x08\x0b-\x1f]).{0,30}"  # outputs without words, control characters
+        # TeX and fences; roles and directives; outputs without words, control characters
+        r".{0,30}(?:\\[a-zA-Z]+|\\[()\[\]]|\$|:::|```"
+        r"|\{(?:prf:\w+|doc|eq|ref|numref|cite:?\w*|download|exercise|solution)[^}]*\}"
+        r"|<(?:Figure|Axes)[ :]|[\x00-\x08\x0b-\x1f]).{0,30}"
     )
     assert raw.findall(seen["text"]) == []
-    assert [line for code in seen["code"] for line in code.splitlines() if re.match(r"\s*#\s?\|", line)] == []
+    assert [
+        line
+        for code in seen["code"]
+        for line in code.splitlines()
+        if re.match(r"\s*#\s?\|", line)
+    ] == []
 
 
 @every_page
 def test_code_can_be_copied(opened, name):
     assert sum(opened(name)["uncopied"]) == 0
+
+
+@every_page
+def test_no_code_is_cut_off(opened, name):
+    """Lines of 96 columns fit at 1280 pixels; what is folded is opened for this."""
+    seen = opened(name)["cells"]
+    assert seen["seen"] == seen["cells"] and seen["cut"] == []
 
 
 @every_page
@@ -247,14 +329,16 @@ def test_links_lead_somewhere(opened, name):
 @every_page
 def test_no_id_stands_twice(opened, name):
     ids = [i for i in opened(name)["ids"] if not i.startswith(("MJX-", "mjx-"))]
-    ids = [i for i in ids if i != "search-input"]  # an older theme, which Python 3.10 gets, has its field twice
+    # an older theme, which Python 3.10 gets, has its field twice
+    ids = [i for i in ids if i != "search-input"]
     assert sorted({i for i in ids if ids.count(i) > 1}) == []
 
 
 @every_page
 def test_colab_opens_the_notebook(opened, name):
     repository, branch = CONFIG["repository"]["url"], CONFIG["repository"]["branch"]
-    prefix = f"{repository.replace('https://github.com', 'https://colab.research.google.com/github')}/blob/{branch}/"
+    colab = "https://colab.research.google.com/github"
+    prefix = f"{repository.replace('https://github.com', colab)}/blob/{branch}/"
     colab = {link for link in opened(name)["links"] if "colab" in urlsplit(link).netloc}
     assert colab <= {f"{prefix}{notebook}.ipynb" for notebook in NOTEBOOKS}
     if name in NOTEBOOKS:
@@ -263,7 +347,11 @@ def test_colab_opens_the_notebook(opened, name):
 
 @every_page
 def test_one_search_and_no_empty_bar(opened, name):
-    seen, expected = opened(name), 2 if name == "search" else 1  # the search page has its own field
+    # the search page has its own field
+    seen, expected = (
+        opened(name),
+        2 if name == "search" else 1,
+    )
     assert (seen["searches"], seen["phone_searches"]) == (expected, expected)
     assert seen["bar"] == 0
 
@@ -283,7 +371,7 @@ def test_dark_mode(opened, name):
     assert night.get("figure", 1.0) > 0.7, f"the figures' background is dark: {night}"
 
 
-# --- what a chapter owes its reader -------------------------------------------------------------------------------
+# --- what a chapter owes its reader -----------------------------------------------------------
 
 
 @every_notebook
@@ -291,8 +379,25 @@ def test_boxes_exercises_and_folded_solutions(opened, name):
     seen, text = opened(name), source(name)
     assert seen["boxes"] == len(re.findall(r"(?m)^:{3,}\{prf:", text))
     assert seen["exercises"] == len(re.findall(r"(?m)^[:`]{3,}\{exercise(?:-start)?\}", text))
-    assert len(seen["solutions"]) == len(re.findall(r"(?m)^[:`]{3,}\{solution(?:-start)?\}", text))
+    assert len(seen["solutions"]) == len(
+        re.findall(r"(?m)^[:`]{3,}\{solution(?:-start)?\}", text)
+    )
     assert all(seen["solutions"]), "a solution lies open"
+
+
+@every_notebook
+def test_imports_are_folded(opened, name):
+    """A page opens with its idea: its imports are behind a line that says so."""
+    cells = json.loads((ROOT / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    tags = {cell["id"]: cell["metadata"].get("tags", ()) for cell in cells}
+    imports = [
+        tags[i] for i in ("imports", "setup") if i in tags and "remove-cell" not in tags[i]
+    ]
+    assert all("hide-input" in found for found in imports), "tag them `hide-input`"
+    words = [words for words, _ in opened(name)["folds"]]
+    assert words.count("Imports") in range(bool(imports), len(imports) + 1)  # some are joined
+    assert set(words) <= {"Imports", "Show the code"}
+    assert not any(is_open for _, is_open in opened(name)["folds"])
 
 
 @pytest.mark.parametrize("name", CHAPTERS)
@@ -320,16 +425,24 @@ def test_search_finds_a_function(site, browser):
     page.goto(f"{site}search.html?q=causal_mask")
     page.wait_for_selector("#search-results li a", timeout=10_000)
     page.wait_for_timeout(1000)  # the quotations follow
-    assert any("attention" in link.get_attribute("href") for link in page.locator("#search-results li a").all())
+    assert any(
+        "attention" in link.get_attribute("href")
+        for link in page.locator("#search-results li a").all()
+    )
     assert "\\" not in page.locator("#search-results").inner_text()
     page.close()
 
 
-def test_first_page_leads_to_every_notebook():
-    text = (ROOT / "index.md").read_text(encoding="utf-8")
-    assert [name for name in NOTEBOOKS if f"{{doc}}`{name}`" not in text] == []
+def test_first_page_leads_to_every_notebook(opened):
+    links = set(opened("index")["links"])
+    wanted = [*NOTEBOOKS, *(page for page in PAGES if page.startswith("api/"))]
+    assert [
+        page for page in wanted if f"{opened('index')['site']}{page}.html" not in links
+    ] == []
 
 
 def test_example_on_the_first_page_runs():
-    code = re.search(r"```python\n(.*?)```", (ROOT / "index.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    code = re.search(
+        r"```python\n(.*?)```", (ROOT / "index.md").read_text(encoding="utf-8"), re.DOTALL
+    )[1]
     exec(code, {})

@@ -1,4 +1,6 @@
-"""Text and images: right names, disjoint splits, texts restored exactly; scenes that ask what they should."""
+"""Text and images: right names, disjoint splits, texts restored exactly; scenes that
+ask what they should."""
+
 import hashlib
 import io
 import pickle
@@ -47,11 +49,14 @@ def test_different_numbers_have_different_names(language):
     assert len(set(number_words(numbers, language))) == len(set(numbers))
 
 
-@pytest.mark.parametrize("numbers, language, message", [
-    ([1], "xx", r"language \('xx'\) must be one of en, de"),
-    ([10**9], "en", r"numbers \(1000000000\) must be from 0 to 999,999,999"),
-    ([-1], "en", r"numbers \(-1\) must be from 0"),
-])
+@pytest.mark.parametrize(
+    "numbers, language, message",
+    [
+        ([1], "xx", r"language \('xx'\) must be one of en, de"),
+        ([10**9], "en", r"numbers \(1000000000\) must be from 0 to 999,999,999"),
+        ([-1], "en", r"numbers \(-1\) must be from 0"),
+    ],
+)
 def test_number_words_refuses(numbers, language, message):
     with pytest.raises(ValueError, match=message):
         number_words(numbers, language)
@@ -60,17 +65,27 @@ def test_number_words_refuses(numbers, language, message):
 def test_drawn_numbers_avoid_the_excluded_and_cover_all_lengths():
     test = set(draw_numbers(500, 10**6, seed=1))
     numbers = draw_numbers(2000, 10**6, seed=2, exclude=test)
-    assert len(numbers) == 2000 and not test & set(numbers) and 0 <= min(numbers) and max(numbers) < 10**6
-    shares = [sum(len(str(n)) == k for n in draw_numbers(6000, 10**6)) / 6000 for k in range(1, 7)]
+    assert (
+        len(numbers) == 2000
+        and not test & set(numbers)
+        and 0 <= min(numbers)
+        and max(numbers) < 10**6
+    )
+    shares = [
+        sum(len(str(n)) == k for n in draw_numbers(6000, 10**6)) / 6000 for k in range(1, 7)
+    ]
     assert min(shares) > 0.12 and draw_numbers(9, 100, seed=3) == draw_numbers(9, 100, seed=3)
 
 
-@pytest.mark.parametrize("limit, exclude, message", [
-    (500, (), r"limit \(500\) must be a power of ten"),
-    (1, (), r"limit \(1\) must be a power of ten"),
-    (10**10, (), r"limit \(10000000000\) must be a power of ten"),
-    (10, range(10), r"exclude holds all numbers below limit \(10\)"),
-])
+@pytest.mark.parametrize(
+    "limit, exclude, message",
+    [
+        (500, (), r"limit \(500\) must be a power of ten"),
+        (1, (), r"limit \(1\) must be a power of ten"),
+        (10**10, (), r"limit \(10000000000\) must be a power of ten"),
+        (10, range(10), r"exclude holds all numbers below limit \(10\)"),
+    ],
+)
 def test_draw_numbers_refuses(limit, exclude, message):
     with pytest.raises(ValueError, match=message):
         draw_numbers(3, limit, exclude=exclude)
@@ -78,7 +93,11 @@ def test_draw_numbers_refuses(limit, exclude, message):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    texts = [word for language in LANGUAGES for word in number_words(draw_numbers(500, 10**9, seed=4), language)]
+    texts = [
+        word
+        for language in LANGUAGES
+        for word in number_words(draw_numbers(500, 10**9, seed=4), language)
+    ]
     return train_bpe(texts, 400, extra=[f"<2{language}>" for language in LANGUAGES])
 
 
@@ -90,12 +109,26 @@ def test_decoding_restores_the_text(tokenizer, number, language):
 
 
 def test_encode_pads_and_marks(tokenizer):
-    tokens = encode(tokenizer, ["uno", "novecientos ochenta y siete millones"], prefix=["<2de>", "<2en>"])
+    tokens = encode(
+        tokenizer, ["uno", "novecientos ochenta y siete millones"], prefix=["<2de>", "<2en>"]
+    )
     assert tokens.dtype == torch.int64 and (tokens[:, 0] == BOS).all()
-    assert tokens[:, 1].tolist() == [tokenizer.token_to_id("<2de>"), tokenizer.token_to_id("<2en>")]
-    assert tokens[0, -1] == PAD and ((tokens == EOS).sum(1) == 1).all() and not (tokens == UNK).any()
+    assert tokens[:, 1].tolist() == [
+        tokenizer.token_to_id("<2de>"),
+        tokenizer.token_to_id("<2en>"),
+    ]
+    assert (
+        tokens[0, -1] == PAD
+        and ((tokens == EOS).sum(1) == 1).all()
+        and not (tokens == UNK).any()
+    )
     assert tokenizer.get_vocab_size() == 400
-    assert [tokenizer.token_to_id(t) for t in ("<pad>", "<s>", "</s>", "<unk>")] == [PAD, BOS, EOS, UNK]
+    assert [tokenizer.token_to_id(t) for t in ("<pad>", "<s>", "</s>", "<unk>")] == [
+        PAD,
+        BOS,
+        EOS,
+        UNK,
+    ]
 
 
 def test_unknown_letters_become_unknown_tokens(tokenizer):
@@ -105,19 +138,25 @@ def test_unknown_letters_become_unknown_tokens(tokenizer):
 def test_prefixes_must_be_one_for_each_text(tokenizer):
     with pytest.raises(ValueError):
         encode(tokenizer, ["one", "two"], prefix=["<2de>"])
-    with pytest.raises(ValueError, match=r"prefix \('<2xx>'\) must be a token of the tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"prefix \('<2xx>'\) must be a token of the tokenizer"
+    ):
         encode(tokenizer, ["one", "two"], prefix=["<2de>", "<2xx>"])
 
 
-# --- Multi30k, on a small archive of the same form -------------------------------------------------------------------
+# --- Multi30k, on a small archive of the same form --------------------------------------------
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """A server folder with a small training.tar.gz; Multi30k's table points to it, after an address that is dead."""
+    """A server folder with a small training.tar.gz; Multi30k's table points to it, after an
+    address that is dead."""
     server = tmp_path / "server"
     server.mkdir()
-    texts = {"train.en": "A dog runs.\nTwo men cook.\n", "train.de": "Ein Hund rennt.\nZwei Männer kochen.\n"}
+    texts = {
+        "train.en": "A dog runs.\nTwo men cook.\n",
+        "train.de": "Ein Hund rennt.\nZwei Männer kochen.\n",
+    }
     archive = server / "training.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         for name, text in texts.items():
@@ -132,7 +171,10 @@ def small(tmp_path, monkeypatch):
 
 def test_multi30k_takes_the_second_source_and_keeps_the_file(small, tmp_path):
     english, german = data.multi30k("train", tmp_path / "kept")
-    assert english == ["A dog runs.", "Two men cook."] and german == ["Ein Hund rennt.", "Zwei Männer kochen."]
+    assert english == ["A dog runs.", "Two men cook."] and german == [
+        "Ein Hund rennt.",
+        "Zwei Männer kochen.",
+    ]
     small.unlink()
     assert data.multi30k("train", tmp_path / "kept") == (english, german)
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["training.tar.gz"]
@@ -140,22 +182,32 @@ def test_multi30k_takes_the_second_source_and_keeps_the_file(small, tmp_path):
 
 def test_multi30k_refuses_a_file_that_is_not_the_published_one(small, tmp_path):
     small.write_bytes(small.read_bytes() + b"x")
-    with pytest.raises(ConnectionError, match=r"could not be fetched.*invalid hash.*Put it at .*training.tar.gz"):
+    with pytest.raises(
+        ConnectionError,
+        match=r"could not be fetched.*invalid hash.*Put it at .*training.tar.gz",
+    ):
         data.multi30k("train", tmp_path / "kept")
     assert not list((tmp_path / "kept").iterdir())  # nothing half-done stays
     (tmp_path / "kept" / "training.tar.gz").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="has another SHA-256 than the published file: delete it"):
+    with pytest.raises(
+        ValueError, match="has another SHA-256 than the published file: delete it"
+    ):
         data.multi30k("train", tmp_path / "kept")
 
 
 def test_multi30k_offline_says_what_was_wanted(tmp_path, small):
     small.unlink()
-    with pytest.raises(ConnectionError, match=r"training.tar.gz could not be fetched from http://127.0.0.1:9/training"):
+    with pytest.raises(
+        ConnectionError,
+        match=r"training.tar.gz could not be fetched from http://127.0.0.1:9/training",
+    ):
         data.multi30k("train", tmp_path / "kept")
 
 
 def test_multi30k_unknown_split():
-    with pytest.raises(ValueError, match=r"split \('dev'\) must be one of 'train', 'valid', 'test'"):
+    with pytest.raises(
+        ValueError, match=r"split \('dev'\) must be one of 'train', 'valid', 'test'"
+    ):
         data.multi30k("dev")
 
 
@@ -165,16 +217,23 @@ def test_multi30k_table_is_complete():
         assert all(len(checksum) == 64 and int(checksum, 16) for checksum in sources.values())
 
 
-# --- digits -----------------------------------------------------------------------------------------------------------
+# --- digits -----------------------------------------------------------------------------------
 
 
 def test_digits_are_scikit_learns_split_in_two():
     from sklearn.datasets import load_digits
 
     (train, train_labels), (test, test_labels) = digits("train"), digits("test")
-    assert train.shape == (1437, 1, 8, 8) and test.shape == (360, 1, 8, 8) and train.dtype == torch.float32
+    assert (
+        train.shape == (1437, 1, 8, 8)
+        and test.shape == (360, 1, 8, 8)
+        and train.dtype == torch.float32
+    )
     assert train_labels.dtype == torch.int64 and test_labels.dtype == torch.int64
-    found = sorted((*x.flatten().tolist(), y) for x, y in zip(torch.cat([train, test]), [*train_labels, *test_labels]))
+    found = sorted(
+        (*x.flatten().tolist(), y)
+        for x, y in zip(torch.cat([train, test]), [*train_labels, *test_labels])
+    )
     data = load_digits()
     wanted = sorted((*(x / 16).tolist(), int(y)) for x, y in zip(data.data, data.target))
     assert found == wanted
@@ -190,23 +249,33 @@ def test_digits_at_other_sizes(size):
     images, labels = digits("test", size)
     assert images.shape == (360, 1, size, size) and torch.equal(labels, digits("test")[1])
     assert images.min() >= 0 and images.max() <= 1 + 1e-6
-    torch.testing.assert_close(images.mean((1, 2, 3)), digits("test")[0].mean((1, 2, 3)), rtol=0, atol=0.1)
+    torch.testing.assert_close(
+        images.mean((1, 2, 3)), digits("test")[0].mean((1, 2, 3)), rtol=0, atol=0.1
+    )
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (("dev",), r"split \('dev'\) must be 'train' or 'test'"),
-    (("train", 0), r"size \(0\) must be a positive integer"),
-    (("train", 8.5), r"size \(8.5\) must be a positive integer"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("dev",), r"split \('dev'\) must be 'train' or 'test'"),
+        (("train", 0), r"size \(0\) must be a positive integer"),
+        (("train", 8.5), r"size \(8.5\) must be a positive integer"),
+    ],
+)
 def test_digits_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         digits(*arguments)
 
 
-# --- scenes -----------------------------------------------------------------------------------------------------------
+# --- scenes -----------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 2**40), st.sampled_from(["kind", "color"]))
+@given(
+    st.integers(1, 60),
+    st.integers(1, 40),
+    st.integers(0, 2**40),
+    st.sampled_from(["kind", "color"]),
+)
 @settings(max_examples=40, deadline=None)
 def test_scenes_are_images_with_balanced_labels(count, size, seed, task):
     images, labels = scenes(count, size, seed=seed, task=task)
@@ -248,21 +317,28 @@ def test_a_single_shape_says_nothing_about_the_answer():
 
 def test_the_same_seed_gives_the_same_scenes_at_every_size_and_for_both_questions():
     large, small = scenes(50, 128, seed=3)[0], scenes(50, 32, seed=3)[0]
-    difference = (F.avg_pool2d(large, 4) - small).abs()  # at corners the covered part is a rough estimate
-    assert difference.mean() < 1e-3 and difference.max() < 0.3 and (difference > 0.1).float().mean() < 2e-3
+    # at corners the covered part is a rough estimate
+    difference = (F.avg_pool2d(large, 4) - small).abs()
+    assert (
+        difference.mean() < 1e-3
+        and difference.max() < 0.3
+        and (difference > 0.1).float().mean() < 2e-3
+    )
     assert torch.equal(scenes(50, 32, seed=3, task="color")[0], small)
     assert not torch.equal(scenes(50, 32, seed=4)[0], small)
 
 
 @pytest.mark.parametrize("kind", range(4), ids=KINDS)
 def test_the_drawn_area_is_the_shapes(kind):
-    """Covered pixels add up to the shape's area, counted on a grid 20 times finer without any smoothing."""
+    """Covered pixels add up to the shape's area, counted on a grid 20 times finer
+    without any smoothing."""
     scene = describe_scenes(1, seed=5)
     scene["kind"][:] = kind
     scene["radius"][:] = 0.1
     scene["color"][:], scene["background"][:] = 1, 0
     grid = (torch.arange(2000) + 0.5) / 1000 - 1
-    inside = (list(KINDS.values())[kind](grid[None, :], grid[:, None]) < 0).double().mean() * 4  # [-1, 1]² has area 4
+    # [-1, 1]² has area 4
+    inside = (list(KINDS.values())[kind](grid[None, :], grid[:, None]) < 0).double().mean() * 4
     for size in (48, 100):
         area = draw_scenes(scene, size)[0, 0].double().sum() / size**2
         assert abs(area / (2 * 0.1**2 * inside) - 1) < 0.04
@@ -274,23 +350,32 @@ def test_drawing_in_parts_gives_the_same():
     assert torch.equal(draw_scenes(scene, 96)[100:200], draw_scenes(rows, 96))
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (dict(count=0), r"count \(0\) must be a positive integer"),
-    (dict(count=2.0), r"count \(2.0\) must be a positive integer"),
-    (dict(count=2, size=0), r"size \(0\) must be a positive integer"),
-    (dict(count=2, task="same"), r"task \('same'\) must be 'kind' or 'color'"),
-])
+def test_scenes_of_no_size_are_refused():
+    with pytest.raises(ValueError, match=r"size \(0\) must be a positive integer"):
+        draw_scenes(describe_scenes(1), 0)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(count=0), r"count \(0\) must be a positive integer"),
+        (dict(count=2.0), r"count \(2.0\) must be a positive integer"),
+        (dict(count=2, size=0), r"size \(0\) must be a positive integer"),
+        (dict(count=2, task="same"), r"task \('same'\) must be 'kind' or 'color'"),
+    ],
+)
 def test_scenes_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         scenes(**arguments)
 
 
-# --- CIFAR, on small files of the same form ---------------------------------------------------------------------------
+# --- CIFAR, on small files of the same form ---------------------------------------------------
 
 
 @pytest.fixture(params=["cifar10", "cifar100"])
 def photographs(request, tmp_path, monkeypatch):
-    """An archive like the published one, 2 images a file; torchvision's table has its checksums, no address works."""
+    """An archive like the published one, 2 images a file; torchvision's table has its
+    checksums, no address works."""
     from torchvision import datasets
 
     kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[request.param]
@@ -299,9 +384,16 @@ def photographs(request, tmp_path, monkeypatch):
     archive = tmp_path / "kept" / kind.filename
     archive.parent.mkdir()
     with tarfile.open(archive, "w:gz") as tar:
-        for name in [*(name for name, _ in kind.train_list + kind.test_list), kind.meta["filename"]]:
+        for name in [
+            *(name for name, _ in kind.train_list + kind.test_list),
+            kind.meta["filename"],
+        ]:
             images[name] = generator.integers(0, 256, (2, 3072), dtype=np.uint8)
-            content = {"data": images[name], key: [len(images), 7], kind.meta["key"]: ["a", "b"]}
+            content = {
+                "data": images[name],
+                key: [len(images), 7],
+                kind.meta["key"]: ["a", "b"],
+            }
             raw = pickle.dumps(content)
             sums[name] = hashlib.md5(raw).hexdigest()
             info = tarfile.TarInfo(f"{kind.base_folder}/{name}")
@@ -320,9 +412,15 @@ def test_cifar_reads_a_local_archive(photographs):
     for split, files in ("train", kind.train_list), ("test", kind.test_list):
         pixels, labels = cifar(name, split, archive.parent)
         wanted = np.concatenate([images[file] for file, _ in files]).reshape(-1, 3, 32, 32)
-        assert pixels.dtype == torch.float32 and pixels.is_contiguous() and labels.dtype == torch.int64
+        assert (
+            pixels.dtype == torch.float32
+            and pixels.is_contiguous()
+            and labels.dtype == torch.int64
+        )
         assert torch.equal(pixels, torch.from_numpy(wanted).float() / 255)
-        assert labels.tolist() == [y for file, _ in files for y in (list(images).index(file) + 1, 7)]
+        assert labels.tolist() == [
+            y for file, _ in files for y in (list(images).index(file) + 1, 7)
+        ]
 
 
 def test_cifar_refuses_a_changed_file(photographs):
@@ -331,13 +429,18 @@ def test_cifar_refuses_a_changed_file(photographs):
     changed = archive.parent / kind.base_folder / kind.test_list[0][0]
     changed.write_bytes(changed.read_bytes() + b"x")
     archive.write_bytes(archive.read_bytes()[:100])
-    with pytest.raises(ConnectionError, match=rf"{kind.filename} could not be fetched from http://127.0.0.1:9/"):
+    with pytest.raises(
+        ConnectionError, match=rf"{kind.filename} could not be fetched from http://127.0.0.1:9/"
+    ):
         cifar(name, "test", archive.parent)
 
 
 def test_cifar_offline_says_what_was_wanted(photographs, tmp_path):
     name, kind, _, _ = photographs
-    with pytest.raises(ConnectionError, match=rf"Put it, with MD5 {kind.tgz_md5}, at .*elsewhere.{kind.filename}"):
+    with pytest.raises(
+        ConnectionError,
+        match=rf"Put it, with MD5 {kind.tgz_md5}, at .*elsewhere.{kind.filename}",
+    ):
         cifar(name, "train", tmp_path / "elsewhere")
 
 
@@ -347,7 +450,9 @@ def test_cifar_refuses(monkeypatch):
     with pytest.raises(ValueError, match=r"split \('valid'\) must be 'train' or 'test'"):
         cifar("cifar10", "valid")
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(ImportError, match=r"cifar10 is read by torchvision, which is missing: `pip install"):
+    with pytest.raises(
+        ImportError, match=r"cifar10 is read by torchvision, which is missing: pip install"
+    ):
         cifar("cifar10", "test")
 
 
@@ -362,22 +467,51 @@ def test_standardize():
 
 def test_small_images_are_standardized_by_the_training_images():
     (x, y), (unseen, answers) = small_images("digits", 12)
-    assert x.shape == (1437, 1, 12, 12) and unseen.shape == (360, 1, 12, 12) and len(y) == 1437 and len(answers) == 360
+    assert (
+        x.shape == (1437, 1, 12, 12)
+        and unseen.shape == (360, 1, 12, 12)
+        and len(y) == 1437
+        and len(answers) == 360
+    )
     assert x.mean().abs() < 1e-5 and abs(x.std() - 1) < 1e-4
-    torch.testing.assert_close(unseen, standardize(digits("test", 12)[0], digits("train", 12)[0]))
+    torch.testing.assert_close(
+        unseen, standardize(digits("test", 12)[0], digits("train", 12)[0])
+    )
     with pytest.raises(ValueError, match=r"name \('letters'\) must be"):
         small_images("letters")
 
 
 def test_number_words_of_iterators_and_fractions():
     assert data.number_words((n for n in range(3)), "en") == ["zero", "one", "two"]
-    with pytest.raises(ValueError, match=r"numbers \(2.7\) must be from 0 to 999,999,999, and whole"):
+    with pytest.raises(
+        ValueError, match=r"numbers \(2.7\) must be from 0 to 999,999,999, and whole"
+    ):
         data.number_words([2.7], "en")
     with pytest.raises(ValueError, match=r"count \(-5\) must be at least 0"):
         data.draw_numbers(-5, 10)
 
 
+@pytest.mark.parametrize(
+    "package, call",
+    [
+        ("num2words", lambda: number_words([1], "en")),
+        ("tokenizers", lambda: train_bpe(["one"], 50)),
+        ("sklearn", lambda: digits("test")),
+    ],
+)
+def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch, package, call):
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ImportError, match=rf'{package}\S* is missing: pip install "attnlib\[data\]"'
+    ):
+        call()
+
+
 @pytest.mark.parametrize("texts", ["one two", []])
 def test_texts_are_a_sequence(texts):
-    with pytest.raises(ValueError, match=r"texts \(.*\) must be a sequence of str, at least one"):
+    with pytest.raises(
+        ValueError, match=r"texts \(.*\) must be a sequence of str, at least one"
+    ):
         data.encode(data.train_bpe(["one two"], 50), texts)

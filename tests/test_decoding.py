@@ -1,4 +1,6 @@
-"""Decoding: cache, beam search against enumeration and MarianMTModel, sampling frequencies, filters, bad input."""
+"""Decoding: cache, beam search against enumeration and Marian, sampling, filters, bad input."""
+
+import copy
 import itertools
 import math
 
@@ -7,16 +9,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlib.decoding import beam_search, greedy, next_log_probs, reorder_cache, sample, top_k_filter, top_p_filter
-from attnlib.transformer import Transformer, from_marian
+from attnlib.decoding import (
+    KVCache,
+    beam_search,
+    generate,
+    greedy,
+    next_log_probs,
+    sample,
+    top_k_filter,
+    top_p_filter,
+)
+from attnlib.transformer import Transformer
+from attnlib.translation import from_marian
 
 torch.set_num_threads(1)
 
 
 def small(vocab=12, seed=0, **options):
-    """A random model; embeddings of its size make distributions that are neither flat nor all on one token."""
+    """A random model; its distributions are neither flat nor all on one token."""
     torch.manual_seed(seed)
-    settings = dict(d_model=16, nhead=2, num_encoder_layers=1, num_decoder_layers=2, dim_feedforward=24, max_length=32)
+    settings = dict(
+        d_model=16,
+        nhead=2,
+        num_encoder_layers=1,
+        num_decoder_layers=2,
+        dim_feedforward=24,
+        max_length=32,
+    )
     model = Transformer(vocab, None, output_bias=True, **(settings | options)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -35,7 +54,11 @@ def sources(batch, length=6, vocab=12, seed=0):
 
 
 def check_form(tokens, batch, most, pad=0, eos=2):
-    assert tokens.dtype == torch.int64 and tokens.shape[0] == batch and 1 <= tokens.shape[1] <= most
+    assert (
+        tokens.dtype == torch.int64
+        and tokens.shape[0] == batch
+        and 1 <= tokens.shape[1] <= most
+    )
     for row in tokens.tolist():
         end = row.index(eos) if eos in row else len(row) - 1
         assert pad not in row[: end + 1] and set(row[end + 1 :]) <= {pad}
@@ -46,17 +69,22 @@ def score(model, src, tokens, length_penalty, eos=2):
     """The score of one sequence for one source, from a pass over the whole of it."""
     tgt = torch.tensor([[1, *tokens[:-1]]])
     log_probs = model(src, tgt).log_softmax(-1)[0]
-    return sum(log_probs[i, token] for i, token in enumerate(tokens)).item() / len(tokens) ** length_penalty
+    return (
+        sum(log_probs[i, token] for i, token in enumerate(tokens)).item()
+        / len(tokens) ** length_penalty
+    )
 
 
-# --- cache -------------------------------------------------------------------------------------------------------
+# --- cache ------------------------------------------------------------------------------------
 
 
 def test_cached_log_probs_are_the_uncached():
     model, src = small(), sources(4)
     memory, mask = model.encode(src)
-    tokens = torch.cat([torch.ones(4, 1, dtype=torch.int64), torch.randint(3, 12, (4, 10))], dim=1)
-    cache = model.new_cache()
+    tokens = torch.cat(
+        [torch.ones(4, 1, dtype=torch.int64), torch.randint(3, 12, (4, 10))], dim=1
+    )
+    cache = KVCache()
     for n in range(1, 12):
         cached = next_log_probs(model, tokens[:, :n], memory, mask, cache)
         plain = next_log_probs(model, tokens[:, :n], memory, mask)
@@ -68,9 +96,14 @@ def test_cached_log_probs_are_the_uncached():
 def test_cached_decoding_is_the_uncached(seed):
     model, src = small(seed=seed), sources(4, seed=seed)
     assert torch.equal(greedy(model, src, 20), greedy(model, src, 20, use_cache=False))
-    draws = [sample(model, src, 20, generator=torch.Generator().manual_seed(1), use_cache=c) for c in (True, False)]
+    draws = [
+        sample(model, src, 20, generator=torch.Generator().manual_seed(1), use_cache=c)
+        for c in (True, False)
+    ]
     assert torch.equal(*draws)
-    (tokens, scores), (plain, plain_scores) = (beam_search(model, src, 20, 3, use_cache=c) for c in (True, False))
+    (tokens, scores), (plain, plain_scores) = (
+        beam_search(model, src, 20, 3, use_cache=c) for c in (True, False)
+    )
     assert torch.equal(tokens, plain)
     torch.testing.assert_close(scores, plain_scores, rtol=0, atol=1e-12)
 
@@ -78,15 +111,21 @@ def test_cached_decoding_is_the_uncached(seed):
 def test_reorder_cache():
     model, src = small(), sources(3)
     memory, mask = model.encode(src[:1].expand(3, -1))  # three beams of one sentence
-    tokens, cache, rows = torch.tensor([[1, 4, 5], [1, 6, 7], [1, 8, 9]]), model.new_cache(), torch.tensor([2, 0, 0])
+    tokens, cache, rows = (
+        torch.tensor([[1, 4, 5], [1, 6, 7], [1, 8, 9]]),
+        KVCache(),
+        torch.tensor([2, 0, 0]),
+    )
     model.decode(tokens, memory, mask, cache)
-    reorder_cache(cache, rows)
+    cache.reorder(rows)
     tokens = torch.cat([tokens[rows], torch.tensor([[3], [4], [5]])], dim=1)
     moved = next_log_probs(model, tokens, memory, mask, cache)
-    torch.testing.assert_close(moved, next_log_probs(model, tokens, memory, mask), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        moved, next_log_probs(model, tokens, memory, mask), rtol=0, atol=1e-12
+    )
 
 
-# --- greedy and batches ------------------------------------------------------------------------------------------
+# --- greedy and batches -----------------------------------------------------------------------
 
 
 @settings(max_examples=15, deadline=None)
@@ -112,23 +151,37 @@ def test_a_batch_is_its_rows(beam_size, length_penalty, seed):
     check_form(tokens, 4, 12)
     for i, source in enumerate(src):
         source = source[source != 0][None]
-        alone, alone_score = beam_search(model, source, 12, beam_size, length_penalty=length_penalty)
-        assert alone[0].tolist() == tokens[i, : alone.shape[1]].tolist() and not tokens[i, alone.shape[1] :].any()
+        alone, alone_score = beam_search(
+            model, source, 12, beam_size, length_penalty=length_penalty
+        )
+        assert (
+            alone[0].tolist() == tokens[i, : alone.shape[1]].tolist()
+            and not tokens[i, alone.shape[1] :].any()
+        )
         torch.testing.assert_close(scores[i], alone_score[0], rtol=0, atol=1e-12)
-        assert abs(score(model, source, alone[0].tolist(), length_penalty) - scores[i].item()) < 1e-12
+        assert (
+            abs(score(model, source, alone[0].tolist(), length_penalty) - scores[i].item())
+            < 1e-12
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_beam_of_one_without_penalty_is_greedy(seed):
     model, src = small(seed=seed), sources(5, seed=seed)
-    assert torch.equal(beam_search(model, src, 15, 1, length_penalty=0.0)[0], greedy(model, src, 15))
+    assert torch.equal(
+        beam_search(model, src, 15, 1, length_penalty=0.0)[0], greedy(model, src, 15)
+    )
 
 
 def test_a_row_that_never_ends_is_cut():
     model, src = small(), sources(3)
     with torch.no_grad():
         model.output_bias[2] = -1e9
-    for tokens in (greedy(model, src, 7), sample(model, src, 7), beam_search(model, src, 7, 2)[0]):
+    for tokens in (
+        greedy(model, src, 7),
+        sample(model, src, 7),
+        beam_search(model, src, 7, 2)[0],
+    ):
         assert tokens.shape == (3, 7) and not (tokens == 2).any() and not (tokens == 0).any()
 
 
@@ -146,10 +199,16 @@ def test_the_same_on_a_gpu():
     model, src = model.cuda(), src.cuda()
     for out, here in zip((greedy(model, src, 15), *beam_search(model, src, 15, 3)), expected):
         torch.testing.assert_close(out.cpu(), here, rtol=0, atol=1e-10)
-    check_form(sample(model, src, 15, top_p=0.9, generator=torch.Generator("cuda").manual_seed(0)).cpu(), 4, 15)
+    check_form(
+        sample(
+            model, src, 15, top_p=0.9, generator=torch.Generator("cuda").manual_seed(0)
+        ).cpu(),
+        4,
+        15,
+    )
 
 
-# --- beam search against all sequences ---------------------------------------------------------------------------
+# --- beam search against all sequences --------------------------------------------------------
 
 
 @pytest.mark.parametrize("length_penalty", [-0.5, 0.0, 0.6, 1.0, 2.0])
@@ -162,64 +221,121 @@ def test_wide_beam_is_exact(length_penalty, seed):
     scored = {tokens: score(model, src, tokens, length_penalty) for tokens in every}
     if length_penalty == 0:  # they are all there is, but for what goes through padding
         assert sum(math.exp(value) for value in scored.values()) < 1
-    tokens, value = beam_search(model, src, most, 36, length_penalty=length_penalty)  # (W + 1) W^(N - 2), W = 3
+    tokens, value = beam_search(
+        model, src, most, 36, length_penalty=length_penalty
+    )  # (W + 1) W^(N - 2), W = 3
     best = max(scored, key=scored.get)
     assert tuple(tokens[0].tolist()) == best
     assert abs(value.item() - scored[best]) < 1e-12
 
 
-# --- MarianMTModel -----------------------------------------------------------------------------------------------
+# --- MarianMTModel ----------------------------------------------------------------------------
 
 
 def marian(seed):
     transformers = pytest.importorskip("transformers")
     config = transformers.MarianConfig(
-        vocab_size=30, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32,
-        activation_function="swish", scale_embedding=True, pad_token_id=29, eos_token_id=0, bos_token_id=None,
-        decoder_start_token_id=29, forced_eos_token_id=None, dropout=0.0, attention_dropout=0.0,
-        share_encoder_decoder_embeddings=True, decoder_vocab_size=30, num_beams=1, init_std=0.3,
+        vocab_size=30,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_position_embeddings=32,
+        activation_function="swish",
+        scale_embedding=True,
+        pad_token_id=29,
+        eos_token_id=0,
+        bos_token_id=None,
+        decoder_start_token_id=29,
+        forced_eos_token_id=None,
+        dropout=0.0,
+        attention_dropout=0.0,
+        share_encoder_decoder_embeddings=True,
+        decoder_vocab_size=30,
+        num_beams=1,
+        init_std=0.3,
     )
     torch.manual_seed(seed)
     theirs = transformers.MarianMTModel(config).double().eval()
     theirs.final_logits_bias.normal_()
     theirs.final_logits_bias[0, 0] += 2
     src = sources(4, vocab=29, seed=seed)
-    return theirs, from_marian(theirs.config, theirs.state_dict()).eval(), src.masked_fill(src == 0, 29)
+    return (
+        theirs,
+        from_marian(theirs.config, theirs.state_dict()).eval(),
+        src.masked_fill(src == 0, 29),
+    )
 
 
-@pytest.mark.parametrize("beam_size, length_penalty", [(None, None), (2, 1.0), (4, 1.0), (4, 0.6), (3, 0.0), (5, -0.5)])
+@pytest.mark.parametrize(
+    "beam_size, length_penalty",
+    [(None, None), (2, 1.0), (4, 1.0), (4, 0.6), (3, 0.0), (5, -0.5)],
+)
 def test_parity_with_marian(beam_size, length_penalty):
     ends = 0
     for seed in range(4):
         theirs, ours, src = marian(seed)
-        inputs = dict(input_ids=src, attention_mask=(src != 29).long(), max_new_tokens=15, do_sample=False,
-                      bad_words_ids=[[29]])  # as in the configuration of published Marian models
+        inputs = dict(
+            input_ids=src,
+            attention_mask=(src != 29).long(),
+            max_new_tokens=15,
+            do_sample=False,
+            bad_words_ids=[[29]],
+        )  # as in the configuration of published Marian models
         if beam_size is None:
             expected = theirs.generate(**inputs, num_beams=1)[:, 1:]
             tokens = greedy(ours, src, 15, bos_id=29, eos_id=0)
         else:
-            out = theirs.generate(**inputs, num_beams=beam_size, length_penalty=length_penalty, early_stopping="never",
-                                  return_dict_in_generate=True, output_scores=True)
+            out = theirs.generate(
+                **inputs,
+                num_beams=beam_size,
+                length_penalty=length_penalty,
+                early_stopping="never",
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
             expected = out.sequences[:, 1:]
-            tokens, scores = beam_search(ours, src, 15, beam_size, length_penalty=length_penalty, bos_id=29, eos_id=0)
-            torch.testing.assert_close(scores.float(), out.sequences_scores.float(), rtol=0, atol=1e-5)
+            tokens, scores = beam_search(
+                ours, src, 15, beam_size, length_penalty=length_penalty, bos_id=29, eos_id=0
+            )
+            torch.testing.assert_close(
+                scores.float(), out.sequences_scores.float(), rtol=0, atol=1e-5
+            )
         assert torch.equal(tokens, expected)
         ends += int((tokens == 0).any(1).sum())
     assert 0 < ends
 
 
-# --- sampling ----------------------------------------------------------------------------------------------------
+# --- sampling ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, dict(temperature=0.5), dict(temperature=2.0, top_k=4), dict(top_p=0.7),
-                                     dict(temperature=1.5, top_k=6, top_p=0.8)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(temperature=0.5),
+        dict(temperature=2.0, top_k=4),
+        dict(top_p=0.7),
+        dict(temperature=1.5, top_k=6, top_p=0.8),
+    ],
+)
 def test_sampling_frequencies(options):
     model, source, count = small(), sources(1), 20_000
-    z = next_log_probs(model, torch.tensor([[1]]), *model.encode(source))[0].detach() / options.get("temperature", 1)
+    z = next_log_probs(model, torch.tensor([[1]]), *model.encode(source))[
+        0
+    ].detach() / options.get("temperature", 1)
     z = top_k_filter(z, options["top_k"]) if "top_k" in options else z
     p = (top_p_filter(z, options["top_p"]) if "top_p" in options else z).softmax(-1)
-    drawn = sample(model, source.expand(count, -1), 1, generator=torch.Generator().manual_seed(0), **options)
+    drawn = sample(
+        model,
+        source.expand(count, -1),
+        1,
+        generator=torch.Generator().manual_seed(0),
+        **options,
+    )
     observed = drawn.flatten().bincount(minlength=12)
     assert not observed[p == 0].any()
     possible = p > 0
@@ -231,7 +347,12 @@ def test_sampling_frequencies(options):
 def test_sampling_is_greedy_in_the_limit():
     model, src = small(), sources(4)
     expected = greedy(model, src, 15)
-    for options in (dict(temperature=1e-6), dict(top_k=1), dict(top_p=1e-9), dict(temperature=1e-30)):
+    for options in (
+        dict(temperature=1e-6),
+        dict(top_k=1),
+        dict(top_p=1e-9),
+        dict(temperature=1e-30),
+    ):
         assert torch.equal(sample(model, src, 15, **options), expected)
         assert torch.equal(sample(model.float(), src, 15, **options), greedy(model, src, 15))
         model.double()
@@ -239,12 +360,14 @@ def test_sampling_is_greedy_in_the_limit():
 
 def test_generator_fixes_the_draw():
     model, src = small(), sources(4)
-    one, two, other = (sample(model, src, 15, generator=torch.Generator().manual_seed(s)) for s in (3, 3, 4))
+    one, two, other = (
+        sample(model, src, 15, generator=torch.Generator().manual_seed(s)) for s in (3, 3, 4)
+    )
     assert torch.equal(one, two) and not torch.equal(one, other)
     check_form(one, 4, 15)
 
 
-# --- filters -----------------------------------------------------------------------------------------------------
+# --- filters ----------------------------------------------------------------------------------
 
 logit_lists = st.lists(st.floats(-20, 20), min_size=1, max_size=12)
 
@@ -270,7 +393,9 @@ def test_top_p_keeps_the_smallest_set(values, p):
     fewest = int((probs.sort(descending=True).values.cumsum(-1) < p).sum()) + 1
     if p < 1:
         assert kept.sum() <= fewest
-        assert kept.sum() == 1 or probs[kept].sum() - probs[kept].min() < p + 1e-12  # one fewer is not enough
+        assert (
+            kept.sum() == 1 or probs[kept].sum() - probs[kept].min() < p + 1e-12
+        )  # one fewer is not enough
         assert kept.all() or probs[kept].min() >= probs[~kept].max()
 
 
@@ -286,13 +411,15 @@ def test_top_p_one_keeps_the_least_token():
     assert torch.equal(top_p_filter(z, 1.0), z)
 
 
-# --- mode, gradients, bad input ----------------------------------------------------------------------------------
+# --- mode, gradients, bad input ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_is_restored_and_dropout_off(training):
     model, src = small(dropout=0.5).train(training), sources(3)
-    out = [greedy(model, src, 9) for _ in range(2)] + [beam_search(model, src, 9, 2)[1] for _ in range(2)]
+    out = [greedy(model, src, 9) for _ in range(2)] + [
+        beam_search(model, src, 9, 2)[1] for _ in range(2)
+    ]
     assert model.training is training and not out[2].requires_grad
     assert torch.equal(out[0], out[1]) and torch.equal(out[2], out[3])
     with pytest.raises(TypeError):
@@ -300,30 +427,84 @@ def test_the_mode_is_restored_and_dropout_off(training):
     assert model.training is training
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda m, s: greedy(m, s, 0), r"max_length \(0\) must be an integer of at least 1"),
-    (lambda m, s: greedy(m, s, 2.5), r"max_length \(2.5\) must be an integer of at least 1"),
-    (lambda m, s: greedy(m, s, 33), r"max_length \(33\) must be at most the model's max_length \(32\)"),
-    (lambda m, s: greedy(m, s, 5, bos_id=12), r"bos_id \(12\) must be a token, from 0 to 11"),
-    (lambda m, s: greedy(m, s, 5, eos_id=-1), r"eos_id \(-1\) must be a token, from 0 to 11"),
-    (lambda m, s: greedy(m, s, 5, eos_id=0), r"eos_id \(0\) must not be the model's pad_id \(0\)"),
-    (lambda m, s: greedy(m, s[0], 5), r"src of shape \(6,\) must be \(B, N\)"),
-    (lambda m, s: greedy(m, s[:0], 5), r"src of shape \(0, 6\) must be \(B, N\), neither of them 0"),
-    (lambda m, s: greedy(m, s + 12, 5), r"src holds the token \d+; it must be from 0 to 11"),
-    (lambda m, s: sample(m, s * torch.tensor([[1], [0]]), 5), r"src holds nothing but padding \(0\) in row 1"),
-    (lambda m, s: beam_search(m, s, 5, 0), r"beam_size \(0\) must be an integer of at least 1"),
-    (lambda m, s: beam_search(m, s, 5, True), r"beam_size \(True\) must be an integer of at least 1"),
-    (lambda m, s: beam_search(m, s, 0, 2), r"max_length \(0\) must be an integer of at least 1"),
-    (lambda m, s: beam_search(m, s, 5, 2, length_penalty=math.nan), r"length_penalty \(nan\) must be a finite number"),
-    (lambda m, s: sample(m, s, 5, temperature=0), r"temperature \(0\) must be positive"),
-    (lambda m, s: sample(m, s, 5, temperature=-1.0), r"temperature \(-1.0\) must be positive"),
-    (lambda m, s: sample(m, s, 5, temperature=math.inf), r"temperature \(inf\) must be positive.* finite"),
-    (lambda m, s: sample(m, s, 5, top_k=0), r"top_k \(0\) must be an integer of at least 1"),
-    (lambda m, s: sample(m, s, 5, top_p=0.0), r"top_p \(0.0\) must be in \(0, 1\]"),
-    (lambda m, s: sample(m, s, 5, top_p=1.5), r"top_p \(1.5\) must be in \(0, 1\]"),
-    (lambda m, s: top_k_filter(torch.zeros(3), 0), r"top_k \(0\) must be an integer of at least 1"),
-    (lambda m, s: top_p_filter(torch.zeros(3), math.nan), r"top_p \(nan\) must be in \(0, 1\]"),
-])
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda m, s: greedy(m, s, 0), r"max_length \(0\) must be an integer of at least 1"),
+        (
+            lambda m, s: greedy(m, s, 2.5),
+            r"max_length \(2.5\) must be an integer of at least 1",
+        ),
+        (
+            lambda m, s: greedy(m, s, 33),
+            r"max_length \(33\) must be at most the model's max_length \(32\)",
+        ),
+        (
+            lambda m, s: greedy(m, s, 5, bos_id=12),
+            r"bos_id \(12\) must be a token, from 0 to 11",
+        ),
+        (
+            lambda m, s: greedy(m, s, 5, eos_id=-1),
+            r"eos_id \(-1\) must be a token, from 0 to 11",
+        ),
+        (
+            lambda m, s: greedy(m, s, 5, eos_id=0),
+            r"eos_id \(0\) must not be the model's pad_id \(0\)",
+        ),
+        (lambda m, s: greedy(m, s[0], 5), r"src of shape \(6,\) must be \(B, N\)"),
+        (
+            lambda m, s: greedy(m, s[:0], 5),
+            r"src of shape \(0, 6\) must be \(B, N\), neither 0",
+        ),
+        (
+            lambda m, s: greedy(m, s + 12, 5),
+            r"src holds the token \d+; it must be from 0 to 11",
+        ),
+        (
+            lambda m, s: sample(m, s * torch.tensor([[1], [0]]), 5),
+            r"src holds nothing but padding \(0\) in row 1",
+        ),
+        (
+            lambda m, s: beam_search(m, s, 5, 0),
+            r"beam_size \(0\) must be an integer of at least 1",
+        ),
+        (
+            lambda m, s: beam_search(m, s, 5, True),
+            r"beam_size \(True\) must be an integer of at least 1",
+        ),
+        (
+            lambda m, s: beam_search(m, s, 0, 2),
+            r"max_length \(0\) must be an integer of at least 1",
+        ),
+        (
+            lambda m, s: beam_search(m, s, 5, 2, length_penalty=math.nan),
+            r"length_penalty \(nan\) must be a finite number",
+        ),
+        (lambda m, s: sample(m, s, 5, temperature=0), r"temperature \(0\) must be positive"),
+        (
+            lambda m, s: sample(m, s, 5, temperature=-1.0),
+            r"temperature \(-1.0\) must be positive",
+        ),
+        (
+            lambda m, s: sample(m, s, 5, temperature=math.inf),
+            r"temperature \(inf\) must be positive.* finite",
+        ),
+        (
+            lambda m, s: sample(m, s, 5, top_k=0),
+            r"top_k \(0\) must be an integer of at least 1",
+        ),
+        (lambda m, s: sample(m, s, 5, top_p=0.0), r"top_p \(0.0\) must be in \(0, 1\]"),
+        (lambda m, s: sample(m, s, 5, top_p=1.5), r"top_p \(1.5\) must be in \(0, 1\]"),
+        (
+            lambda m, s: top_k_filter(torch.zeros(3), 0),
+            r"top_k \(0\) must be an integer of at least 1",
+        ),
+        (
+            lambda m, s: top_p_filter(torch.zeros(3), math.nan),
+            r"top_p \(nan\) must be in \(0, 1\]",
+        ),
+    ],
+)
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
         call(small(), sources(2))
@@ -333,7 +514,11 @@ def test_decoding_leaves_every_part_in_its_mode():
     model = small().train()
     model.encoder.eval()
     greedy(model, torch.randint(3, 12, (2, 5)), 4)
-    assert model.training and model.decoder.layers[0].training and not model.encoder.layers[0].training
+    assert (
+        model.training
+        and model.decoder.layers[0].training
+        and not model.encoder.layers[0].training
+    )
 
 
 def test_log_probs_have_gradients():
@@ -341,13 +526,43 @@ def test_log_probs_have_gradients():
     memory, mask = model.encode(torch.randint(3, 12, (2, 5)))
     log_probs = next_log_probs(model, torch.ones(2, 1, dtype=torch.long), memory, mask)
     log_probs[:, 3].sum().backward()
-    assert log_probs[:, model.pad_id].eq(-math.inf).all() and model.output.weight.grad.isfinite().all()
+    assert (
+        log_probs[:, model.pad_id].eq(-math.inf).all()
+        and model.output.weight.grad.isfinite().all()
+    )
+
+
+def test_a_copied_cache_goes_its_own_way():
+    model, src = small(), sources(2)
+    memory, mask = model.encode(src)
+    tokens, cache = torch.tensor([[1, 4, 5], [1, 6, 7]]), KVCache()
+    with torch.no_grad():
+        model.decode(tokens[:, :2], memory, mask, cache)
+        copied = copy.deepcopy(cache)
+        model.decode(tokens[:, :1], memory, mask, copied)
+        found = model.decode(tokens[:, 2:], memory, mask, cache)[:, 0]
+        expected = model.decode(tokens, memory, mask)[:, 2]
+    assert len(cache) == len(copied) == 3
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_any_way_to_choose():
+    model, src = small(), sources(3)
+    least = generate(
+        lambda log_probs: log_probs.where(log_probs.isfinite(), torch.inf).argmin(-1),
+        model,
+        src,
+        5,
+    )
+    assert least.shape[0] == 3 and torch.equal(
+        generate(lambda x: x.argmax(-1), model, src, 5), greedy(model, src, 5)
+    )
 
 
 def test_reordering_an_empty_cache():
-    cache = small().new_cache()
-    reorder_cache(cache, torch.tensor([0, 0]))
-    assert cache == small().new_cache()
+    cache = KVCache()
+    cache.reorder(torch.tensor([0, 0]))
+    assert len(cache) == 0
 
 
 @pytest.mark.parametrize("token", [None, 1.0, -1, 12])

@@ -1,4 +1,5 @@
-"""The tiled kernels are attention in every option, through Triton's interpreter or on a GPU, and compile for GPUs."""
+"""The tiled kernels are attention in every option, interpreted or on a GPU, and compile."""
+
 import json
 import os
 import random
@@ -13,11 +14,17 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import flash  # noqa: E402
-from attnlib.attention import attention, attention_backend, causal_mask  # noqa: E402
-from attnlib.flash import flash_attention, merge_partials, tiled_attention, triton_mode  # noqa: E402
+from attnlib import flash
+from attnlib.attention import attention, attention_backend, causal_mask
+from attnlib.flash import (
+    flash_attention,
+    is_supported,
+    merge_partials,
+    tiled_attention,
+    triton_mode,
+)
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,70 +44,86 @@ def tensor(*shape, dtype=torch.float32):
     return torch.randn(*shape, device=DEVICE, dtype=dtype, requires_grad=True)
 
 
-def agree(q, k, v, mask=None, bias=None, causal=False, scale=None, limit=None):
-    """Output and all gradients against the reference in float64."""
-    inputs = [x for x in (q, k, v, bias) if x is not None]
-    out = flash_attention(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale)
-    assert out.dtype == q.dtype
-    grad = torch.randn_like(out)
-    gradients = torch.autograd.grad(out, inputs, grad)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
+def qkv(*lead, n, m=None, d=8, d_v=None, dtype=torch.float32):
+    """Queries (*lead, n, d), keys (*lead, m, d) and values (*lead, m, d_v)."""
+    shapes = (n, d), (m or n, d), (m or n, d_v or d)
+    return [tensor(*lead, *shape, dtype=dtype) for shape in shapes]
+
+
+def reference(q, k, v, mask, bias, causal, scale):
+    """Attention by the equation."""
     if causal:
         seen = causal_mask(q.shape[-2], k.shape[-2], device=q.device)
         mask = seen if mask is None else mask & seen
     with attention_backend("reference"):
-        expected = attention(*exact[:3], mask=mask, bias=None if bias is None else exact[3], scale=scale)
-    assert out.shape == expected.shape
-    for ours, theirs in zip((out, *gradients), (expected, *torch.autograd.grad(expected, exact, grad.double()))):
-        assert torch.isfinite(ours).all() and ours.shape == theirs.shape
-        assert (ours.double() - theirs).abs().max() <= (limit or LIMIT[q.dtype]) * max(1, theirs.abs().max())
+        return attention(q, k, v, mask=mask, bias=bias, scale=scale)
 
 
-# --- every option ----------------------------------------------------------------------------------------------------
+def agree(q, k, v, mask=None, bias=None, causal=False, scale=None):
+    """Output and all gradients against the reference in float64."""
+    inputs = [x for x in (q, k, v, bias) if x is not None]
+    out = flash_attention(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale)
+    assert out.dtype == q.dtype
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    wanted = reference(*exact[:3], mask, None if bias is None else exact[3], causal, scale)
+    assert out.shape == wanted.shape
+    grad = torch.randn_like(out)
+    ours = out, *torch.autograd.grad(out, inputs, grad)
+    theirs = wanted, *torch.autograd.grad(wanted, exact, grad.double())
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.isfinite(a).all() and a.shape == b.shape
+        assert (a.double() - b).abs().max() <= LIMIT[q.dtype] * max(1, b.abs().max())
+
+
+# --- every option -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n, m", [(1, 1), (1, 40), (32, 32), (33, 33), (35, 50)])
 def test_lengths(n, m, causal):
     torch.manual_seed(0)
-    agree(tensor(1, 2, n, 16), tensor(1, 2, m, 16), tensor(1, 2, m, 16), causal=causal)
+    agree(*qkv(1, 2, n=n, m=m, d=16), causal=causal)
 
 
 def test_more_queries_than_keys():
     torch.manual_seed(0)
-    agree(tensor(1, 1, 50, 16), tensor(1, 1, 17, 16), tensor(1, 1, 17, 16))
+    agree(*qkv(1, 1, n=50, m=17, d=16))
 
 
 @pytest.mark.parametrize("d, d_v", [(1, 1), (24, 40), (33, 16), (100, 100), (256, 256)])
 def test_widths(d, d_v):
     torch.manual_seed(0)
-    agree(tensor(1, 1, 20, d), tensor(1, 1, 20, d), tensor(1, 1, 20, d_v), causal=True)
+    agree(*qkv(1, 1, n=20, d=d, d_v=d_v), causal=True)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 35, 20), (1, 2, 35, 20), (2, 1, 35, 20), (35, 20), (2, 1, 1, 20), (2, 35, 1),
-                                   (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 2, 35, 20), (1, 2, 35, 20), (2, 1, 1, 20), (35, 20), (2, 35, 1), (1, 1, 1, 1)],
+)
 def test_bias_and_its_gradient_along_every_axis(shape):
     torch.manual_seed(0)
     mask = torch.rand(2, 1, 1, 20, device=DEVICE) < 0.7
-    agree(tensor(2, 2, 35, 8), tensor(2, 2, 20, 8), tensor(2, 2, 20, 8), mask=mask, bias=tensor(*shape))
+    agree(*qkv(2, 2, n=35, m=20), mask, tensor(*shape))
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 20, 35), (2, 1, 20, 35), (1, 2, 20, 1), (2, 1, 1, 35), (20, 35)])
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 20, 35), (2, 1, 20, 35), (1, 2, 20, 1), (2, 1, 1, 35), (20, 35)]
+)
 def test_mask_along_every_axis_and_causal(shape):
     torch.manual_seed(0)
     mask = torch.rand(shape, device=DEVICE) < 0.6
-    agree(tensor(2, 2, 20, 8), tensor(2, 2, 35, 8), tensor(2, 2, 35, 8), mask=mask, bias=tensor(2, 20, 35), causal=True)
+    agree(*qkv(2, 2, n=20, m=35), mask, tensor(2, 20, 35), causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_lower_precision(dtype):
     torch.manual_seed(0)
     mask = torch.rand(1, 2, 35, 35, device=DEVICE) < 0.7
-    agree(*(tensor(1, 2, 35, 64, dtype=dtype) for _ in range(3)), mask=mask, bias=tensor(2, 35, 35, dtype=dtype))
+    agree(*qkv(1, 2, n=35, d=64, dtype=dtype), mask, tensor(2, 35, 35, dtype=dtype))
 
 
 def test_rounding_is_that_of_the_reference_in_the_same_dtype():
-    """In bfloat16 the kernel is about as near to float64 as the equation computed in bfloat16, or nearer."""
+    """In bfloat16 the kernel is at least as near to float64 as the equation in bfloat16."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 48, 32, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     exact = attention(q.double(), k.double(), v.double())
@@ -112,94 +135,142 @@ def test_rounding_is_that_of_the_reference_in_the_same_dtype():
 @pytest.mark.parametrize("scale", [0.0, -0.7, 3])
 def test_scale(scale):
     torch.manual_seed(0)
-    agree(tensor(1, 1, 20, 8), tensor(1, 1, 20, 8), tensor(1, 1, 20, 8), scale=scale, causal=True)
+    agree(*qkv(1, 1, n=20), scale=scale, causal=True)
 
 
 @pytest.mark.parametrize("device", [DEVICE])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_kernel_in_one_small_case_sanitize(causal, device):
-    """For compute-sanitizer, which `make gpu` runs on the tests of this name: edges in all axes, masks, a shared bias."""
+    """For compute-sanitizer, which `make gpu` runs on tests of this name.
+
+    Edges in all axes, masks, a shared bias.
+    """
     torch.manual_seed(0)
     mask = torch.rand(2, 1, 1, 150, device=device) < 0.7
-    agree(tensor(2, 2, 140, 24), tensor(2, 2, 150, 24), tensor(2, 2, 150, 40), mask, tensor(2, 140, 150), causal=causal)
-    agree(*(tensor(1, 2, length, 16) for length in (1, 70, 70)), causal=causal)
+    agree(*qkv(2, 2, n=140, m=150, d=24, d_v=40), mask, tensor(2, 140, 150), causal=causal)
+    agree(*qkv(1, 2, n=1, m=70, d=16), causal=causal)
 
 
-def test_many_random_cases():
-    draw = random.Random(0)
-    for case in range(8):
-        torch.manual_seed(case)
-        n, extra, d, d_v = draw.randint(1, 40), draw.randint(0, 20), draw.randint(1, 40), draw.randint(1, 40)
-        b, h = draw.choice([(1, 1), (1, 2), (2, 1)])
-        shapes = [[draw.choice([1, size]) for size in (b, h, n, n + extra)] for _ in range(2)]
-        mask = torch.rand(shapes[0], device=DEVICE) < 0.7 if draw.random() < 0.6 else None
-        bias = tensor(*shapes[1]) if draw.random() < 0.6 else None
-        agree(tensor(b, h, n, d), tensor(b, h, n + extra, d), tensor(b, h, n + extra, d_v), mask, bias,
-              causal=draw.random() < 0.5)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_cases(seed):
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    b, h = draw.choice([(1, 1), (1, 2), (2, 1)])
+    n, d, d_v = (draw.randint(1, 40) for _ in range(3))
+    m = n + draw.randint(0, 20)
+    shapes = [[draw.choice([1, size]) for size in (b, h, n, m)] for _ in range(2)]
+    mask = torch.rand(shapes[0], device=DEVICE) < 0.7 if draw.random() < 0.6 else None
+    bias = tensor(*shapes[1]) if draw.random() < 0.6 else None
+    agree(*qkv(b, h, n=n, m=m, d=d, d_v=d_v), mask, bias, causal=draw.random() < 0.5)
 
 
-# --- nothing to see --------------------------------------------------------------------------------------------------
+# --- nothing to see ---------------------------------------------------------------------------
 
 
 def test_queries_that_see_nothing_get_zeros_and_zero_gradients():
     torch.manual_seed(0)
-    q, k, v, bias = tensor(1, 1, 40, 8), tensor(1, 1, 40, 8), tensor(1, 1, 40, 8), torch.randn(40, 40, device=DEVICE)
+    (q, k, v), bias = qkv(1, 1, n=40), torch.randn(40, 40, device=DEVICE)
     bias[3], bias[5:7, :20] = -torch.inf, -torch.inf
     bias.requires_grad_()
     mask = torch.ones(40, 40, dtype=torch.bool, device=DEVICE)
     mask[4], mask[5, 20:], mask[33] = False, False, False
-    agree(q, k, v, mask=mask, bias=bias)
+    agree(q, k, v, mask, bias)
     out = flash_attention(q, k, v, mask=mask, bias=bias)
     empty = [3, 4, 5, 33]
     dq, dbias = torch.autograd.grad(out.square().sum(), (q, bias))
-    assert not out[..., empty, :].any() and not dq[..., empty, :].any() and not dbias[empty].any()
+    assert not any(x.any() for x in (out[..., empty, :], dq[..., empty, :], dbias[empty]))
     assert out[..., 6, :].any()
     nobody = flash_attention(q, k, v, mask=torch.zeros(1, 1, dtype=torch.bool, device=DEVICE))
     assert not nobody.any() and not torch.autograd.grad(nobody.sum(), k)[0].any()
 
 
 def test_empty_tensors():
-    q, k, v = tensor(2, 5, 4), tensor(2, 6, 4), tensor(2, 6, 3)
+    q, k, v = qkv(2, n=5, m=6, d=4, d_v=3)
     out = flash_attention(q, k[:, :0], v[:, :0])
     assert out.shape == (2, 5, 3) and not out.any()
     assert not torch.autograd.grad(out.sum(), q)[0].any()
-    assert flash_attention(q[:, :0], k, v).shape == (2, 0, 3) and flash_attention(q[:0], k[:0], v[:0]).shape == (0, 5, 3)
+    assert flash_attention(q[:, :0], k, v).shape == (2, 0, 3)
+    assert flash_attention(q[:0], k[:0], v[:0]).shape == (0, 5, 3)
     bias = tensor(5, 6)  # used, though by nobody: its gradient is zero and not missing
     nobody = flash_attention(q[:0], k[:0], v[:0], bias=bias)
     assert not torch.autograd.grad(nobody.sum(), bias)[0].any()
 
 
-# --- strides and axes ------------------------------------------------------------------------------------------------
+# --- the backend ------------------------------------------------------------------------------
+
+
+def test_backend_triton_is_the_kernel_where_it_can_serve(monkeypatch):
+    """What it cannot serve goes to PyTorch's kernels, which the counter of launches shows."""
+    launches, started = [], flash.launch
+    monkeypatch.setattr(
+        flash, "launch", lambda *a, **o: launches.append(a[0]) or started(*a, **o)
+    )
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 8, device=DEVICE) for _ in range(3))
+    bias = torch.randn(2, 9, 9, device=DEVICE)
+    wide = torch.randn(1, 2, 9, 257, device=DEVICE)
+    with attention_backend("triton"):
+        ours = attention(q, k, v, mask="causal", bias=bias, scale=0.3)
+        assert len(launches) == 1
+        others = attention(q.double(), k.double(), v.double()), attention(q, k, wide)
+        attention(q, k, v, dropout_p=0.5)
+    assert len(launches) == 1
+    torch.testing.assert_close(ours, attention(q, k, v, mask="causal", bias=bias, scale=0.3))
+    torch.testing.assert_close(others[0], attention(q, k, v).double(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(others[1], attention(q, k, wide))
+
+
+def test_what_is_supported():
+    x = torch.ones(1, device=DEVICE)
+    assert is_supported(x, 256) and is_supported(x, 128, 128) and is_supported(x.to("meta"), 32)
+    assert not is_supported(x, 257) and not is_supported(x, 129, 128)
+    assert not is_supported(x.double(), 32)
+
+
+def test_shapes_without_numbers():
+    """On the meta device the operators give shapes, so that counters can run."""
+    q, k, v = (torch.empty(2, 3, n, 8, device="meta") for n in (5, 7, 7))
+    assert flash_attention(q, k, v).shape == q.shape
+
+
+# --- strides and axes -------------------------------------------------------------------------
 
 
 def test_any_strides():
     torch.manual_seed(0)
-    qkv = tensor(2, 20, 3, 2, 8)  # (B, N, 3, h, d), the output of one fused projection
-    agree(*(x.transpose(1, 2) for x in qkv.unbind(2)))
-    q, k, v = tensor(1, 2, 8, 20).mT, tensor(2, 20, 8, 1).permute(3, 0, 1, 2), tensor(1, 2, 20, 16)[..., ::2]
-    agree(q, k, v, mask=(torch.rand(20, 20, device=DEVICE) < 0.7).T)
+    fused = tensor(2, 20, 3, 2, 8)  # (B, N, 3, h, d), the output of one fused projection
+    agree(*(x.transpose(1, 2) for x in fused.unbind(2)))
+    q, k = tensor(1, 2, 8, 20).mT, tensor(2, 20, 8, 1).permute(3, 0, 1, 2)
+    v, mask = tensor(1, 2, 20, 16)[..., ::2], torch.rand(20, 20, device=DEVICE) < 0.7
+    agree(q, k, v, mask.T)
 
 
 def test_nothing_is_copied(monkeypatch):
     seen = []
-    monkeypatch.setattr(flash, "launch", lambda kernel, programs, device, *arguments, **options: seen.extend(arguments))
+    monkeypatch.setattr(flash, "launch", lambda *arguments, **options: seen.extend(arguments))
     q, k, v = torch.randn(2, 20, 3, 2, 8, device=DEVICE).permute(2, 0, 3, 1, 4)
-    mask, bias = torch.ones(2, 1, 1, 20, dtype=torch.bool, device=DEVICE), torch.randn(2, 20, 20, device=DEVICE)
+    mask = torch.ones(2, 1, 1, 20, dtype=torch.bool, device=DEVICE)
+    bias = torch.randn(2, 20, 20, device=DEVICE)
     flash_attention(q, k[:, :1], v, mask=mask, bias=bias)
-    for x, given in zip((q, k, v, mask, bias), seen):
-        assert given.data_ptr() == x.data_ptr()
-    assert seen[3].shape == (2, 1, 1, 20) and seen[4].shape == (1, 2, 20, 20)
+    given = [x for x in seen if isinstance(x, torch.Tensor)]
+    for x, y in zip((q, k, v, mask, bias), given):
+        assert y.data_ptr() == x.data_ptr()
+    assert given[3].shape == (2, 1, 1, 20) and given[4].shape == (1, 2, 20, 20)
 
 
-@pytest.mark.parametrize("q, k, v, mask, bias", [
-    ((5, 4), (7, 4), (7, 4), (5, 7), (7,)),
-    ((3, 5, 4), (7, 4), (1, 7, 6), (3, 1, 7), None),
-    ((2, 2, 2, 5, 4), (2, 2, 2, 5, 4), (2, 2, 2, 5, 4), (2, 1, 1, 1, 5), (2, 2, 5, 5)),
-    ((2, 1, 2, 5, 4), (1, 2, 1, 5, 4), (2, 5, 4), (2, 1, 2, 1, 5), (1, 2, 1, 5, 1)),
-])
+@pytest.mark.parametrize(
+    "q, k, v, mask, bias",
+    [
+        ((5, 4), (7, 4), (7, 4), (5, 7), (7,)),
+        ((3, 5, 4), (7, 4), (1, 7, 6), (3, 1, 7), None),
+        ((2, 2, 2, 5, 4), (2, 2, 2, 5, 4), (2, 2, 2, 5, 4), (2, 1, 1, 1, 5), (2, 2, 5, 5)),
+        ((2, 1, 2, 5, 4), (1, 2, 1, 5, 4), (2, 5, 4), (2, 1, 2, 1, 5), (1, 2, 1, 5, 1)),
+    ],
+)
 def test_leading_axes(q, k, v, mask, bias):
     torch.manual_seed(0)
-    agree(tensor(*q), tensor(*k), tensor(*v), torch.rand(mask, device=DEVICE) < 0.8, bias and tensor(*bias))
+    mask = torch.rand(mask, device=DEVICE) < 0.8
+    agree(tensor(*q), tensor(*k), tensor(*v), mask, bias and tensor(*bias))
 
 
 def test_only_the_gradients_that_are_asked_for():
@@ -210,40 +281,42 @@ def test_only_the_gradients_that_are_asked_for():
     assert not flash_attention(q, k, v, bias=bias.detach()).requires_grad
 
 
-# --- PyTorch ---------------------------------------------------------------------------------------------------------
+# --- PyTorch ----------------------------------------------------------------------------------
 
 
 def test_operators_keep_their_promises():
-    q, k, v, bias = (tensor(1, 2, 9, 8) for _ in range(4))
-    bias, mask = tensor(1, 2, 9, 9), torch.rand(1, 1, 1, 9, device=DEVICE) < 0.7
-    torch.library.opcheck(torch.ops.attnlib.flash_forward, (q, k, v, mask, bias, True, 0.3))
-    out, lse = (x.detach() for x in torch.ops.attnlib.flash_forward(q, k, v, mask, bias, True, 0.3))
+    (q, k, v), bias = qkv(1, 2, n=9), tensor(1, 2, 9, 9)
+    mask, forward = torch.rand(1, 1, 1, 9, device=DEVICE) < 0.7, torch.ops.attnlib.flash_forward
+    torch.library.opcheck(forward, (q, k, v, mask, bias, True, 0.3))
+    out, lse = (x.detach() for x in forward(q, k, v, mask, bias, True, 0.3))
     inputs = (x.detach() for x in (torch.randn_like(out), q, k, v, mask, bias, out, lse))
     torch.library.opcheck(torch.ops.attnlib.flash_backward, (*inputs, True, 0.3, True))
 
 
 def test_compiles_without_graph_breaks():
     torch.manual_seed(0)
-    q, k, v, bias = tensor(1, 2, 9, 8), tensor(1, 2, 9, 8), tensor(1, 2, 9, 8), tensor(2, 9, 9)
-    call = torch.compile(lambda *inputs: flash_attention(*inputs[:3], bias=inputs[3], causal=True) * 2, fullgraph=True)
-    ours, plain = call(q, k, v, bias), flash_attention(q, k, v, bias=bias, causal=True) * 2
+    inputs = (*qkv(1, 2, n=9), tensor(2, 9, 9))
+
+    def call(q, k, v, bias):
+        return flash_attention(q, k, v, bias=bias, causal=True) * 2
+
+    plain, ours = call(*inputs), torch.compile(call, fullgraph=True)(*inputs)
     torch.testing.assert_close(ours, plain)
-    inputs = (q, k, v, bias)
-    for a, b in zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(plain.sum(), inputs)):
+    gradients = [torch.autograd.grad(out.sum(), inputs) for out in (ours, plain)]
+    for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_operations_are_counted():
-    """PyTorch's counter gives the kernels' products; for the forward pass they are those of the equation."""
-    q, k, v, bias = tensor(2, 3, 9, 8), tensor(2, 3, 11, 8), tensor(2, 3, 11, 5), tensor(9, 11)
+    """PyTorch's counter gives the kernels' products; forward they are the equation's."""
+    (q, k, v), bias = qkv(2, 3, n=9, m=11, d=8, d_v=5), tensor(9, 11)
     product = 2 * 2 * 3 * 9 * 11
-    with FlopCounterMode(display=False) as counter:
-        out = flash_attention(q, k, v)
-    assert counter.get_total_flops() == product * (8 + 5)
-    with FlopCounterMode(display=False) as counter, attention_backend("reference"):
-        attention(q, k, v)
-    assert counter.get_total_flops() == product * (8 + 5)
-    for out, more in ((out, 0), (flash_attention(q, k, v, bias=bias), 1)):
+    for backend in ("reference", "triton"):
+        with FlopCounterMode(display=False) as counter, attention_backend(backend):
+            attention(q, k, v)
+        assert counter.get_total_flops() == product * (8 + 5)
+    for more, options in enumerate(({}, dict(bias=bias))):
+        out = flash_attention(q, k, v, **options)
         with FlopCounterMode(display=False) as counter:
             out.sum().backward()
         assert counter.get_total_flops() == product * ((4 + more) * 8 + (3 + more) * 5)
@@ -251,34 +324,37 @@ def test_operations_are_counted():
 
 def test_second_derivatives_are_refused():
     q = tensor(1, 1, 4, 8)
-    gradient, = torch.autograd.grad(flash_attention(q, q, q).sum(), q, create_graph=True)
+    (gradient,) = torch.autograd.grad(flash_attention(q, q, q).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         torch.autograd.grad(gradient.sum(), q)
 
 
 def test_autocast():
-    q, k, v = tensor(1, 1, 4, 8), tensor(1, 1, 4, 8), tensor(1, 1, 4, 8).detach().bfloat16()
+    q, k, v = qkv(1, 1, n=4)
     with torch.autocast(DEVICE, torch.bfloat16):
-        out = flash_attention(q, k, v)
+        out = flash_attention(q, k, v.detach().bfloat16())
     assert out.dtype == torch.bfloat16
     assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
+# --- bad input --------------------------------------------------------------------------------
 
 
 def test_bad_input():
     q, k, v = (torch.randn(1, 2, 5, 8, device=DEVICE) for _ in range(3))
+    wide = torch.randn(1, 3, 257, device=DEVICE)
+    elsewhere = torch.ones(5, 5, dtype=torch.bool, device="meta")
+    short = q, k[..., :4, :], v[..., :4, :]
     for error, named, arguments, options in (
-        (ValueError, "k of width 7", (q, k[..., :7], v), {}),
-        (ValueError, "v has 4 rows", (q, k, v[..., :4, :]), {}),
+        (ValueError, r"k \(1, 2, 5, 7\)", (q, k[..., :7], v), {}),
+        (ValueError, r"v \(1, 2, 4, 8\)", (q, k, v[..., :4, :]), {}),
         (TypeError, "mask of dtype", (q, k, v), {"mask": torch.zeros(5, 5)}),
         (ValueError, "bias of shape", (q, k, v), {"bias": torch.zeros(3, 5, 5)}),
         (TypeError, "q of dtype torch.float64", (q.double(), k.double(), v.double()), {}),
         (TypeError, "k of dtype torch.float16", (q, k.half(), v), {}),
-        (ValueError, "5 queries to 4 keys", (q, k[..., :4, :], v[..., :4, :]), {"causal": True}),
-        (ValueError, "mask is on meta", (q, k, v), {"mask": torch.ones(5, 5, dtype=torch.bool, device="meta")}),
-        (ValueError, "widths up to 256", (*[torch.randn(1, 3, 257, device=DEVICE)] * 3,), {}),
+        (ValueError, "5 queries to 4 keys", short, {"causal": True}),
+        (ValueError, "mask is on meta", (q, k, v), {"mask": elsewhere}),
+        (ValueError, "q of width 257 is wider", (wide, wide, wide), {}),
     ):
         with pytest.raises(error, match=named):
             flash_attention(*arguments, **options)
@@ -287,39 +363,49 @@ def test_bad_input():
 def test_bfloat16_on_a_gpu_without_it(monkeypatch):
     """A T4 has no products of bfloat16: the error says so, and not the compiler's."""
     monkeypatch.setattr(flash, "triton_mode", lambda device: "compiled")
-    properties = types.SimpleNamespace(name="Tesla T4", major=7, shared_memory_per_block_optin=64 << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    chip = types.SimpleNamespace(name="Tesla T4", major=7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
     x = torch.randn(1, 2, 5, 8, dtype=torch.bfloat16, device=DEVICE)
-    with pytest.raises(TypeError, match="q of dtype torch.bfloat16: Tesla T4 has no such products; it takes torch.float16"):
+    message = "q of dtype torch.bfloat16: Tesla T4 has no such products; it takes torch.float16"
+    with pytest.raises(TypeError, match=message):
         flash_attention(x, x, x)
 
 
 def python(code, **environment):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    """Run code in a process of its own; a variable that is None is taken out of it."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    environment = {name: value for name, value in environment.items() if value is not None}
+    call = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def test_says_where_it_runs():
     assert triton_mode(DEVICE) == ("compiled" if DEVICE == "cuda" else "interpreted")
-    code = "import torch; from attnlib.flash import *; print(triton_mode('cpu')); x = torch.ones(2, 2)\n"
-    done = python(code + "flash_attention(x, x, x)", TRITON_INTERPRET="0")
-    assert done.stdout == "None\n" and "RuntimeError: q is on cpu, and Triton runs on CPU" in done.stderr
-    done = python("import sys; sys.modules['triton'] = None\n" + code + "flash_attention(x, x, x)")
-    assert done.stdout == "None\n" and "Triton is not installed; attention_backend('sdpa') works" in done.stderr
+    code = """
+import torch
+from attnlib.attention import attention, attention_backend
+from attnlib.flash import flash_attention, triton_mode
+x = torch.ones(2, 2)
+with attention_backend("triton"):
+    print(triton_mode("cpu"), attention(x, x, x).sum().item())
+flash_attention(x, x, x)
+"""
+    for before, interpret in (("", "0"), ("import triton", None)):
+        done = python(before + code, TRITON_INTERPRET=interpret)
+        assert done.stdout == "None 4.0\n", done.stderr
+        assert "RuntimeError: q is on cpu, and Triton runs on CPU" in done.stderr
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="nothing is interpreted where there is a GPU")
-def test_runs_where_triton_was_imported_before():
-    done = python("import triton.language, torch; from attnlib.flash import flash_attention; x = torch.ones(3, 4)\n"
-                  "print(flash_attention(x, x, x).sum().item())")
-    assert done.stdout == "12.0\n", done.stderr
+def test_without_triton_the_module_says_what_to_install():
+    done = python("import sys; sys.modules['triton'] = None\nimport attnlib.flash")
+    assert 'ImportError: triton is missing: pip install "attnlib[triton]"' in done.stderr
 
 
 def test_import_of_the_library_is_not_slowed():
     assert python("import attnlib, sys; print('triton' in sys.modules)").stdout == "False\n"
 
 
-# --- the page's plain versions ---------------------------------------------------------------------------------------
+# --- the page's plain versions ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block_rows, block_cols", [(1, 1), (4, 3), (16, 64)])
@@ -331,29 +417,32 @@ def test_tiled_attention(block_rows, block_cols):
     out, lse = tiled_attention(q, k, v, bias=bias, block_rows=block_rows, block_cols=block_cols)
     torch.testing.assert_close(out, attention(q, k, v, bias=bias), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(lse, (q @ k.mT / 2 + bias).logsumexp(-1), rtol=1e-10, atol=1e-10)
-    parts = [tiled_attention(q, k[..., s, :], v[..., s, :], bias=bias[..., s]) for s in (slice(0, 5), slice(5, 13))]
+    halves = slice(0, 5), slice(5, 13)
+    parts = [tiled_attention(q, k[..., s, :], v[..., s, :], bias=bias[..., s]) for s in halves]
     for ours, theirs in zip(merge_partials(*parts), (out, lse)):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-# --- for GPUs --------------------------------------------------------------------------------------------------------
+# --- for GPUs ---------------------------------------------------------------------------------
 
 
 def test_compiles_for_gpus_that_are_not_here():
-    """Every kernel, with everything, and the forward one with nothing: no more shared memory than there is."""
+    """Every kernel, with everything, and forward with nothing: shared memory suffices."""
     code = """
 import json, torch
 from attnlib.flash import compile_for
+everything = dict(causal=True, mask=True, bias=True)
 for name in ("forward", "query", "key", "bias"):
-    print(json.dumps([90, compile_for(name, 90, torch.bfloat16, 64, causal=True, mask=True, bias=True)]))
+    print(json.dumps([90, compile_for(name, 90, torch.bfloat16, 64, **everything)]))
 print(json.dumps([80, compile_for("forward", 80, torch.float16, 128)]))
 print(json.dumps([80, compile_for("forward", 80, torch.float32, 33)]))
 """
     done = python(code, TRITON_INTERPRET="0")
     made = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(made) == 6, done.stderr
+    room = {80: 163 << 10, 90: 227 << 10}
     for capability, taken in made:
-        assert 0 < taken["shared"] <= {80: 163, 90: 227}[capability] * 1024 and taken["registers"] <= 255
+        assert 0 < taken["shared"] <= room[capability] and taken["registers"] <= 255
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -363,19 +452,21 @@ def test_full_sizes_on_a_gpu(d, dtype):
     torch.manual_seed(0)
     for n, m in ((1024, 1024), (777, 1500), (1, 1000)):
         for causal in (False, True):
-            agree(*(tensor(2, 3, length, d, dtype=dtype) for length in (n, m, m)), causal=causal)
+            agree(*qkv(2, 3, n=n, m=m, d=d, dtype=dtype), causal=causal)
             mask = torch.rand(2, 1, n, m, device=DEVICE) < 0.8
-            agree(*(tensor(2, 3, length, d, dtype=dtype) for length in (n, m, m)), mask=mask,
-                  bias=tensor(3, n, m, dtype=dtype), causal=causal)
+            bias = tensor(3, n, m, dtype=dtype)
+            agree(*qkv(2, 3, n=n, m=m, d=d, dtype=dtype), mask, bias, causal)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_offsets_beyond_32_bits_on_a_gpu():
-    """A bias of more than 2^31 numbers, of which only the last rows are read by the last queries."""
+    """A bias of more than 2^31 numbers, whose last rows are read by the last queries."""
     n, m = 33000, 66000
-    q, k, v = (torch.randn(1, 1, length, 16, device=DEVICE, dtype=torch.bfloat16) for length in (n, m, m))
-    bias = torch.zeros(n, m, device=DEVICE, dtype=torch.bfloat16)
+    options = dict(device=DEVICE, dtype=torch.bfloat16)
+    q, k, v = (torch.randn(1, 1, length, 16, **options) for length in (n, m, m))
+    bias = torch.zeros(n, m, **options)
     bias[-1, : m // 2] = -torch.inf
-    out = flash_attention(q, k, v, bias=bias)[0, 0, -1]
-    expected = F.scaled_dot_product_attention(q[..., -1:, :], k[..., m // 2 :, :], v[..., m // 2 :, :])[0, 0, 0]
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    out = flash_attention(q, k, v, bias=bias)[..., -1:, :]
+    k, v = k[..., m // 2 :, :], v[..., m // 2 :, :]
+    wanted = F.scaled_dot_product_attention(q[..., -1:, :], k, v)
+    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)

@@ -1,8 +1,11 @@
-"""The published models, whole, beside timm's with the same weights: logits, features, and gradients of all parameters.
+"""The published models, whole, beside timm's with the same weights: logits, features, and
+gradients of all parameters.
 
-By default those of at most 30 million parameters, which takes a minute; with ATTNLIB_FULL=1 every name whose two models
-fit into memory. Float32 within 1e-5, as sums of some thousand terms near 1 are rounded; float64 within 1e-10.
+By default those of at most 30 million parameters, which takes a minute; with ATTNLIB_FULL=1
+every name whose two models fit into memory. Float32 within 1e-5, as sums of some thousand terms
+near 1 are rounded; float64 within 1e-10.
 """
+
 import os
 
 import pytest
@@ -19,7 +22,9 @@ def available():
     """Bytes of free memory, or many where the system does not say."""
     try:
         with open("/proc/meminfo") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+            return next(
+                1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
         return 2**40
 
@@ -31,10 +36,12 @@ def pair(name):
         pytest.skip(f"{count / 1e6:.0f} million parameters: set ATTNLIB_FULL=1")
     if 2 * 8 * count * 2.2 > available():  # both in float64, and their gradients
         pytest.skip(f"{count / 1e6:.0f} million parameters do not fit into memory twice")
-    print("seed", seed := torch.seed() % 2**31)  # a fresh one each time; pytest prints it when the test fails
+    # a fresh one each time; pytest prints it when the test fails
+    print("seed", seed := torch.seed() % 2**31)
     torch.manual_seed(seed)
     theirs = timm.create_model(name, num_classes=1000, drop_path_rate=0.0)
-    with torch.no_grad():  # timm starts with zeros here and ones there, which would hide a mistake
+    # timm starts with zeros here and ones there, which would hide a mistake
+    with torch.no_grad():
         for p in theirs.parameters():
             p.add_(0.02 * torch.randn_like(p))
     ours = create_model(name, drop_path_rate=0.0)

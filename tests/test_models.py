@@ -1,7 +1,9 @@
-"""Names, files and weights: what fits is loaded as timm loads it, what does not is listed and changes nothing."""
+"""Names, files and weights: what fits is loaded as timm loads it, what does not is listed."""
+
 import argparse
 import hashlib
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -13,10 +15,16 @@ import torch.nn as nn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from timm.models._manipulate import adapt_input_conv
 
 from attnlib import models
-from attnlib.models import adapt_channels, create_model, list_models, load_pretrained, read_weights, state_dict_of
+from attnlib.models import (
+    adapt_input_conv,
+    create_model,
+    list_models,
+    load_pretrained,
+    read_weights,
+    unwrap_state_dict,
+)
 from attnlib.vit import VisionTransformer
 
 NAME = "vit_tiny_patch16_224"
@@ -59,18 +67,33 @@ def refuses(model, source, error=ValueError):
     return str(caught.value)
 
 
-# --- as timm, bit for bit ---------------------------------------------------------------------------------------------
+# --- as timm, bit for bit ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [
-    dict(), dict(num_classes=10), dict(num_classes=0), dict(in_chans=1), dict(in_chans=3), dict(in_chans=4),
-    dict(in_chans=6), dict(img_size=64), dict(img_size=384), dict(img_size=(96, 160)), dict(img_size=(112, 448)),
-    dict(num_classes=7, in_chans=1, img_size=(160, 96)),
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(num_classes=10),
+        dict(num_classes=0),
+        dict(in_chans=1),
+        dict(in_chans=3),
+        dict(in_chans=4),
+        dict(in_chans=6),
+        dict(img_size=64),
+        dict(img_size=384),
+        dict(img_size=(96, 160)),
+        dict(img_size=(112, 448)),
+        dict(num_classes=7, in_chans=1, img_size=(160, 96)),
+    ],
+    ids=str,
+)
 def test_adapted_weights_equal_timms(published, changes):
     path, _ = published
     source = dict(file=str(path), custom_load=False)
-    theirs = timm.create_model(NAME, pretrained=True, pretrained_cfg_overlay=source, **SMALL, **changes).eval()
+    theirs = timm.create_model(
+        NAME, pretrained=True, pretrained_cfg_overlay=source, **SMALL, **changes
+    ).eval()
     ours = fresh(**changes)
     start = copy_of(ours)
     kept = load_pretrained(ours, path)
@@ -79,7 +102,9 @@ def test_adapted_weights_equal_timms(published, changes):
         assert torch.equal(ours.state_dict()[key], start[key] if key in kept else x), key
     theirs.load_state_dict(ours.state_dict())
     size = changes.get("img_size", 224)
-    x = torch.rand(2, changes.get("in_chans", 3), *(size if isinstance(size, tuple) else (size, size)))
+    x = torch.rand(
+        2, changes.get("in_chans", 3), *(size if isinstance(size, tuple) else (size, size))
+    )
     with torch.no_grad():
         torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)
 
@@ -89,14 +114,16 @@ def test_adapted_weights_equal_timms(published, changes):
 def test_channels_equal_timms(channels, base, half):
     weight = torch.randn(5, base, 4, 4).to(torch.bfloat16 if half else torch.float32)
     before = weight.clone()
-    adapted = adapt_channels(weight, channels)
+    adapted = adapt_input_conv(weight, channels)
     assert adapted.dtype == weight.dtype and torch.equal(weight, before)
-    assert torch.equal(adapted, adapt_input_conv(channels, weight.clone(), base_chans=base))
+    assert torch.equal(
+        adapted, timm.models.adapt_input_conv(channels, weight.clone(), base_chans=base)
+    )
 
 
 def test_every_registered_name_has_timms_default_repository():
     assert {name for name in list_models() if name.startswith("vit")} <= set(timm.list_models())
-    for name, (_, hub, _) in models._MODELS.items():
+    for name, (_, hub, _) in models.MODELS.items():
         if timm.is_model(name):
             assert hub == timm.get_pretrained_cfg(name).hf_hub_id, name
 
@@ -105,17 +132,31 @@ def test_torchvisions_file_loads(tmp_path):
     from torchvision.models import VisionTransformer as Other
 
     torch.manual_seed(0)
-    theirs = Other(image_size=32, patch_size=16, num_layers=2, num_heads=3, hidden_dim=48, mlp_dim=192, num_classes=10)
+    theirs = Other(
+        image_size=32,
+        patch_size=16,
+        num_layers=2,
+        num_heads=3,
+        hidden_dim=48,
+        mlp_dim=192,
+        num_classes=10,
+    )
     nn.init.normal_(theirs.heads.head.weight)
     torch.save(theirs.eval().state_dict(), tmp_path / "theirs.pth")
-    ours = create_model(NAME, tmp_path / "theirs.pth", num_classes=10, img_size=32, **SMALL).eval()
+    ours = create_model(
+        NAME, tmp_path / "theirs.pth", num_classes=10, img_size=32, **SMALL
+    ).eval()
     x = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)
-    adapted = create_model(NAME, tmp_path / "theirs.pth", num_classes=3, in_chans=1, img_size=64, **SMALL)
-    assert torch.equal(adapted.patch_embed.proj.weight, ours.patch_embed.proj.weight.sum(1, keepdim=True))
+    adapted = create_model(
+        NAME, tmp_path / "theirs.pth", num_classes=3, in_chans=1, img_size=64, **SMALL
+    )
+    assert torch.equal(
+        adapted.patch_embed.proj.weight, ours.patch_embed.proj.weight.sum(1, keepdim=True)
+    )
 
 
-# --- sources ----------------------------------------------------------------------------------------------------------
+# --- sources ----------------------------------------------------------------------------------
 
 
 def test_all_sources_give_the_same(published, tmp_path):
@@ -123,17 +164,22 @@ def test_all_sources_give_the_same(published, tmp_path):
     wanted = model.state_dict()
     prefixed = {f"module._orig_mod.{key}": x for key, x in wanted.items()}
     for wrapper in ("state_dict_ema", "model_ema", "state_dict", "model"):
-        torch.save({wrapper: prefixed, "args": argparse.Namespace(lr=0.1), "epoch": 3}, tmp_path / f"{wrapper}.pth")
-        assert equal(state_dict_of(tmp_path / f"{wrapper}.pth"), wanted)
+        torch.save(
+            {wrapper: prefixed, "args": argparse.Namespace(lr=0.1), "epoch": 3},
+            tmp_path / f"{wrapper}.pth",
+        )
+        assert equal(unwrap_state_dict(tmp_path / f"{wrapper}.pth"), wanted)
     torch.save(wanted, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     files = (path, str(path), path.parent, path.with_suffix(".pth"), tmp_path / "old.pth")
     for source in (*files, wanted, {"model": wanted}):
-        assert equal(state_dict_of(source), wanted)
+        assert equal(unwrap_state_dict(source), wanted)
 
 
 def test_the_averaged_weights_come_first(published):
     wanted = published[1].state_dict()
-    assert equal(state_dict_of({"model": {"x": torch.ones(1)}, "model_ema": wanted}), wanted)
+    assert equal(
+        unwrap_state_dict({"model": {"x": torch.ones(1)}, "model_ema": wanted}), wanted
+    )
 
 
 def test_a_source_is_not_changed(published):
@@ -147,19 +193,27 @@ def test_half_precision_weights_load_into_float32(published):
     half = {key: x.half() for key, x in published[1].state_dict().items()}
     model = fresh()
     assert load_pretrained(model, half) == []
-    assert model.norm.weight.dtype == torch.float32 and torch.equal(model.norm.weight, half["norm.weight"].float())
+    assert model.norm.weight.dtype == torch.float32 and torch.equal(
+        model.norm.weight, half["norm.weight"].float()
+    )
 
 
 def test_create_model_takes_a_file(published):
     path, theirs = published
-    assert equal(create_model(NAME, pretrained=str(path), **SMALL).state_dict(), theirs.state_dict())
+    assert equal(
+        create_model(NAME, pretrained=str(path), **SMALL).state_dict(), theirs.state_dict()
+    )
 
 
-# --- bad files --------------------------------------------------------------------------------------------------------
+# --- bad files --------------------------------------------------------------------------------
 
 
-@given(share=st.floats(0, 1, exclude_max=True), ending=st.sampled_from([".safetensors", ".pth"]))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    share=st.floats(0, 1, exclude_max=True), ending=st.sampled_from([".safetensors", ".pth"])
+)
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_a_truncated_file_is_refused_wherever_it_is_cut(published, tmp_path, share, ending):
     whole = published[0].with_suffix(ending).read_bytes()
     cut = tmp_path / f"cut{ending}"
@@ -182,7 +236,9 @@ class Trap:
 def test_a_pickle_with_code_is_refused_and_not_run(published, tmp_path, zipped):
     weights = {**published[1].state_dict(), "head.bias": Trap(tmp_path / "run")}
     torch.save(weights, tmp_path / "trap.pth", _use_new_zipfile_serialization=zipped)
-    assert "trap.pth is refused: a pickle may run code" in refuses(fresh(), tmp_path / "trap.pth")
+    assert "trap.pth is refused: a pickle may run code" in refuses(
+        fresh(), tmp_path / "trap.pth"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -205,24 +261,35 @@ def test_another_file_is_refused(tmp_path, content, ending):
 
 
 def test_no_such_file(tmp_path):
-    for source in (tmp_path / "none.pth", str(tmp_path / "none.safetensors"), "weights/none.pth", tmp_path):
+    for source in (
+        tmp_path / "none.pth",
+        str(tmp_path / "none.safetensors"),
+        "weights/none.pth",
+        tmp_path,
+    ):
         assert "is not a file" in refuses(fresh(), source, FileNotFoundError)
 
 
 def test_what_is_not_tensors_by_name_is_refused(tmp_path):
     torch.save([torch.ones(1)], tmp_path / "list.pth")
-    assert "source holds a list; it must hold tensors by name" in refuses(fresh(), tmp_path / "list.pth")
+    assert "source holds a list; it must hold tensors by name" in refuses(
+        fresh(), tmp_path / "list.pth"
+    )
     message = refuses(fresh(), {"cls_token": torch.ones(1), "epoch": 3, "optimizer": {}})
     assert "'epoch': 'int'" in message and "'optimizer': 'dict'" in message
 
 
-# --- weights that do not fit ------------------------------------------------------------------------------------------
+# --- weights that do not fit ------------------------------------------------------------------
 
 
 def test_every_key_that_does_not_fit_is_listed(published):
     wrong = dict(published[1].state_dict())
     del wrong["norm.bias"], wrong["blocks.0.attn.qkv.weight"]
-    wrong |= {"blocks.7.ls": torch.ones(3), "extra": torch.ones(2, 2), "blocks.1.mlp.fc1.bias": torch.ones(5)}
+    wrong |= {
+        "blocks.7.ls": torch.ones(3),
+        "extra": torch.ones(2, 2),
+        "blocks.1.mlp.fc1.bias": torch.ones(5),
+    }
     wrong["norm.weight"] = torch.ones(48, dtype=torch.int8)
     assert refuses(fresh(), wrong).split("\n  ") == [
         "source does not fit VisionTransformer; nothing was loaded.",
@@ -236,7 +303,9 @@ def test_every_key_that_does_not_fit_is_listed(published):
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_nothing_is_ever_half_loaded(published, data):
     wrong = dict(published[1].state_dict())
     body = sorted(key for key in wrong if not key.startswith("head."))
@@ -253,14 +322,21 @@ def test_nothing_is_ever_half_loaded(published, data):
 
 
 def test_other_classes_do_not_hide_other_errors(published):
-    wrong = {key: x for key, x in published[1].state_dict().items() if not key.startswith("blocks.1.")}
+    wrong = {
+        key: x
+        for key, x in published[1].state_dict().items()
+        if not key.startswith("blocks.1.")
+    }
     assert refuses(fresh(num_classes=10), wrong).count("missing: blocks.1.") == 12
 
 
 def test_another_pooling_is_another_model(published):
-    """timm loads this and leaves the norm before its classifier, which has another name there, at its start."""
+    """timm leaves the norm before the classifier, which has another name there, as it is."""
     message = refuses(fresh(num_classes=10, global_pool="avg"), published[0])
-    assert "missing: fc_norm.weight (48,)" in message and "unexpected: norm.weight (48,)" in message
+    assert (
+        "missing: fc_norm.weight (48,)" in message
+        and "unexpected: norm.weight (48,)" in message
+    )
 
 
 def test_a_classifier_with_a_part_missing_is_listed(published):
@@ -269,12 +345,18 @@ def test_a_classifier_with_a_part_missing_is_listed(published):
 
 
 def test_weights_without_classifier_load_with_a_warning(published):
-    features = {key: x for key, x in published[1].state_dict().items() if not key.startswith("head.")}
+    features = {
+        key: x for key, x in published[1].state_dict().items() if not key.startswith("head.")
+    }
     model = fresh()
     start = copy_of(model)
-    with pytest.warns(UserWarning, match="source has no classifier; the model's keeps its random values"):
+    with pytest.warns(
+        UserWarning, match="source has no classifier; the model's keeps its random values"
+    ):
         assert load_pretrained(model, features) == ["head.weight", "head.bias"]
-    assert torch.equal(model.head.weight, start["head.weight"]) and torch.equal(model.cls_token, features["cls_token"])
+    assert torch.equal(model.head.weight, start["head.weight"]) and torch.equal(
+        model.cls_token, features["cls_token"]
+    )
     assert load_pretrained(fresh(num_classes=0), features) == []
 
 
@@ -285,11 +367,15 @@ def test_a_model_without_values_is_refused(published):
 
 def test_a_module_without_hooks_loads_as_it_is():
     source, model = nn.Linear(3, 4), nn.Linear(3, 4)
-    assert load_pretrained(model, source.state_dict()) == [] and equal(model.state_dict(), source.state_dict())
-    assert "weight (4, 3), the model has (4, 5)" in refuses(nn.Linear(5, 4), source.state_dict())
+    assert load_pretrained(model, source.state_dict()) == [] and equal(
+        model.state_dict(), source.state_dict()
+    )
+    assert "weight (4, 3), the model has (4, 5)" in refuses(
+        nn.Linear(5, 4), source.state_dict()
+    )
 
 
-# --- the hub ----------------------------------------------------------------------------------------------------------
+# --- the hub ----------------------------------------------------------------------------------
 
 
 def test_pretrained_fetches_timms_file(published, monkeypatch):
@@ -316,9 +402,9 @@ def test_offline_says_what_was_wanted_and_what_to_do(monkeypatch):
     with pytest.raises(ConnectionError) as caught:
         create_model(NAME, pretrained=True, **SMALL)
     assert str(caught.value) == (
-        "model.safetensors of timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k could not be fetched from huggingface.co "
-        "(OSError: no route to host). With a copy, pass its path: create_model(name, pretrained=path) or "
-        "load_pretrained(model, path)"
+        "model.safetensors of timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k could not be "
+        "fetched from huggingface.co (OSError: no route to host). With a copy, pass its path: "
+        "create_model(name, pretrained=path) or load_pretrained(model, path)"
     )
     assert "timm/anything" in refuses(fresh(), "timm/anything", ConnectionError)
 
@@ -326,14 +412,25 @@ def test_offline_says_what_was_wanted_and_what_to_do(monkeypatch):
 def test_the_hubs_own_offline_error_is_understood(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConnectionError, match="model.safetensors of timm/no-such-model could not be fetched"):
+    with pytest.raises(
+        ConnectionError, match="model.safetensors of timm/no-such-model could not be fetched"
+    ):
         load_pretrained(fresh(), "timm/no-such-model")
 
 
 def test_without_the_hubs_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"fetching timm/x needs `pip install huggingface-hub`. With a copy"):
+    with pytest.raises(ImportError, match=r'pip install "attnlib\[hub\]"'):
         load_pretrained(fresh(), "timm/x")
+
+
+def test_without_safetensors(published, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(
+        ImportError, match=r'safetensors is missing: pip install "attnlib\[hub\]"'
+    ):
+        load_pretrained(fresh(), published[0])
+    load_pretrained(fresh(), published[0].with_suffix(".pth"))  # the other format needs none
 
 
 def test_a_file_in_the_cache_is_held_to_its_checksum(published, monkeypatch, tmp_path):
@@ -349,35 +446,51 @@ def test_a_file_in_the_cache_is_held_to_its_checksum(published, monkeypatch, tmp
     assert load_pretrained(fresh(), "owner/name") == []
     blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # one bit
     message = refuses(fresh(), "owner/name")
-    assert "has another SHA-256 than the published file: delete" in message and blob.name in message
+    assert (
+        "has another SHA-256 than the published file: delete" in message
+        and blob.name in message
+    )
 
 
 def test_no_published_weights(registry):
     registry.register_model("a_model", VisionTransformer, **SMALL)
-    with pytest.raises(ValueError, match=r"pretrained \(True\): no weights are published for a_model"):
+    with pytest.raises(
+        ValueError, match=r"pretrained \(True\): no weights are published for a_model"
+    ):
         create_model("a_model", pretrained=True)
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(models, "_MODELS", {})
+    monkeypatch.setattr(models, "MODELS", {})
     return models
 
 
-@pytest.mark.parametrize("name, near", [
-    ("vit_bas_patch16_224", "vit_base_patch16_224"), ("vit_tiny_patch16", "vit_tiny_patch16_224"),
-    ("ViT_Huge_patch14_224", "vit_huge_patch14_224"), ("vit_base_patch23_224", "vit_base_patch32_224"),
-])
+@pytest.mark.parametrize(
+    "name, near",
+    [
+        ("vit_bas_patch16_224", "vit_base_patch16_224"),
+        ("vit_tiny_patch16", "vit_tiny_patch16_224"),
+        ("ViT_Huge_patch14_224", "vit_huge_patch14_224"),
+        ("vit_base_patch23_224", "vit_base_patch32_224"),
+    ],
+)
 def test_an_unknown_name_gets_the_nearest(name, near):
-    with pytest.raises(ValueError, match=rf"name \('{name}'\) is not the name of a model; nearest names: .*{near}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"name \('{name}'\) is not the name of a model; nearest names: .*{near}",
+    ):
         create_model(name)
 
 
 def test_a_name_like_no_other():
-    with pytest.raises(ValueError, match=r"name \('zzz'\) is not the name of a model; list_models\(\) has all names"):
+    with pytest.raises(
+        ValueError,
+        match=r"name \('zzz'\) is not the name of a model; list_models\(\) has all names",
+    ):
         create_model("zzz")
 
 
@@ -392,9 +505,13 @@ def test_list_models_sorts_numbers_as_numbers_and_filters(registry):
 
 def test_registering_again_replaces_and_a_taken_name_is_refused(registry):
     registry.register_model("a", VisionTransformer, depth=1)
-    registry.register_model("a", type("VisionTransformer", (VisionTransformer,), {}), depth=2, **{"embed_dim": 48})
+    registry.register_model(
+        "a", type("VisionTransformer", (VisionTransformer,), {}), depth=2, **{"embed_dim": 48}
+    )
     assert len(create_model("a", num_heads=3).blocks) == 2
-    with pytest.raises(ValueError, match=r"name \('a'\) belongs to VisionTransformer already; Linear must"):
+    with pytest.raises(
+        ValueError, match=r"name \('a'\) belongs to VisionTransformer already; Linear must"
+    ):
         registry.register_model("a", nn.Linear)
 
 
@@ -408,5 +525,12 @@ def test_arguments_override_those_of_the_name(registry):
 
 
 def test_models_imports_no_chapter():
-    source = Path(models.__file__).read_text()
-    assert "from attnlib" not in source and "from ." not in source
+    found = re.findall(
+        r"(?m)^\s*(?:from|import) (\.\S*|attnlib\S*)", Path(models.__file__).read_text()
+    )
+    assert found == [".convert"]
+
+
+def test_the_older_names_are_the_same_functions():
+    assert models.state_dict_of is unwrap_state_dict
+    assert models.adapt_channels is adapt_input_conv

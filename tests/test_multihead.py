@@ -1,26 +1,25 @@
 """Multi-head attention: parity with torch.nn.MultiheadAttention, properties, bad input."""
+
 import copy
 import itertools
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import multihead
 from attnlib.attention import attention_backend, causal_mask, padding_mask
-from attnlib.multihead import Linear, MultiHeadAttention, linear, merge_heads, split_heads
+from attnlib.multihead import MultiHeadAttention, check_heads, merge_heads, split_heads
 
 EXACT = dict(rtol=0, atol=1e-12)  # float64 sums of some hundred numbers near 1
 
 
 def twins(embed_dim=24, num_heads=4, dtype=torch.float64, **options):
     torch.manual_seed(1)
-    theirs = nn.MultiheadAttention(embed_dim, num_heads, batch_first=True, dtype=dtype, **options)
+    theirs = nn.MultiheadAttention(
+        embed_dim, num_heads, batch_first=True, dtype=dtype, **options
+    )
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.2)
     ours = MultiHeadAttention(embed_dim, num_heads, **options).to(dtype)
@@ -43,7 +42,10 @@ def masks(name, n, m, lengths, heads):
         return dict(attn_mask=~causal_mask(n, m)), dict(mask=causal_mask(n, m))
     if name == "both":
         real, causal = padding_mask(torch.tensor(lengths), m), causal_mask(n, m)
-        return dict(attn_mask=~causal, key_padding_mask=~real[:, 0, 0]), dict(mask=causal & real)
+        return (
+            dict(attn_mask=~causal, key_padding_mask=~real[:, 0, 0]),
+            dict(mask=causal & real),
+        )
     bias = tokens(len(lengths), heads, n, m, seed=7)
     if name == "bias":
         return dict(attn_mask=bias.flatten(0, 1)), dict(bias=bias)
@@ -56,7 +58,9 @@ def masks(name, n, m, lengths, heads):
 @pytest.mark.parametrize("masking", ["none", "padding", "causal", "both", "bias", "per head"])
 @pytest.mark.parametrize("kind", ["self", "cross", "widths", "no biases"])
 def test_parity_of_outputs_maps_and_gradients(kind, masking, backend):
-    options = dict(widths=dict(kdim=10, vdim=6), **{"no biases": dict(bias=False)}).get(kind, {})
+    options = dict(widths=dict(kdim=10, vdim=6), **{"no biases": dict(bias=False)}).get(
+        kind, {}
+    )
     theirs, ours = twins(**options)
     query = tokens(3, 5, 24)
     if kind == "self":
@@ -70,7 +74,10 @@ def test_parity_of_outputs_maps_and_gradients(kind, masking, backend):
 
     output, maps = theirs(*inputs, **torch_masks, average_attn_weights=False)
     with attention_backend(backend):
-        output_2, maps_2 = ours(*inputs, **our_masks), ours.attention_maps(*inputs[:2], **our_masks)
+        output_2, maps_2 = (
+            ours(*inputs, **our_masks),
+            ours.attention_maps(*inputs[:2], **our_masks),
+        )
         torch.testing.assert_close(output_2, output, **EXACT)
         torch.testing.assert_close(maps_2, maps, **EXACT)
         gradients_2 = torch.autograd.grad(output_2.square().sum(), [*wrt, *ours.parameters()])
@@ -82,11 +89,14 @@ def test_parity_of_outputs_maps_and_gradients(kind, masking, backend):
 def test_parity_in_float32():
     theirs, ours = twins(512, 8, dtype=torch.float32)
     x = tokens(2, 30, 512, dtype=torch.float32)
-    torch.testing.assert_close(ours(x), theirs(x, x, x, need_weights=False)[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        ours(x), theirs(x, x, x, need_weights=False)[0], rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(bias=False), dict(kdim=9), dict(vdim=9), dict(kdim=9, vdim=5, bias=False)]
+    "options",
+    [{}, dict(bias=False), dict(kdim=9), dict(vdim=9), dict(kdim=9, vdim=5, bias=False)],
 )
 def test_same_start_and_same_state_dict(options):
     torch.manual_seed(3)
@@ -114,15 +124,25 @@ def test_split_and_merge_are_inverse(b, n, h, d):
     assert heads.shape == (b, h, n, d)
     assert torch.equal(merge_heads(heads), x)
     for i in range(h):
-        assert torch.equal(heads[:, i], x[..., i * d:(i + 1) * d])
+        assert torch.equal(heads[:, i], x[..., i * d : (i + 1) * d])
 
 
 @settings(max_examples=25, deadline=None)
-@given(h=st.sampled_from([1, 2, 3, 4]), n=st.integers(1, 6), m=st.integers(1, 6), seed=st.integers(0, 99))
+@given(
+    h=st.sampled_from([1, 2, 3, 4]),
+    n=st.integers(1, 6),
+    m=st.integers(1, 6),
+    seed=st.integers(0, 99),
+)
 def test_the_layer_is_the_paper_s_formula(h, n, m, seed):
-    """Concat(head_1, ..., head_h) W^O, head by head, with matrices cut out of the parameters."""
+    """Concat(head_1, ..., head_h) W^O, head by head, with matrices cut
+    out of the parameters."""
     torch.manual_seed(seed)
-    mha, x, y = MultiHeadAttention(12, h).double(), tokens(n, 12, seed=seed), tokens(m, 12, seed=seed + 1)
+    mha, x, y = (
+        MultiHeadAttention(12, h).double(),
+        tokens(n, 12, seed=seed),
+        tokens(m, 12, seed=seed + 1),
+    )
     nn.init.normal_(mha.in_proj_bias)
     nn.init.normal_(mha.out_proj.bias)
     w, b, d = mha.in_proj_weight, mha.in_proj_bias, 12 // h
@@ -155,7 +175,9 @@ def test_the_fused_projection_is_the_separate_ones(bias):
     _, ours = twins(bias=bias)
     x = tokens(2, 5, 24)
     torch.testing.assert_close(ours(x), ours(x, x.clone(), x.clone()), **EXACT)
-    torch.testing.assert_close(ours.attention_maps(x), ours.attention_maps(x, x.clone()), **EXACT)
+    torch.testing.assert_close(
+        ours.attention_maps(x), ours.attention_maps(x, x.clone()), **EXACT
+    )
 
 
 def test_defaults_of_key_and_value():
@@ -193,7 +215,9 @@ def test_a_query_that_may_attend_nowhere(backend):
 def test_gradcheck():
     torch.manual_seed(0)
     mha, y = MultiHeadAttention(4, 2).double(), tokens(1, 2, 4, seed=1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, y: mha(x, y), (tokens(1, 3, 4).requires_grad_(), y))
+    assert torch.autograd.gradcheck(
+        lambda x, y: mha(x, y), (tokens(1, 3, 4).requires_grad_(), y)
+    )
 
 
 def test_dropout_acts_in_training_only():
@@ -206,14 +230,17 @@ def test_dropout_acts_in_training_only():
     samples = torch.stack([dropping(x) for _ in range(4000)])
     assert not torch.equal(samples[0], samples[1])
     error = samples.std(0) / 4000**0.5  # of the mean
-    assert ((samples.mean(0) - plain(x)).abs() < 6 * error).all()  # unbiased: kept weights are scaled by 1/(1 - p)
+    # unbiased: kept weights are scaled by 1/(1 - p)
+    assert ((samples.mean(0) - plain(x)).abs() < 6 * error).all()
     assert dropping.attention_maps(x).sum(-1).sub(1).abs().max() < 1e-12
 
 
 def test_learned_queries_broadcast_over_the_batch():
     _, ours = twins()
     queries, memory = tokens(1, 3, 24), tokens(4, 6, 24, seed=1)
-    torch.testing.assert_close(ours(queries, memory), ours(queries.expand(4, -1, -1), memory), **EXACT)
+    torch.testing.assert_close(
+        ours(queries, memory), ours(queries.expand(4, -1, -1), memory), **EXACT
+    )
 
 
 def test_half_precision_and_copies():
@@ -223,16 +250,19 @@ def test_half_precision_and_copies():
     torch.testing.assert_close(half(x.bfloat16()).float(), mha(x), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ((100, 3), r"embed_dim \(100\) must be divisible by num_heads \(3\)"),
-    ((0, 1), r"embed_dim \(0\) must be at least 1"),
-    ((8, 0), r"num_heads \(0\) must be at least 1"),
-    ((8, -2), r"num_heads \(-2\) must be at least 1"),
-    ((8, 2, dict(kdim=0)), r"kdim \(0\) must be at least 1"),
-    ((8, 2, dict(vdim=-1)), r"vdim \(-1\) must be at least 1"),
-    ((8, 2, dict(dropout=1.0)), r"dropout \(1.0\) must be in \[0, 1\)"),
-    ((8, 2, dict(dropout=-0.1)), r"dropout \(-0.1\) must be in \[0, 1\)"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((100, 3), r"embed_dim \(100\) must be divisible by num_heads \(3\)"),
+        ((0, 1), r"embed_dim \(0\) must be at least 1"),
+        ((8, 0), r"num_heads \(0\) must be at least 1"),
+        ((8, -2), r"num_heads \(-2\) must be at least 1"),
+        ((8, 2, dict(kdim=0)), r"kdim \(0\) must be at least 1"),
+        ((8, 2, dict(vdim=-1)), r"vdim \(-1\) must be at least 1"),
+        ((8, 2, dict(dropout=1.0)), r"dropout \(1.0\) must be in \[0, 1\)"),
+        ((8, 2, dict(dropout=-0.1)), r"dropout \(-0.1\) must be in \[0, 1\)"),
+    ],
+)
 def test_bad_sizes(arguments, message):
     *sizes, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
     with pytest.raises(ValueError, match=message):
@@ -243,15 +273,24 @@ def shapes(*sizes):
     return [torch.zeros(size) for size in sizes]
 
 
-@pytest.mark.parametrize(("inputs", "message"), [
-    (shapes((2, 5, 9)), r"query of shape \(2, 5, 9\) must be \(B, tokens, 8\)"),
-    (shapes((5, 8)), r"query of shape \(5, 8\) must be \(B, tokens, 8\)"),
-    (shapes((2, 1, 5, 8)), r"query of shape \(2, 1, 5, 8\) must be \(B, tokens, 8\)"),
-    (shapes((2, 5, 8), (2, 5, 8)), r"key of shape \(2, 5, 8\) must be \(B, tokens, 6\)"),
-    (shapes((2, 5, 8), (2, 5, 6), (2, 5, 6)), r"value of shape \(2, 5, 6\) must be \(B, tokens, 4\)"),
-    (shapes((2, 5, 8), (2, 5, 6), (2, 3, 4)), r"v has 3 rows and k has 5"),
-    (shapes((2, 5, 8), (3, 5, 6), (3, 5, 4)), r"of shapes .* must agree"),
-])
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (shapes((2, 5, 9)), r"query of shape \(2, 5, 9\) must be \(B, tokens, 8\)"),
+        (shapes((5, 8)), r"query of shape \(5, 8\) must be \(B, tokens, 8\)"),
+        (shapes((2, 1, 5, 8)), r"query of shape \(2, 1, 5, 8\) must be \(B, tokens, 8\)"),
+        (shapes((2, 5, 8), (2, 5, 8)), r"key of shape \(2, 5, 8\) must be \(B, tokens, 6\)"),
+        (
+            shapes((2, 5, 8), (2, 5, 6), (2, 5, 6)),
+            r"value of shape \(2, 5, 6\) must be \(B, tokens, 4\)",
+        ),
+        (
+            shapes((2, 5, 8), (2, 5, 6), (2, 3, 4)),
+            r"k \(2, 2, 5, 4\), v \(2, 2, 3, 4\) must be",
+        ),
+        (shapes((2, 5, 8), (3, 5, 6), (3, 5, 4)), r"leading axes must agree"),
+    ],
+)
 def test_bad_inputs(inputs, message):
     with pytest.raises(ValueError, match=message):
         MultiHeadAttention(8, 2, kdim=6, vdim=4)(*inputs)
@@ -261,21 +300,32 @@ def test_bad_inputs(inputs, message):
 def test_bad_masks(method):
     call = getattr(MultiHeadAttention(8, 2), method)
     x = torch.zeros(3, 5, 8)
-    with pytest.raises(TypeError, match=r"mask of dtype torch.float32 must be torch.bool, True where"):
+    with pytest.raises(
+        TypeError, match=r"mask of dtype torch.float32 must be torch.bool, True where"
+    ):
         call(x, mask=torch.ones(5, 5))
     padding = torch.ones(3, 5, dtype=torch.bool)  # (B, M) without its axes
-    with pytest.raises(ValueError, match=r"mask of shape \(3, 5\) must broadcast to the logits' shape \(3, 2, 5, 5\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"mask of shape \(3, 5\) must broadcast to the logits' shape \(3, 2, 5, 5\)",
+    ):
         call(x, mask=padding)
     call(x, mask=padding[:, None, None])
-    with pytest.raises(ValueError, match=r"bias of shape \(4, 4\) must broadcast to the logits' shape \(3, 2, 5, 5\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"bias of shape \(4, 4\) must broadcast to the logits' shape \(3, 2, 5, 5\)",
+    ):
         call(x, bias=torch.zeros(4, 4))
 
 
 def test_options_are_keywords():
     with pytest.raises(TypeError):
-        MultiHeadAttention(8, 2, 0.1)  # torch's third argument is dropout: not to be mistaken for kdim
+        # torch's third argument is dropout: not to be mistaken for kdim
+        MultiHeadAttention(8, 2, 0.1)
     with pytest.raises(TypeError):
-        MultiHeadAttention(8, 2)(*[torch.zeros(1, 3, 8)] * 3, torch.ones(3, 3, dtype=torch.bool))
+        MultiHeadAttention(8, 2)(
+            *[torch.zeros(1, 3, 8)] * 3, torch.ones(3, 3, dtype=torch.bool)
+        )
 
 
 def test_two_masks_and_a_bias_together():
@@ -289,122 +339,25 @@ def test_two_masks_and_a_bias_together():
         assert (together[0, :, i, j] > 0).all() == (j <= i)
 
 
-@given(seed=st.integers(0, 2**31), leading=st.lists(st.integers(1, 6), max_size=3), bias=st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_linear_equals_torch(seed, leading, bias):
-    """Few rows and many, with and without gradient, one vector, in layouts that are not contiguous as well."""
-    torch.manual_seed(seed)
-    layer = Linear(24, 7, bias=bias)
-    x = torch.randn(24, *leading).movedim(0, -1)
-    with torch.no_grad():
-        out = layer(x)
-        torch.testing.assert_close(out, F.linear(x, layer.weight, layer.bias), rtol=0, atol=1e-5)
-    assert out.is_contiguous() and out.shape == (*leading, 7)
-    torch.testing.assert_close(layer(x), out, rtol=0, atol=1e-5)  # with gradients
-    exact = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
-    torch.testing.assert_close(layer.double()(x.double()), exact, **EXACT)
+# --- nothing special about its parts ----------------------------------------------------------
 
 
-@contextmanager
-def matmul_precision(precision):
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def test_hooks_and_replaced_parts_are_used():
+    mha, x, seen = MultiHeadAttention(8, 2), torch.randn(2, 5, 8), []
+    mha.out_proj.register_forward_hook(lambda layer, inputs, out: seen.append(out.shape))
+    before = mha(x)
+    assert seen == [(2, 5, 8)]
+    mha.out_proj.forward = torch.zeros_like
+    assert (mha(x) == 0).all() and (before != 0).any()
 
 
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])  # of numbers around 16
-@pytest.mark.parametrize("precision", ["highest", "medium"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 32, 33])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("gelu", [True, False])
-def test_linear_in_every_precision(dtype, error, precision, rows, bias, gelu):
-    layer = Linear(256, 300, bias=bias).to(dtype)
-    x = torch.randn(256, rows).to(dtype).mT if rows % 2 else torch.randn(rows, 1, 512)[..., ::2].to(dtype)
-    after = F.gelu if gelu else nn.Identity()
-    with torch.no_grad(), matmul_precision(precision):
-        out = linear(x, layer.weight, layer.bias, gelu=gelu)
-        usual = after(F.linear(x, layer.weight, layer.bias))
-    exact = after(F.linear(x.double(), *(None if p is None else p.double() for p in (layer.weight, layer.bias))))
-    assert out.dtype == dtype and out.is_contiguous() and out.shape == (*x.shape[:-1], 300)
-    allowed = max(error, 2 * (usual - exact).abs().max().item())  # at "medium" float32 may be multiplied in bfloat16
-    torch.testing.assert_close(out.double(), exact, rtol=0, atol=allowed)
+def test_compiles_and_maps_over_a_batch():
+    mha, x = MultiHeadAttention(8, 2), torch.randn(3, 2, 5, 8)
+    compiled = torch.compile(mha, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x[0]), mha(x[0]))
+    torch.testing.assert_close(torch.vmap(mha)(x), torch.stack([mha(part) for part in x]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_in_one_call_where_onednn_may_be_asked(dtype, monkeypatch):
-    """And F.linear wherever something would not notice that another function was called."""
-    calls, weight, bias = [], torch.randn(300, 256, dtype=dtype), torch.randn(300, dtype=dtype)
-    monkeypatch.setattr(multihead, "_onednn", lambda x, w, b, *_: calls.append(1) or F.linear(x, w, b))
-    monkeypatch.setattr(multihead, "_half", True)
-    x = torch.randn(9, 256, dtype=dtype)
-    with torch.no_grad():
-        linear(x, weight, bias)
-        assert calls == [1]
-        with monkeypatch.context() as off:
-            off.setattr(torch.backends.mkldnn, "enabled", False)
-            linear(x, weight, bias)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert linear(x.float(), weight.float(), bias.float()).dtype == torch.bfloat16
-        tangent = torch.func.jvp(lambda x: linear(x, weight, bias), (x,), (x,))[1]
-        torch.testing.assert_close(tangent, x @ weight.mT, rtol=1e-2, atol=1e-2)
-        for wrong in ((x.double(), weight, bias), (x[:, :4], weight, bias), (x, weight, bias[:6]), (x, weight[0], bias)):
-            with pytest.raises(RuntimeError):
-                linear(*wrong)
-    linear(x.requires_grad_(), weight, bias).sum().backward()
-    assert calls == [1] and x.grad is not None
-
-
-@pytest.mark.parametrize("rows", [1, 9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_with_what_onednn_cannot_read(rows, dtype):
-    """A bias of which not every number counts, weights that are elsewhere, vmap, tracing, a sparse weight."""
-    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, 256), (300, 256), (300, 3)))
-    with torch.no_grad():
-        for strided in (bias[:, 1], bias[:1, 0].expand(300)):
-            close = dict(rtol=0, atol=1e-4 if dtype == torch.float32 else 0.5)  # of numbers around 16
-            torch.testing.assert_close(linear(x, weight, strided), F.linear(x, weight, strided), **close)
-        many = torch.vmap(linear, (None, None, 1))(x, weight, bias)
-        torch.testing.assert_close(many, torch.stack([F.linear(x, weight, b) for b in bias.unbind(1)]), **close)
-        with pytest.raises(RuntimeError):
-            Linear(256, 300, dtype=dtype, device="meta")(x)
-        layer = Linear(256, 300, dtype=dtype)
-        traced = torch.jit.trace(layer, x)
-        for n in (1, 2, 40):
-            more = torch.randn(n, 256).to(dtype)
-            torch.testing.assert_close(traced(more), layer(more), **close)
-
-
-def test_linear_is_counted():
-    x, weight = torch.zeros(2, 9, 256), torch.zeros(300, 256)
-    for dtype in (torch.float32, torch.bfloat16):
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            linear(x.to(dtype), weight.to(dtype), torch.zeros(300, dtype=dtype), gelu=True)
-        assert counter.get_total_flops() == 2 * 18 * 256 * 300
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_puts_the_switch_of_onednn_back(enabled, dtype):
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = enabled
-    try:
-        with torch.no_grad():
-            linear(torch.zeros(1, 8, dtype=dtype), torch.zeros(3, 8, dtype=dtype))
-            with pytest.raises(RuntimeError):
-                linear(torch.zeros(1, 8, dtype=dtype), torch.zeros(3, 9, dtype=dtype))
-        assert torch.backends.mkldnn.enabled is enabled
-    finally:
-        torch.backends.mkldnn.enabled = before
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_without_rows(dtype):
-    empty, weight, bias = torch.zeros(2, 0, 24, dtype=dtype), torch.zeros(7, 24, dtype=dtype), torch.zeros(7, dtype=dtype)
-    with torch.no_grad():
-        assert linear(empty, weight, bias).shape == (2, 0, 7)
-        for rows in (1, 9):  # and without columns
-            assert torch.equal(linear(torch.zeros(rows, 0, dtype=dtype), weight[:, :0], bias), bias.expand(rows, 7))
-            assert linear(torch.zeros(rows, 24, dtype=dtype), weight[:0], bias[:0]).shape == (rows, 0)
+def test_check_heads_names_the_width():
+    with pytest.raises(ValueError, match=r"dim \(10\) must be divisible by num_heads \(3\)"):
+        check_heads(3, dim=10)

@@ -1,4 +1,5 @@
-"""The notebooks, the library and the stored outputs belong together, and the check that says so can fail."""
+"""Notebooks, library and stored outputs belong together, and the check of it can fail."""
+
 import os
 import re
 import shutil
@@ -9,9 +10,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
+import chapters
+from tools import notebooks
+
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import notebooks  # noqa: E402
 
 CHAPTERS = notebooks.notebooks()
 
@@ -28,15 +30,23 @@ def test_export_changes_nothing(tmp_path):
     subprocess.run([Path(sys.executable).parent / "nbdev-export"], cwd=tmp_path, check=True)
     for path in sorted((ROOT / "attnlib").glob("*.py")):
         exported = (tmp_path / "attnlib" / path.name).read_text()
-        assert exported == path.read_text(), f"attnlib/{path.name} is not what the notebooks export: run `make run`"
-    assert not list((tmp_path / "nbs").glob("*.txt")), "nbdev-export wrote a file that is not committed"
+        assert exported == path.read_text(), (
+            f"attnlib/{path.name} is not what the notebooks export: run `make run`"
+        )
+    assert not list((tmp_path / "nbs").glob("*.txt")), (
+        "nbdev-export wrote a file that is not committed"
+    )
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
 def test_first_cell_installs_the_library_and_leaves_torch_alone(path):
     cells = [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
     first = cells[0].source
-    assert "import attnlib" in first and "except ModuleNotFoundError" in first and "%pip install" in first
+    assert (
+        "import attnlib" in first
+        and "except ModuleNotFoundError" in first
+        and "%pip install" in first
+    )
     assert not re.search(r"(?m)^(?!\s*#).*\b(torch|-U|--upgrade|--force)\b", first)
     assert "remove-cell" in cells[0].metadata.get("tags", [])
 
@@ -46,17 +56,62 @@ def test_chapter_has_what_a_chapter_has(path):
     nb = nbformat.read(path, 4)
     assert nb.cells[0].source.startswith("# ") and "\n> " in nb.cells[0].source
     assert len({cell.id for cell in nb.cells}) == len(nb.cells)
-    for cell in nb.cells:
-        lines = [line for line in cell.source.splitlines() if line.strip()]
-        assert cell.cell_type != "code" or len(lines) <= 45, f"cell {cell.id} has {len(lines)} lines"
     if re.match(r"[1-5]", path.stem):
         prose = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
-        for wanted in ("{prf:theorem}", "{prf:proof}", "{exercise}", "## Where the code departs from the paper"):
+        for wanted in (
+            "{prf:theorem}",
+            "{prf:proof}",
+            "{exercise}",
+            "## Where the code departs from the paper",
+        ):
             assert wanted in prose, f"{path.name} has no {wanted}"
         assert prose.count("{prf:proof}") >= prose.count("{prf:theorem}")
 
 
-# --- the check must notice -------------------------------------------------------------------------------------------
+# --- a chapter is a notebook and a line of _toc.yml -------------------------------------------
+
+
+def test_every_notebook_is_a_chapter():
+    listed = [f"{chapter.page}.ipynb" for _, some in chapters.parts() for chapter in some]
+    assert sorted(listed) == [str(path.relative_to(ROOT)) for path in CHAPTERS]
+    for chapter in chapters.modules():
+        assert chapter.page == f"nbs/{chapter.page[4:6]}_{chapter.module}"
+
+
+def test_the_readme_lists_the_chapters():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert chapters.updated(readme) == readme, "run `python _ext/chapters.py`"
+
+
+def test_the_example_in_the_readme_runs():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = {}
+    exec(re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1], found)
+    assert len(found["maps"]) == 12 and found["maps"][0].shape == (1, 3, 197, 197)
+
+
+def test_a_chapter_is_added_by_two_changes(tmp_path):
+    """A notebook and a line of _toc.yml: the lists of chapters and the library have it then."""
+    for name in ("_toc.yml", "nbs", "attnlib"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    nb = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_markdown_cell("# A title\n\n> What it shows."),
+            nbformat.v4.new_code_cell("#| default_exp next"),
+        ]
+    )
+    notebooks.write(nb, tmp_path / "nbs" / "13_next.ipynb")
+    toc = (tmp_path / "_toc.yml").read_text(encoding="utf-8")
+    line = "      - file: nbs/12_position\n"
+    added = toc.replace(line, line + "      - file: nbs/13_next\n")
+    (tmp_path / "_toc.yml").write_text(added, encoding="utf-8")
+    assert "4. {doc}`nbs/13_next`: What it shows" in chapters.first_page(tmp_path)
+    assert "| {doc}`attnlib.next <next>` | What it shows." in chapters.library(tmp_path)
+    assert "| [A title](nbs/13_next.ipynb) | `next` |" in chapters.readme(tmp_path)
+
+
+# --- the check must notice --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -78,10 +133,14 @@ def edit(path, change):
 
 def test_check_notices_changed_code_before_a_figure(copied):
     def change(cells):
-        cells["kernel-regression"].source = cells["kernel-regression"].source.replace("0.3,", "0.4,")
+        cells["kernel-regression"].source = cells["kernel-regression"].source.replace(
+            "0.3,", "0.4,"
+        )
 
     edit(copied, change)
-    assert any("older than the code" in line and "kernel-figure" in line for line in notebooks.check())
+    assert any(
+        "older than the code" in line and "kernel-figure" in line for line in notebooks.check()
+    )
 
 
 def test_check_notices_a_changed_library(copied):
@@ -92,7 +151,9 @@ def test_check_notices_a_changed_library(copied):
 
 def test_check_lets_words_change(copied):
     module = copied.parent.parent / "attnlib" / "plot.py"
-    module.write_text(module.read_text().replace("Display a figure", "Show a figure") + "# a comment\n")
+    module.write_text(
+        module.read_text().replace("Display a figure", "Show a figure") + "# a comment\n"
+    )
     assert notebooks.check() == []
 
 
@@ -111,11 +172,15 @@ def test_check_notices_an_uncleaned_notebook(copied):
 
 
 def test_unknown_notebook_is_named():
-    with pytest.raises(SystemExit, match="no notebook named 99_nothing; there are: .*10_attention"):
+    with pytest.raises(
+        SystemExit, match="no notebook named 99_nothing; there are: .*10_attention"
+    ):
         notebooks.notebooks(["99_nothing"])
 
 
 def test_nothing_names_this_machine():
     for path in CHAPTERS:
-        assert not re.search(r"/(home|root|tmp|work)/", path.read_text()), f"{path.name} carries a path of a machine"
+        assert not re.search(r"/(home|root|tmp|work)/", path.read_text()), (
+            f"{path.name} carries a path of a machine"
+        )
     assert os.environ.get("HOME", "/nowhere") not in (ROOT / "README.md").read_text()

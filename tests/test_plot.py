@@ -1,4 +1,8 @@
 """Figures: what they draw, what they say, what they refuse."""
+
+import importlib
+import sys
+
 import matplotlib
 import matplotlib.pyplot as plt
 import pytest
@@ -19,7 +23,9 @@ def test_show_displays_picture_and_words_and_closes(monkeypatch):
     shown = []
     monkeypatch.setattr(plot, "display", lambda data, raw: shown.append(data))
     plot.show(plt.figure(), "a description")
-    assert shown[0]["text/plain"] == "a description" and shown[0]["image/png"].startswith(b"\x89PNG")
+    assert shown[0]["text/plain"] == "a description" and shown[0]["image/png"].startswith(
+        b"\x89PNG"
+    )
     assert not plt.get_fignums()
 
 
@@ -32,7 +38,9 @@ def test_figure_without_words_is_refused(alt):
 @pytest.mark.parametrize("shape", [(3, 5), (1, 3, 5), (4, 3, 5)])
 def test_plot_attention_draws_the_weights(shape):
     weights = torch.rand(shape, requires_grad=True)
-    figure = plot.plot_attention(weights, queries=list("abc"), keys=["the", "animal", "crossed", "the", "street"])
+    figure = plot.plot_attention(
+        weights, queries=list("abc"), keys=["the", "animal", "crossed", "the", "street"]
+    )
     panels = figure.axes[: shape[0] if len(shape) == 3 else 1]
     for panel, matrix in zip(panels, weights.detach().reshape(-1, 3, 5)):
         assert torch.equal(torch.from_numpy(panel.images[0].get_array().data), matrix)
@@ -47,23 +55,31 @@ def test_plot_attention_with_images_and_zeros():
     assert len(figure.axes[0].artists) == 6
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"queries": ["a"]}, r"queries has 1 entries; weights of shape \(1, 3, 5\) need 3"),
-    ({"keys": list("abc")}, r"keys has 3 entries; weights of shape \(1, 3, 5\) need 5"),
-    ({"titles": ["a", "b"]}, r"titles has 2 entries; weights of shape \(1, 3, 5\) need 1"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"queries": ["a"]}, r"queries has 1 entries; weights of shape \(1, 3, 5\) need 3"),
+        ({"keys": list("abc")}, r"keys has 3 entries; weights of shape \(1, 3, 5\) need 5"),
+        ({"titles": ["a", "b"]}, r"titles has 2 entries; weights of shape \(1, 3, 5\) need 1"),
+    ],
+)
 def test_labels_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         plot.plot_attention(torch.rand(3, 5), **options)
 
 
 def test_weights_with_other_axes_are_refused():
-    with pytest.raises(ValueError, match=r"weights of shape \(2, 2, 3, 5\) must be \(N, M\) or \(h, N, M\)"):
+    with pytest.raises(
+        ValueError, match=r"weights of shape \(2, 2, 3, 5\) must be \(N, M\) or \(h, N, M\)"
+    ):
         plot.plot_attention(torch.rand(2, 2, 3, 5))
 
 
 def test_plot_history_draws_every_quantity_of_every_run():
-    runs = {"a": [{"step": 0, "loss": 2.0}, {"step": 5, "loss": 1.0, "accuracy": 0.5}], "b": [{"step": 0, "loss": 3.0}]}
+    runs = {
+        "a": [{"step": 0, "loss": 2.0}, {"step": 5, "loss": 1.0, "accuracy": 0.5}],
+        "b": [{"step": 0, "loss": 3.0}],
+    }
     figure = plot.plot_history({"a": runs["a"]}, log=["loss"])
     assert [axis.get_ylabel() for axis in figure.axes] == ["loss", "accuracy"]
     assert figure.axes[0].get_yscale() == "log" and figure.axes[1].get_yscale() == "linear"
@@ -73,17 +89,34 @@ def test_plot_history_draws_every_quantity_of_every_run():
     assert len(plot.plot_history(runs).axes[1].lines) == 1  # run b did not measure it
 
 
-@pytest.mark.parametrize("history, message", [
-    ([], r"history \(\[\]\) holds no record"),
-    ([{"loss": 1.0}], r"x \('step'\) must be a key of every record; one has only \['loss'\]"),
-])
+@pytest.mark.parametrize(
+    "history, message",
+    [
+        ([], r"history \(\[\]\) holds no record"),
+        (
+            [{"loss": 1.0}],
+            r"x \('step'\) must be a key of every record; one has only \['loss'\]",
+        ),
+    ],
+)
 def test_histories_without_points_are_refused(history, message):
     with pytest.raises(ValueError, match=message):
         plot.plot_history(history)
 
 
+@pytest.mark.parametrize("package", ["matplotlib.pyplot", "cycler", "IPython.display"])
+def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "attnlib.plot")
+    with pytest.raises(
+        ImportError, match=rf'{package} is missing: pip install "attnlib\[plot\]"'
+    ):
+        importlib.import_module("attnlib.plot")
+
+
 def test_colors_stay_apart_for_colour_blind_readers():
-    """Pairwise distance in CIELAB after simulating deuteranopia and protanopia (Viénot et al. 1999)."""
+    """Pairwise distance in CIELAB after simulating deuteranopia and protanopia
+    (Viénot et al. 1999)."""
     import numpy as np
 
     def linear(color):
@@ -91,11 +124,18 @@ def test_colors_stay_apart_for_colour_blind_readers():
         return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
 
     def lab(rgb):
-        xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb
+        xyz = (
+            np.array(
+                [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+            )
+            @ rgb
+        )
         f = np.cbrt(xyz / [0.9505, 1, 1.089])
         return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
-    to_lms = np.array([[17.8824, 43.5161, 4.1193], [3.4557, 27.1554, 3.8671], [0.02996, 0.18431, 1.4670]])
+    to_lms = np.array(
+        [[17.8824, 43.5161, 4.1193], [3.4557, 27.1554, 3.8671], [0.02996, 0.18431, 1.4670]]
+    )
     deuteranopia = np.array([[1, 0, 0], [0.49421, 0, 1.24827], [0, 0, 1]])
     protanopia = np.array([[0, 2.02344, -2.52581], [0, 1, 0], [0, 0, 1]])
     colors = [plot.BLUE, plot.ORANGE, plot.GREEN, plot.RED, plot.BLACK]

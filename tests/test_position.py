@@ -1,4 +1,5 @@
 """Positions: the formulas entry by entry, the published codes, the symmetries, bad input."""
+
 import math
 
 import pytest
@@ -25,11 +26,16 @@ close = torch.testing.assert_close
 few = settings(max_examples=40, deadline=None)
 
 
-# --- sinusoids ---------------------------------------------------------------------------------------------------
+# --- sinusoids --------------------------------------------------------------------------------
 
 
 @few
-@given(st.integers(0, 20), st.integers(1, 24), st.integers(-5, 100_000), st.sampled_from([10.0, 10000.0]))
+@given(
+    st.integers(0, 20),
+    st.integers(1, 24),
+    st.integers(-5, 100_000),
+    st.sampled_from([10.0, 10000.0]),
+)
 def test_sinusoids_are_the_formula(length, half, offset, base):
     dim = 2 * half
     encoding = sinusoidal_encoding(length, dim, offset=offset, base=base, dtype=torch.float64)
@@ -45,11 +51,19 @@ def test_sinusoids_are_the_formula(length, half, offset, base):
 @given(st.integers(0, 5000), st.integers(-2000, 2000), st.integers(1, 32))
 def test_a_shift_is_a_rotation(position, k, half):
     dim = 2 * half
-    here, there = (sinusoidal_encoding(1, dim, offset=p, dtype=torch.float64)[0] for p in (position, position + k))
+    here, there = (
+        sinusoidal_encoding(1, dim, offset=p, dtype=torch.float64)[0]
+        for p in (position, position + k)
+    )
     angles = position_angles(torch.tensor(k), dim)
     sin, cos = here[0::2], here[1::2]
     c, s = angles.cos(), angles.sin()
-    close(torch.stack((sin * c + cos * s, cos * c - sin * s), -1).flatten(), there, rtol=0, atol=1e-11)
+    close(
+        torch.stack((sin * c + cos * s, cos * c - sin * s), -1).flatten(),
+        there,
+        rtol=0,
+        atol=1e-11,
+    )
     close(here.norm() ** 2, torch.tensor(dim / 2).double(), rtol=1e-12, atol=0)
 
 
@@ -77,11 +91,14 @@ def test_bad_lengths_bases_and_dtypes():
         sinusoidal_encoding(-1, 4)
     with pytest.raises(ValueError, match=r"base \(0\) must be positive"):
         sinusoidal_encoding(1, 4, base=0)
-    with pytest.raises(TypeError, match="positions of dtype torch.bfloat16 must be integers, float32 or float64"):
+    with pytest.raises(
+        TypeError,
+        match="positions of dtype torch.bfloat16 must be integers, float32 or float64",
+    ):
         position_angles(torch.arange(4, dtype=torch.bfloat16), 4)
 
 
-# --- a learned table ---------------------------------------------------------------------------------------------
+# --- a learned table --------------------------------------------------------------------------
 
 
 def test_the_table_adds_its_rows():
@@ -96,13 +113,17 @@ def test_the_table_adds_its_rows():
 
 def test_the_table_has_an_end():
     table = LearnedPositionalEmbedding(10, 4)
-    with pytest.raises(ValueError, match=r"x at the positions 0 to 10 must lie in 0 to 9 \(max_length - 1\)"):
+    with pytest.raises(
+        ValueError, match=r"x at the positions 0 to 10 must lie in 0 to 9 \(max_length - 1\)"
+    ):
         table(torch.zeros(1, 11, 4))
     with pytest.raises(ValueError, match="x at the positions 8 to 10 must lie in 0 to 9"):
         table(torch.zeros(1, 3, 4), offset=8)
     with pytest.raises(ValueError, match="x at the positions -1 to 1 must lie in 0 to 9"):
         table(torch.zeros(1, 3, 4), offset=-1)
-    with pytest.raises(ValueError, match=r"x of width 5 must have the width of the table, embed_dim \(4\)"):
+    with pytest.raises(
+        ValueError, match=r"x of width 5 must have the width of the table, embed_dim \(4\)"
+    ):
         table(torch.zeros(1, 3, 5))
     with pytest.raises(ValueError, match=r"max_length \(0\) must be positive"):
         LearnedPositionalEmbedding(0, 4)
@@ -110,30 +131,37 @@ def test_the_table_has_an_end():
         LearnedPositionalEmbedding(4, -1)
 
 
-# --- relative biases ---------------------------------------------------------------------------------------------
+# --- relative biases --------------------------------------------------------------------------
 
 
 def test_offsets():
     assert relative_positions(3).tolist() == [[0, 1, 2], [-1, 0, 1], [-2, -1, 0]]
-    assert relative_positions(1, 4).tolist() == [[-3, -2, -1, 0]]  # one query after three cached keys
+    # one query after three cached keys
+    assert relative_positions(1, 4).tolist() == [[-3, -2, -1, 0]]
     with pytest.raises(ValueError, match=r"m \(2\) must be at least n \(3\)"):
         relative_positions(3, 2)
 
 
 def bucket_by_integers(distance, buckets, max_distance):
-    """The published formula with integers only: the largest b with (n / E)^(K - E) >= (D / E)^b."""
+    """The published formula with integers only: the largest b with
+    (n / E)^(K - E) >= (D / E)^b."""
     exact = buckets // 2
     if distance < exact:
         return distance
     steps = buckets - exact
     b = 0
-    while b < steps - 1 and distance**steps * exact ** (b + 1) >= max_distance ** (b + 1) * exact**steps:
+    while (
+        b < steps - 1
+        and distance**steps * exact ** (b + 1) >= max_distance ** (b + 1) * exact**steps
+    ):
         b += 1
     return exact + b
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("num_buckets, max_distance", [(32, 128), (32, 20), (8, 50), (64, 1000), (20, 33), (6, 9)])
+@pytest.mark.parametrize(
+    "num_buckets, max_distance", [(32, 128), (32, 20), (8, 50), (64, 1000), (20, 33), (6, 9)]
+)
 def test_buckets_are_those_of_t5(bidirectional, num_buckets, max_distance):
     offsets = torch.arange(-300, 301)
     found = relative_position_bucket(
@@ -142,17 +170,23 @@ def test_buckets_are_those_of_t5(bidirectional, num_buckets, max_distance):
     one_way = num_buckets // 2 if bidirectional else num_buckets
     for offset, bucket in zip(offsets.tolist(), found.tolist()):
         if bidirectional:
-            expected = bucket_by_integers(abs(offset), one_way, max_distance) + one_way * (offset > 0)
+            expected = bucket_by_integers(abs(offset), one_way, max_distance) + one_way * (
+                offset > 0
+            )
         else:
             expected = bucket_by_integers(max(-offset, 0), one_way, max_distance)
         assert bucket == expected, offset
 
 
 def test_buckets_known_by_heart():
-    far = torch.tensor([-1000, -128, -127, -91, -90, -64, -16, -12, -11, -8, -7, -1, 0, 1, 7, 8, 16, 128])
+    far = torch.tensor(
+        [-1000, -128, -127, -91, -90, -64, -16, -12, -11, -8, -7, -1, 0, 1, 7, 8, 16, 128]
+    )
     expected = [15, 15, 15, 15, 14, 14, 10, 9, 8, 8, 7, 1, 0, 17, 23, 24, 26, 31]
     assert relative_position_bucket(far).tolist() == expected
-    causal = relative_position_bucket(torch.tensor([5, 0, -15, -16, -18, -19, -112, -113, -5000]), bidirectional=False)
+    causal = relative_position_bucket(
+        torch.tensor([5, 0, -15, -16, -18, -19, -112, -113, -5000]), bidirectional=False
+    )
     assert causal.tolist() == [0, 0, 15, 16, 16, 17, 30, 31, 31]
 
 
@@ -163,7 +197,9 @@ def test_buckets_and_bias_of_hugging_face(bidirectional):
 
     offsets = torch.arange(-400, 401)
     for num_buckets, max_distance in (32, 128), (32, 20), (64, 512):
-        options = dict(bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance)
+        options = dict(
+            bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance
+        )
         theirs = t5.T5Attention._relative_position_bucket(offsets, **options)
         assert torch.equal(relative_position_bucket(offsets, **options), theirs)
     config = T5Config(num_heads=4, d_model=16, d_kv=4, is_decoder=not bidirectional)
@@ -178,9 +214,13 @@ def test_bad_buckets():
         relative_position_bucket(torch.tensor([1]), num_buckets=3)
     with pytest.raises(ValueError, match=r"num_buckets \(1\) must be at least 2"):
         relative_position_bucket(torch.tensor([1]), num_buckets=1, bidirectional=False)
-    with pytest.raises(ValueError, match=r"max_distance \(8\) must exceed the number of exact buckets \(8\)"):
+    with pytest.raises(
+        ValueError, match=r"max_distance \(8\) must exceed the number of exact buckets \(8\)"
+    ):
         RelativePositionBias(2, max_distance=8)
-    with pytest.raises(TypeError, match="relative_position of dtype torch.float32 must be of an integer dtype"):
+    with pytest.raises(
+        TypeError, match="relative_position of dtype torch.float32 must be of an integer dtype"
+    ):
         relative_position_bucket(torch.tensor([1.0]))
     with pytest.raises(ValueError, match=r"num_heads \(0\) must be positive"):
         RelativePositionBias(0)
@@ -204,11 +244,14 @@ def test_slopes_of_alibi():
     close(alibi_slopes(8), 2.0 ** -torch.arange(1, 9), rtol=0, atol=0)
     close(alibi_slopes(16), 2.0 ** (-torch.arange(1, 17) / 2), rtol=1e-6, atol=0)
     close(alibi_slopes(1), torch.tensor([2.0**-8]), rtol=0, atol=0)
-    twelve = [2.0**-h for h in range(1, 9)] + [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]  # the published rule
+    # the published rule
+    twelve = [2.0**-h for h in range(1, 9)] + [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
     close(alibi_slopes(12), torch.tensor(twelve), rtol=1e-6, atol=0)
     for heads in range(1, 40):
         slopes = alibi_slopes(heads)
-        assert slopes.shape == (heads,) and slopes.unique().numel() == heads and (slopes > 0).all()
+        assert (
+            slopes.shape == (heads,) and slopes.unique().numel() == heads and (slopes > 0).all()
+        )
     with pytest.raises(ValueError, match=r"num_heads \(0\) must be positive"):
         alibi_slopes(0)
 
@@ -216,7 +259,8 @@ def test_slopes_of_alibi():
 def test_alibi_is_the_published_bias_under_a_causal_mask():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 6, 10, 8, dtype=torch.float64)
-    published = alibi_slopes(6).double()[:, None, None] * torch.arange(10)  # their code: slope · j
+    # their code: slope · j
+    published = alibi_slopes(6).double()[:, None, None] * torch.arange(10)
     ours = attention(q, k, v, mask=causal_mask(10), bias=alibi_bias(6, 10, dtype=torch.float64))
     close(ours, attention(q, k, v, mask=causal_mask(10), bias=published), rtol=0, atol=1e-12)
     bias = alibi_bias(6, 10)
@@ -225,11 +269,12 @@ def test_alibi_is_the_published_bias_under_a_causal_mask():
         alibi_bias(2, 3, 2)
 
 
-# --- two dimensions ----------------------------------------------------------------------------------------------
+# --- two dimensions ---------------------------------------------------------------------------
 
 
 def mae(height, width, dim):
-    """MAE's encoding, derived again from its description: width first, sin | cos, omega = 10000^(-i / (dim / 4))."""
+    """MAE's encoding, derived again from its description: width first, sin | cos, omega =
+    10000^(-i / (dim / 4))."""
     rows = []
     for r in range(height):
         for c in range(width):
@@ -238,22 +283,34 @@ def mae(height, width, dim):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("height, width, dim", [(1, 1, 4), (14, 14, 32), (3, 7, 64), (7, 3, 20)])
+@pytest.mark.parametrize(
+    "height, width, dim", [(1, 1, 4), (14, 14, 32), (3, 7, 64), (7, 3, 20)]
+)
 def test_sincos_2d_is_that_of_mae(height, width, dim):
-    close(sincos_2d(height, width, dim, dtype=torch.float64), mae(height, width, dim), rtol=0, atol=1e-13)
-    assert torch.equal(sincos_2d(height, width, dim), sincos_2d(height, width, dim, dtype=torch.float64).float())
+    close(
+        sincos_2d(height, width, dim, dtype=torch.float64),
+        mae(height, width, dim),
+        rtol=0,
+        atol=1e-13,
+    )
+    assert torch.equal(
+        sincos_2d(height, width, dim),
+        sincos_2d(height, width, dim, dtype=torch.float64).float(),
+    )
 
 
 def test_sincos_2d_bad_input():
     for dim in 6, 0, -4:
-        with pytest.raises(ValueError, match=rf"dim \({dim}\) must be positive and divisible by 4"):
+        with pytest.raises(
+            ValueError, match=rf"dim \({dim}\) must be positive and divisible by 4"
+        ):
             sincos_2d(2, 2, dim)
     with pytest.raises(ValueError, match=r"height \(-1\) and width \(2\) must be at least 0"):
         sincos_2d(-1, 2, 8)
     assert sincos_2d(0, 3, 8).shape == (0, 8)
 
 
-# --- rotary ------------------------------------------------------------------------------------------------------
+# --- rotary -----------------------------------------------------------------------------------
 
 
 def test_rotary_is_the_block_matrix():
@@ -262,18 +319,37 @@ def test_rotary_is_the_block_matrix():
         return torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
 
     x = torch.randn(1, 4, dtype=torch.float64)
-    close(apply_rotary(x, torch.tensor([5]), base=100.0), x @ torch.block_diag(block(5), block(0.5)).T)
+    close(
+        apply_rotary(x, torch.tensor([5]), base=100.0),
+        x @ torch.block_diag(block(5), block(0.5)).T,
+    )
 
 
 @few
-@given(st.integers(0, 4000), st.integers(0, 4000), st.integers(-2000, 2000), st.integers(1, 16), st.integers(0, 9))
+@given(
+    st.integers(0, 4000),
+    st.integers(0, 4000),
+    st.integers(-2000, 2000),
+    st.integers(1, 16),
+    st.integers(0, 9),
+)
 def test_rotary_logits_depend_on_the_offset(m, n, shift, half, seed):
-    q, k = torch.randn(2, 1, 2 * half, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    q, k = torch.randn(
+        2, 1, 2 * half, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     here = apply_rotary(q, torch.tensor([m])) @ apply_rotary(k, torch.tensor([n])).T
-    there = apply_rotary(q, torch.tensor([m + shift])) @ apply_rotary(k, torch.tensor([n + shift])).T
+    there = (
+        apply_rotary(q, torch.tensor([m + shift]))
+        @ apply_rotary(k, torch.tensor([n + shift])).T
+    )
     close(here, there, rtol=0, atol=1e-9)
     close(apply_rotary(q, torch.tensor([m])).norm(), q.norm(), rtol=1e-12, atol=0)
-    close(apply_rotary(apply_rotary(q, torch.tensor([m])), torch.tensor([-m])), q, rtol=0, atol=1e-10)
+    close(
+        apply_rotary(apply_rotary(q, torch.tensor([m])), torch.tensor([-m])),
+        q,
+        rtol=0,
+        atol=1e-10,
+    )
 
 
 def test_rotary_in_the_other_layout_is_permuted():
@@ -305,28 +381,37 @@ def test_positions_of_each_sequence():
         close(turned[b], apply_rotary(x[b], start + torch.arange(4)), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("view", [
-    lambda: torch.randn(2, 5, 3, 8).transpose(1, 2),
-    lambda: torch.randn(3, 5, 9)[..., :8],
-    lambda: torch.randn(3, 5, 9)[..., 1:],
-    lambda: torch.randn(3, 8, 5).mT,
-    lambda: torch.randn(8).expand(3, 5, 8),
-    lambda: torch.randn(2, 0, 8),
-])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda: torch.randn(2, 5, 3, 8).transpose(1, 2),
+        lambda: torch.randn(3, 5, 9)[..., :8],
+        lambda: torch.randn(3, 5, 9)[..., 1:],
+        lambda: torch.randn(3, 8, 5).mT,
+        lambda: torch.randn(8).expand(3, 5, 8),
+        lambda: torch.randn(2, 0, 8),
+    ],
+)
 def test_any_memory_layout_is_turned(view):
     x = view()
     positions = torch.arange(x.shape[-2])
-    close(apply_rotary(x, positions), apply_rotary(x.clone(memory_format=torch.contiguous_format), positions))
+    close(
+        apply_rotary(x, positions),
+        apply_rotary(x.clone(memory_format=torch.contiguous_format), positions),
+    )
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float32, 0)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float32, 0)]
+)
 def test_rotary_in_low_precision_rounds_once(dtype, tolerance):
     torch.manual_seed(3)
     x, positions = torch.randn(4, 50, 64).to(dtype), torch.arange(100_000, 100_050)
     turned = apply_rotary(x, positions)
     exact = apply_rotary(x.double(), positions)
     assert turned.dtype == dtype
-    assert ((turned.double() - exact).abs() <= tolerance * exact.abs() + 2e-6).all()  # half an ulp, and float32's error
+    # half an ulp, and float32's error
+    assert ((turned.double() - exact).abs() <= tolerance * exact.abs() + 2e-6).all()
 
 
 def test_rotary_gradients():
@@ -340,19 +425,25 @@ def test_rotary_gradients():
 def test_rotary_bad_input():
     with pytest.raises(ValueError, match=r"dim \(5\) must be even and positive"):
         apply_rotary(torch.zeros(3, 5), torch.arange(3))
-    with pytest.raises(ValueError, match=r"positions of shape \(4,\) must broadcast to \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"positions of shape \(4,\) must broadcast to \(2, 3\)"
+    ):
         apply_rotary(torch.zeros(2, 3, 6), torch.arange(4))
-    with pytest.raises(ValueError, match=r"positions of shape \(1, 1, 3\) must broadcast to \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"positions of shape \(1, 1, 3\) must broadcast to \(2, 3\)"
+    ):
         apply_rotary(torch.zeros(2, 3, 6), torch.arange(3)[None, None])
     with pytest.raises(ValueError, match=r"x of shape \(3, 5\) must have an even last axis"):
         rotate_pairs(torch.zeros(3, 5), torch.zeros(3, 2))
-    with pytest.raises(ValueError, match=r"angles of shape \(3, 4\) must broadcast to \(3, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"angles of shape \(3, 4\) must broadcast to \(3, 3\)"
+    ):
         rotate_pairs(torch.zeros(3, 6), torch.zeros(3, 4))
     with pytest.raises(TypeError, match="positions of dtype torch.float16"):
         apply_rotary(torch.zeros(3, 6), torch.arange(3).half())
 
 
-# --- together with attention -------------------------------------------------------------------------------------
+# --- together with attention ------------------------------------------------------------------
 
 
 def test_decoding_with_a_cache_is_the_causal_pass():
@@ -365,7 +456,9 @@ def test_decoding_with_a_cache_is_the_causal_pass():
     for t in range(9):
         now = slice(t, t + 1)
         step = attention(
-            apply_rotary(q[:, :, now], positions[now]), turned_k[:, :, : t + 1], v[:, :, : t + 1],
+            apply_rotary(q[:, :, now], positions[now]),
+            turned_k[:, :, : t + 1],
+            v[:, :, : t + 1],
             bias=relative(1, t + 1) + alibi_bias(4, 1, t + 1),
         )
         close(step, at_once[:, :, now], rtol=0, atol=1e-6)  # ALiBi's bias is float32

@@ -1,4 +1,6 @@
-"""The recurrent encoder-decoder: its equations, padding, causality, gradients, decoding and bad input."""
+"""The recurrent encoder-decoder: its equations, padding, causality, gradients,
+decoding and bad input."""
+
 import pytest
 import torch
 import torch.nn as nn
@@ -25,7 +27,7 @@ def sentences(*lengths, vocab=20, seed=0):
 both = pytest.mark.parametrize("attention", [False, True])
 
 
-# --- parity ----------------------------------------------------------------------------------------------------------
+# --- parity -----------------------------------------------------------------------------------
 
 
 def test_encoder_is_two_gru_cells_run_by_hand():
@@ -35,13 +37,17 @@ def test_encoder_is_two_gru_cells_run_by_hand():
     x, halves = encoder.embed(src)[0], []
     for suffix, order in (("l0", range(7)), ("l0_reverse", range(6, -1, -1))):
         cell = nn.GRUCell(8, 12).double()
-        cell.load_state_dict({name: getattr(encoder.gru, f"{name}_{suffix}") for name in cell.state_dict()})
+        cell.load_state_dict(
+            {name: getattr(encoder.gru, f"{name}_{suffix}") for name in cell.state_dict()}
+        )
         h, out = torch.zeros(12, dtype=torch.float64), [None] * 7
         for t in order:
             out[t] = h = cell(x[t], h)
         halves.append(torch.stack(out))
     torch.testing.assert_close(states[0], torch.cat(halves, -1), rtol=0, atol=1e-12)
-    torch.testing.assert_close(summary[0], torch.cat([halves[0][-1], halves[1][0]]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        summary[0], torch.cat([halves[0][-1], halves[1][0]]), rtol=0, atol=1e-12
+    )
     assert mask.all()
 
 
@@ -65,12 +71,16 @@ def test_decoder_is_the_equations(attention):
     torch.testing.assert_close(model(src, tgt)[0], torch.stack(rows), rtol=0, atol=1e-12)
 
 
-# --- properties ------------------------------------------------------------------------------------------------------
+# --- properties -------------------------------------------------------------------------------
 
 
 @both
 @settings(max_examples=15, deadline=None)
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), seed=st.integers(0, 99), extra=st.integers(0, 3))
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+    extra=st.integers(0, 3),
+)
 def test_padding_changes_nothing(attention, lengths, seed, extra):
     model = small(attention, seed)
     src = torch.nn.functional.pad(sentences(*lengths, seed=seed), (0, extra))
@@ -88,7 +98,9 @@ def test_maps_are_weights_on_real_tokens(lengths, n):
     maps = small().attention_maps(src, torch.randint(3, 25, (len(lengths), n)))
     assert maps.shape == (len(lengths), n, max(lengths))
     torch.testing.assert_close(maps.sum(-1), torch.ones(len(lengths), n, dtype=torch.float64))
-    assert (maps >= 0).all() and (maps.masked_select((src == 0)[:, None].expand_as(maps)) == 0).all()
+    assert (maps >= 0).all() and (
+        maps.masked_select((src == 0)[:, None].expand_as(maps)) == 0
+    ).all()
 
 
 @both
@@ -97,14 +109,19 @@ def test_logits_do_not_see_later_target_tokens(attention):
     changed = tgt.clone()
     changed[:, 3] = 24 - changed[:, 3] % 20
     before, after = model(src, tgt), model(src, changed)
-    assert torch.equal(before[:, :3], after[:, :3]) and not torch.allclose(before[:, 3], after[:, 3])
+    assert torch.equal(before[:, :3], after[:, :3]) and not torch.allclose(
+        before[:, 3], after[:, 3]
+    )
 
 
 @both
 def test_every_parameter_gets_a_gradient_and_padding_none(attention):
     model, src = small(attention), sentences(6, 3)
     model(src, torch.randint(3, 25, (2, 5))).square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+    assert all(
+        p.grad is not None and p.grad.isfinite().all() and p.grad.any()
+        for p in model.parameters()
+    )
     assert not model.encoder.embed.weight.grad[0].any()
 
 
@@ -129,7 +146,7 @@ def test_states_stay_between_minus_one_and_one():
     assert encoder(sentences(9, 4))[0].abs().max() <= 1
 
 
-# --- greedy ----------------------------------------------------------------------------------------------------------
+# --- greedy -----------------------------------------------------------------------------------
 
 
 @both
@@ -158,7 +175,9 @@ def test_attention_learns_to_copy_backward():
     for _ in range(150):
         src = torch.randint(3, 10, (32, 5))
         tgt = torch.cat([torch.ones(32, 1, dtype=torch.long), src.flip(1)], 1)
-        loss = nn.functional.cross_entropy(model(src, tgt[:, :-1]).flatten(0, 1), tgt[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            model(src, tgt[:, :-1]).flatten(0, 1), tgt[:, 1:].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -166,25 +185,48 @@ def test_attention_learns_to_copy_backward():
     assert (model.greedy(src, 5, end=0) == src.flip(1)).float().mean() > 0.9
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
+# --- bad input --------------------------------------------------------------------------------
 
 
 def ones(*shape):
     return torch.ones(*shape, dtype=torch.long)
 
 
-@pytest.mark.parametrize("src, tgt, match", [
-    (0 * ones(2, 4), ones(2, 3), "src has no token in row 0; .* at least one"),
-    (ones(2, 0), ones(2, 3), "src has no token in row 0"),
-    (torch.tensor([[3, 0, 4]]), ones(1, 3), r"src has padding \(0\) before a token; .* at the end"),
-    (torch.tensor([[3, 20]]), ones(1, 3), "src has tokens from 3 to 20; they must be from 0 to 19"),
-    (torch.tensor([[-1, 3]]), ones(1, 3), "src has tokens from -1 to 3; they must be from 0"),
-    (torch.tensor([[3, 4]]), torch.tensor([[25]]), "tgt has tokens from 25 to 25; they must be from 0 to 24"),
-    (torch.tensor([[3, 4]]), ones(2, 3), r"src of shape \(1, 2\) and tgt of shape \(2, 3\) .* equally"),
-    (torch.tensor([[3, 4]]), ones(1, 0), "tgt at least one column"),
-    (torch.tensor([3, 4]), ones(2, 3), r"src of shape \(2,\) must have 2 axes"),
-    (ones(0, 4), ones(0, 3), r"src of shape \(0, 4\) must have .* a sentence"),
-])
+@pytest.mark.parametrize(
+    "src, tgt, match",
+    [
+        (0 * ones(2, 4), ones(2, 3), "src has no token in row 0; .* at least one"),
+        (ones(2, 0), ones(2, 3), "src has no token in row 0"),
+        (
+            torch.tensor([[3, 0, 4]]),
+            ones(1, 3),
+            r"src has padding \(0\) before a token; .* at the end",
+        ),
+        (
+            torch.tensor([[3, 20]]),
+            ones(1, 3),
+            "src has tokens from 3 to 20; they must be from 0 to 19",
+        ),
+        (
+            torch.tensor([[-1, 3]]),
+            ones(1, 3),
+            "src has tokens from -1 to 3; they must be from 0",
+        ),
+        (
+            torch.tensor([[3, 4]]),
+            torch.tensor([[25]]),
+            "tgt has tokens from 25 to 25; they must be from 0 to 24",
+        ),
+        (
+            torch.tensor([[3, 4]]),
+            ones(2, 3),
+            r"src of shape \(1, 2\) and tgt of shape \(2, 3\) .* equally",
+        ),
+        (torch.tensor([[3, 4]]), ones(1, 0), "tgt at least one column"),
+        (torch.tensor([3, 4]), ones(2, 3), r"src of shape \(2,\) must have 2 axes"),
+        (ones(0, 4), ones(0, 3), r"src of shape \(0, 4\) must have .* a sentence"),
+    ],
+)
 def test_bad_tokens_are_named(src, tgt, match):
     with pytest.raises(ValueError, match=match):
         small()(src, tgt)
@@ -196,7 +238,9 @@ def test_tokens_must_be_whole_numbers():
 
 
 def test_plain_model_has_no_maps():
-    with pytest.raises(ValueError, match=r"attention \(False\) must be True for attention_maps"):
+    with pytest.raises(
+        ValueError, match=r"attention \(False\) must be True for attention_maps"
+    ):
         small(False).attention_maps(sentences(3), sentences(3))
 
 

@@ -1,4 +1,7 @@
-"""The training loop: schedules, exact resume, several processes, checkpoints that say what is wrong."""
+"""The training loop: schedules, exact resume, several processes, checkpoints
+that say what is wrong."""
+
+import importlib
 import json
 import math
 import os
@@ -12,7 +15,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attnlib import train
-from attnlib.train import adamw, epochs, fit, learning_rate, load_checkpoint, memory_levels, peak_memory, save_checkpoint
+from attnlib.train import (
+    adamw,
+    epochs,
+    fit,
+    learning_rate,
+    load_checkpoint,
+    memory_levels,
+    peak_memory,
+    save_checkpoint,
+)
 from attnlib.vit import VisionTransformer
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +41,9 @@ def quiet(monkeypatch):
 
 def network(seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(5, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)
+    )
 
 
 def loss_fn(model, batch):
@@ -43,14 +57,17 @@ def data(n=64):
     return x, x[:, :3].argmax(-1)
 
 
-# --- schedules and batches -------------------------------------------------------------------------------------------
+# --- schedules and batches
+# -------------------------------------------------------------------------------------------
 
 
 def test_schedules():
     settings = dict(steps=100, warmup=10)
     for schedule in ("cosine", "inverse_sqrt", "constant"):
         rates = [learning_rate(step, schedule=schedule, **settings) for step in range(100)]
-        assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)]) and max(rates) == 1
+        assert (
+            rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)]) and max(rates) == 1
+        )
         assert all(a >= b for a, b in zip(rates[9:], rates[10:]))
     assert learning_rate(55, schedule="cosine", **settings) == pytest.approx(0.5)
     assert learning_rate(39, schedule="inverse_sqrt", **settings) == pytest.approx(0.5)
@@ -62,8 +79,11 @@ def test_schedules():
 def test_inverse_sqrt_is_the_schedule_of_2017():
     d_model, warmup = 512, 4000
     paper = [d_model**-0.5 * min(s**-0.5, s * warmup**-1.5) for s in range(1, 20_000)]
-    ours = [(d_model * warmup) ** -0.5 * learning_rate(s - 1, steps=20_000, warmup=warmup, schedule="inverse_sqrt")
-            for s in range(1, 20_000)]
+    ours = [
+        (d_model * warmup) ** -0.5
+        * learning_rate(s - 1, steps=20_000, warmup=warmup, schedule="inverse_sqrt")
+        for s in range(1, 20_000)
+    ]
     assert ours == pytest.approx(paper, rel=1e-12)
 
 
@@ -77,21 +97,29 @@ def test_every_pass_shows_every_row_once():
     assert all(torch.equal(y, 2 * x) for one in passes for x, y in one)
 
 
-@pytest.mark.parametrize("tensors, size, message", [
-    ((torch.zeros(3), torch.zeros(4)), 2, r"tensors have \[3, 4\] rows"),
-    ((torch.zeros(3),), 4, r"batch_size \(4\) must be between 1 and the number of rows \(3\)"),
-    ((torch.zeros(3),), 0, r"batch_size \(0\) must be between 1"),
-])
+@pytest.mark.parametrize(
+    "tensors, size, message",
+    [
+        ((torch.zeros(3), torch.zeros(4)), 2, r"tensors have \[3, 4\] rows"),
+        (
+            (torch.zeros(3),),
+            4,
+            r"batch_size \(4\) must be between 1 and the number of rows \(3\)",
+        ),
+        ((torch.zeros(3),), 0, r"batch_size \(0\) must be between 1"),
+    ],
+)
 def test_epochs_refuses(tensors, size, message):
     with pytest.raises(ValueError, match=message):
         epochs(*tensors, batch_size=size)
 
 
-# --- the loop --------------------------------------------------------------------------------------------------------
+# --- the loop ---------------------------------------------------------------------------------
 
 
 def test_fit_learns_and_equals_a_plain_loop():
-    """Without dropout, the loop is AdamW on the mean loss with the schedule and clipping, and nothing else."""
+    """Without dropout, the loop is AdamW on the mean loss with the schedule and
+    clipping, and nothing else."""
     batches = epochs(*data(), batch_size=16)
     model, plain = network(), network()
     model[3], plain[3] = nn.Identity(), nn.Identity()
@@ -114,7 +142,10 @@ def test_fit_learns_and_equals_a_plain_loop():
 def test_what_the_model_spares_does_not_decay():
     """Learned positions have three axes; timm spares them, and so do we."""
     model = VisionTransformer(8, 4, 1, 2, embed_dim=8, depth=1, num_heads=2)
-    decaying, spared = ({id(p) for p in group["params"]} for group in adamw(model, 1e-3, (0.9, 0.98), 0.1).param_groups)
+    decaying, spared = (
+        {id(p) for p in group["params"]}
+        for group in adamw(model, 1e-3, (0.9, 0.98), 0.1).param_groups
+    )
     assert {id(model.pos_embed), id(model.cls_token), id(model.head.bias)} <= spared
     assert id(model.blocks[0].attn.qkv.weight) in decaying and not decaying & spared
     assert len(decaying) + len(spared) == len(list(model.parameters()))
@@ -130,7 +161,8 @@ def test_biases_and_norms_do_not_decay():
 def test_resumed_run_equals_the_whole_one_bit_for_bit(tmp_path, stop):
     batches = epochs(*data(), batch_size=16)
     run = dict(steps=30, lr=1e-2, warmup=3, every=10, seed=5)
-    whole, first, second = network(), network(), network(seed=9)  # the last one's weights are replaced
+    # the last one's weights are replaced
+    whole, first, second = network(), network(), network(seed=9)
     history = fit(whole, loss_fn, batches, **run)
     fit(first, loss_fn, batches, **run, checkpoint=tmp_path / "a.json", stop_after=stop)
     torch.manual_seed(12345)  # what else draws random numbers must not matter
@@ -153,23 +185,37 @@ def test_resuming_with_other_settings_is_refused(tmp_path):
     run = dict(steps=10, every=5, checkpoint=tmp_path / "a.json")
     fit(network(), loss_fn, epochs(*data(), batch_size=16), **run)
     batches = epochs(*data(), batch_size=16)
-    with pytest.raises(ValueError, match=r"lr \(0.5\) must be 0.001, as in the run that .*a.json belongs to"):
+    with pytest.raises(
+        ValueError, match=r"lr \(0.5\) must be 0.001, as in the run that .*a.json belongs to"
+    ):
         fit(network(), loss_fn, batches, **run, lr=0.5)
-    for name, value in dict(betas=(0.9, 0.999), weight_decay=0.1, clip=None, seed=3, warmup=1).items():
+    for name, value in dict(
+        betas=(0.9, 0.999), weight_decay=0.1, clip=None, seed=3, warmup=1
+    ).items():
         with pytest.raises(ValueError, match=rf"{name} \("):
             fit(network(), loss_fn, batches, **run, **{name: value})
-    with pytest.raises(ValueError, match=r"(?s)a.json belongs to another model: .*size mismatch for 0.weight"):
+    with pytest.raises(
+        ValueError, match=r"(?s)a.json belongs to another model: .*size mismatch for 0.weight"
+    ):
         fit(nn.Sequential(nn.Linear(5, 3)), loss_fn, batches, **run)
-    other = nn.Sequential(nn.Linear(5, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+    other = nn.Sequential(
+        nn.Linear(5, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)
+    )
     frozen = network(1)
     frozen[0].requires_grad_(False)
-    for model, words in ((other, "another model"), (frozen, r"other parameters: 0.bias, 0.weight differ")):
+    for model, words in (
+        (other, "another model"),
+        (frozen, r"other parameters: 0.bias, 0.weight differ"),
+    ):
         before = [x.clone() for x in model.parameters()]
         with pytest.raises(ValueError, match=words):
             fit(model, loss_fn, batches, **run)
-        assert all(map(torch.equal, before, model.parameters()))  # not even half of it was loaded
+        # not even half of it was loaded
+        assert all(map(torch.equal, before, model.parameters()))
     save_checkpoint(tmp_path / "b.json", {"x": torch.ones(1)}, {"step": 1})
-    with pytest.raises(ValueError, match="b.json is a checkpoint, but not one that `fit` wrote"):
+    with pytest.raises(
+        ValueError, match="b.json is a checkpoint, but not one that `fit` wrote"
+    ):
         fit(network(), loss_fn, batches, steps=10, checkpoint=tmp_path / "b.json")
 
 
@@ -191,14 +237,21 @@ def test_loss_that_no_step_looked_at_does_not_reach_the_checkpoint(tmp_path, mon
     """On a GPU only some steps look at the loss; the record before a checkpoint does."""
     original, calls = train.train_step, []
 
-    def blind(*arguments):
-        loss, terms = original(*arguments)
+    def blind(*arguments, **options):
+        loss, terms = original(*arguments, **options)
         calls.append(None)
         return loss * (math.nan if len(calls) == 8 else 1), terms
 
     monkeypatch.setattr(train, "train_step", blind)
     with pytest.raises(FloatingPointError, match="the loss before step 10 is nan"):
-        fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=20, every=5, checkpoint=tmp_path / "a.json")
+        fit(
+            network(),
+            loss_fn,
+            epochs(*data(), batch_size=16),
+            steps=20,
+            every=5,
+            checkpoint=tmp_path / "a.json",
+        )
     assert load_checkpoint(tmp_path / "a.json")[1]["step"] == 5
 
 
@@ -210,14 +263,25 @@ def test_gradient_that_is_no_number_ends_the_run_before_the_checkpoint(tmp_path)
         calls.append(None)
         total, count = loss_fn(model, batch)
         if len(calls) == 10:
-            total = total + (model[0].weight * 0).abs().sqrt().sum()  # 0, with an infinite derivative
+            # 0, with an infinite derivative
+            total = total + (model[0].weight * 0).abs().sqrt().sum()
         return total, count
 
     for clip in (1.0, None):
         calls.clear()
         path = tmp_path / f"{clip}.json"
-        with pytest.raises(FloatingPointError, match="the norm of the gradient is nan: a smaller lr"):
-            fit(network(), breaks, epochs(*data(), batch_size=16), steps=20, every=5, clip=clip, checkpoint=path)
+        with pytest.raises(
+            FloatingPointError, match="the norm of the gradient is nan: a smaller lr"
+        ):
+            fit(
+                network(),
+                breaks,
+                epochs(*data(), batch_size=16),
+                steps=20,
+                every=5,
+                clip=clip,
+                checkpoint=path,
+            )
         assert len(calls) == 10 and load_checkpoint(path)[1]["step"] == 5
 
 
@@ -233,40 +297,62 @@ def test_evaluation_sees_the_model_in_evaluation_mode():
         assert not model.training and not torch.is_grad_enabled()
         return {"answer": 42}
 
-    history = fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=4, every=2, evaluate=evaluate)
+    history = fit(
+        network(), loss_fn, epochs(*data(), batch_size=16), steps=4, every=2, evaluate=evaluate
+    )
     assert [record["answer"] for record in history] == [42, 42]
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (dict(steps=0), r"steps \(0\) must be an integer of at least 1"),
-    (dict(steps=2.5), r"steps \(2.5\) must be an integer"),
-    (dict(steps=5, every=0), r"every \(0\) must be an integer of at least 1"),
-    (dict(steps=5, warmup=6), r"warmup \(6\) must be at most steps \(5\)"),
-    (dict(steps=5, lr=0.0), r"lr \(0.0\) must be positive"),
-    (dict(steps=5, clip=-1.0), r"clip \(-1.0\) must be positive, or None"),
-    (dict(steps=5, schedule="linear"), r"schedule \('linear'\) must be 'cosine', 'inverse_sqrt' or 'constant'"),
-    (dict(steps=50, every=10, stop_after=15), r"stop_after \(15\) must be a multiple of every \(10\)"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(steps=0), r"steps \(0\) must be an integer of at least 1"),
+        (dict(steps=2.5), r"steps \(2.5\) must be an integer"),
+        (dict(steps=5, every=0), r"every \(0\) must be an integer of at least 1"),
+        (dict(steps=5, warmup=6), r"warmup \(6\) must be at most steps \(5\)"),
+        (dict(steps=5, lr=0.0), r"lr \(0.0\) must be positive"),
+        (dict(steps=5, clip=-1.0), r"clip \(-1.0\) must be positive, or None"),
+        (
+            dict(steps=5, schedule="linear"),
+            r"schedule \('linear'\) must be 'cosine', 'inverse_sqrt' or 'constant'",
+        ),
+        (
+            dict(steps=50, every=10, stop_after=15),
+            r"stop_after \(15\) must be a multiple of every \(10\)",
+        ),
+    ],
+)
 def test_bad_arguments(wrong, message):
     with pytest.raises(ValueError, match=message):
         fit(network(), loss_fn, epochs(*data(), batch_size=16), **wrong)
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------
 
 
 def test_checkpoint_carries_tensors_exactly(tmp_path):
-    tensors = {"model.a": torch.randn(3, 4), "b": torch.arange(5), "half": torch.randn(2).bfloat16()}
-    save_checkpoint(tmp_path / "deep" / "c.json", tensors, {"step": 7, "history": [{"loss": 0.1}]})
+    tensors = {
+        "model.a": torch.randn(3, 4),
+        "b": torch.arange(5),
+        "half": torch.randn(2).bfloat16(),
+    }
+    save_checkpoint(
+        tmp_path / "deep" / "c.json", tensors, {"step": 7, "history": [{"loss": 0.1}]}
+    )
     loaded, state = load_checkpoint(tmp_path / "deep" / "c.json")
-    assert all(torch.equal(loaded[key], x) and loaded[key].dtype == x.dtype for key, x in tensors.items())
+    assert all(
+        torch.equal(loaded[key], x) and loaded[key].dtype == x.dtype
+        for key, x in tensors.items()
+    )
     assert state["step"] == 7 and state["history"] == [{"loss": 0.1}]
 
 
 def test_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "c.json"
     save_checkpoint(path, {"a": torch.ones(3)}, {"step": 1})
-    monkeypatch.setattr(json, "dumps", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(
+        json, "dumps", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full"))
+    )
     with pytest.raises(OSError):
         save_checkpoint(path, {"a": torch.zeros(3)}, {"step": 2})
     monkeypatch.undo()
@@ -293,18 +379,30 @@ def test_broken_checkpoints_are_described(tmp_path):
     whole = file.read_bytes()
     for broken in (whole[:-50], whole[:4], b"PK\x03\x04 a zip file, such as torch.save writes"):
         file.write_bytes(broken)
-        with pytest.raises(ValueError, match=r"c-00000001.safetensors is truncated or no safetensors file"):
+        with pytest.raises(
+            ValueError, match=r"c-00000001.safetensors is truncated or no safetensors file"
+        ):
             load_checkpoint(path)
     file.unlink()
-    with pytest.raises(ValueError, match=r"c.json belongs to .*c-00000001.safetensors, which is missing"):
+    with pytest.raises(
+        ValueError, match=r"c.json belongs to .*c-00000001.safetensors, which is missing"
+    ):
         load_checkpoint(path)
-    for foreign in ("{", "[1, 2]", '{"step": 3}', '{"tensors": 3}', '{"tensors": {}}', '{"tensors": ""}', "\x00\x01"):
+    for foreign in (
+        "{",
+        "[1, 2]",
+        '{"step": 3}',
+        '{"tensors": 3}',
+        '{"tensors": {}}',
+        '{"tensors": ""}',
+        "\x00\x01",
+    ):
         path.write_text(foreign)
         with pytest.raises(ValueError, match="c.json is not a checkpoint's JSON file"):
             load_checkpoint(path)
 
 
-# --- several processes -----------------------------------------------------------------------------------------------
+# --- several processes ------------------------------------------------------------------------
 
 SCRIPT = """
 import sys, torch
@@ -320,7 +418,8 @@ def uneven(model, batch):  # counts differ between the processes: only some term
 
 model = network()
 model[3] = nn.Identity()
-history = fit(model, uneven, epochs(*data(), batch_size=16), steps=20, lr=1e-2, every=5, checkpoint={out!r})
+batches = epochs(*data(), batch_size=16)
+history = fit(model, uneven, batches, steps=20, lr=1e-2, every=5, checkpoint={out!r})
 """
 
 
@@ -330,16 +429,39 @@ def test_two_processes_train_like_one(tmp_path):
         out = tmp_path / f"{processes}.json"
         script = tmp_path / f"run{processes}.py"
         script.write_text(SCRIPT.format(tests=str(ROOT / "tests"), out=str(out)))
-        launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1", "--mixed_precision", "no"]
-        launch += ["--dynamo_backend", "no", "--num_processes", str(processes), "--main_process_port", "0"]
+        launch = [
+            "-m",
+            "accelerate.commands.launch",
+            "--cpu",
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+        ]
+        launch += [
+            "--dynamo_backend",
+            "no",
+            "--num_processes",
+            str(processes),
+            "--main_process_port",
+            "0",
+        ]
         env = dict(os.environ, OMP_NUM_THREADS="1", TQDM_DISABLE="1", PYTHONPATH=str(ROOT))
-        done = subprocess.run([sys.executable, *launch, script], env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, *launch, script],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         results.append(load_checkpoint(out))
     (one, state_one), (two, state_two) = results
     for key in one:
         torch.testing.assert_close(two[key], one[key], atol=1e-5, rtol=1e-4)
-    assert [r["loss"] for r in state_two["history"]] == pytest.approx([r["loss"] for r in state_one["history"]], rel=1e-4)
+    assert [r["loss"] for r in state_two["history"]] == pytest.approx(
+        [r["loss"] for r in state_one["history"]], rel=1e-4
+    )
 
 
 def test_peak_memory_is_that_of_the_tensors_that_live_together():
@@ -356,38 +478,125 @@ def test_peak_memory_is_that_of_the_tensors_that_live_together():
     assert levels[0] == 0 and abs(max(levels) / (4 * numbers) - 1) < 0.01 and levels[-1] < 4096
 
 
+def rows(memory=30.0, optimized=False):
+    """What `benchmarks/vision.py` writes of one case."""
+    case = {
+        "mode": "bfloat16",
+        "pass": "forward",
+        "batch": 4,
+        "compiled": False,
+        "memory": memory,
+    }
+    ours = {**case, "library": "attnlib", "ms": 100.0, "ratio": 1.0, "quartiles": [1.0, 1.0]}
+    half = {
+        **case,
+        "library": "attnlib, optimized",
+        "ms": 50.0,
+        "ratio": 2.0,
+        "quartiles": [2.0, 2.0],
+    }
+    timm = {
+        **case,
+        "library": "timm",
+        "ms": 200.0,
+        "memory": memory and 40.0,
+        "ratio": 0.5,
+        "quartiles": [0.4, 0.6],
+        "rounds": 9,
+    }
+    if not optimized:
+        return [ours, timm]
+    return [
+        ours,
+        half,
+        {**timm, "optimized": {"ratio": 0.25, "quartiles": [0.2, 0.3], "rounds": 9}},
+    ]
+
+
 def test_print_speed_prints_every_device_that_has_a_record(tmp_path, monkeypatch, capsys):
-    row = {"mode": "bfloat16", "pass": "forward", "batch": 4, "compiled": False}
-    rows = [{**row, "library": "attnlib", "ms": 100.0, "memory": 30.0, "ratio": 1.0, "quartiles": [1.0, 1.0]},
-            {**row, "library": "timm", "ms": 200.0, "memory": 40.0, "ratio": 0.5, "quartiles": [0.4, 0.6]}]
-    files = {name: tmp_path / f"{name}.json" for name in ("vit_cpu", "vit_cpu_old", "vit_cuda", "swin_cuda")}
-    for name, path in files.items():
-        train.write_record(path, {"rows": rows if name != "vit_cpu_old" else [{**r, "memory": None} for r in rows]})
-    monkeypatch.setattr(train, "_records", lambda: files)
+    found = {
+        name: tmp_path / f"{name}.json"
+        for name in ("vit_cpu", "vit_cpu_old", "vit_cuda", "swin_cuda")
+    }
+    for name, path in found.items():
+        train.write_record(path, {"rows": rows(None if name == "vit_cpu_old" else 30.0)})
+    monkeypatch.setattr(train, "find_records", lambda: found)
     train.print_speed("vit")
     printed = capsys.readouterr().out
-    assert printed.count("ours 100 ms") == 3 and printed.count("timm          0.50 (0.40 to 0.60)") == 3
-    assert printed.count("memory 0.75") == 2 and printed.count("30 MiB") == 2 and "not measured" not in printed
-    del files["vit_cuda"]
+    assert (
+        printed.count("ours 100 ms") == 3
+        and printed.count("timm          0.50 (0.40 to 0.60)") == 3
+    )
+    assert (
+        printed.count("memory 0.75") == 2
+        and printed.count("30 MiB") == 2
+        and "not measured" not in printed
+    )
+    del found["vit_cuda"]
     train.print_speed("vit")
     assert capsys.readouterr().out.endswith("GPU: not measured\n")
 
 
+def test_print_speed_prints_the_optimized_model_beside_the_plain_one(
+    tmp_path, monkeypatch, capsys
+):
+    train.write_record(tmp_path / "vit_cpu.json", {"rows": rows(optimized=True)})
+    monkeypatch.setattr(train, "find_records", lambda: {"vit_cpu": tmp_path / "vit_cpu.json"})
+    train.print_speed("vit")
+    first, case, timm, _ = capsys.readouterr().out.splitlines()
+    assert case.endswith("batch 4: ours 100 ms, 30 MiB; optimized 50 ms, 30 MiB")
+    assert timm.endswith("0.50 (0.40 to 0.60); optimized  0.25 (0.20 to 0.30); memory 0.75")
+
+
+@pytest.mark.parametrize("package", ["accelerate", "safetensors", "tqdm"])
+def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "attnlib.train")
+    with pytest.raises(
+        ImportError, match=rf'{package} is missing: pip install "attnlib\[train\]"'
+    ):
+        importlib.import_module("attnlib.train")
+
+
+def test_an_unknown_record_is_answered_by_those_that_there_are():
+    with pytest.raises(FileNotFoundError, match=r"name \('speed'\) must be one of .*vit_cpu"):
+        train.read_record("speed")
+
+
 @pytest.mark.parametrize("found", [{"loss": 1.0}, {"step": 1}, None, 0.5])
 def test_what_evaluate_may_return(found):
-    with pytest.raises(ValueError, match="evaluate returned .* must be a dict of numbers without 'step'"):
-        fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=1, evaluate=lambda model: found)
+    with pytest.raises(
+        ValueError, match="evaluate returned .* must be a dict of numbers without 'step'"
+    ):
+        fit(
+            network(),
+            loss_fn,
+            epochs(*data(), batch_size=16),
+            steps=1,
+            evaluate=lambda model: found,
+        )
 
 
 def test_a_batch_of_nothing():
     with pytest.raises(ValueError, match="loss_fn counted 0 terms"):
-        fit(network(), lambda model, batch: (model(batch[0]).sum() * 0, 0), epochs(*data(), batch_size=16), steps=1)
+        fit(
+            network(),
+            lambda model, batch: (model(batch[0]).sum() * 0, 0),
+            epochs(*data(), batch_size=16),
+            steps=1,
+        )
 
 
 def test_a_checkpoint_is_json(tmp_path):
     for name in ("model.v2", "model"):
         with pytest.raises(ValueError, match="must end in '.json'"):
-            fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=1, checkpoint=tmp_path / name)
+            fit(
+                network(),
+                loss_fn,
+                epochs(*data(), batch_size=16),
+                steps=1,
+                checkpoint=tmp_path / name,
+            )
         with pytest.raises(ValueError, match="must end in '.json'"):
             save_checkpoint(tmp_path / name, {}, {"step": 1})
 

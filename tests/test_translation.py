@@ -1,4 +1,5 @@
-"""Translation: directions, tags, scores, published tokenizers, and the long runs at a tiny size."""
+"""Translation: directions, tags, scores, published tokenizers, long runs at a tiny size."""
+
 import json
 
 import pytest
@@ -6,13 +7,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlib import data, translation
+from attnlib import translation
 from attnlib.data import LANGUAGES, decode, draw_numbers, number_words
 from attnlib.train import read_record
 from attnlib.transformer import POSITIONS, Transformer
 from attnlib.translation import (
-    DIRECTIONS, HELD_OUT, direction_accuracy, direction_batches, length_run, load_marian, multi30k_run, number_run,
-    number_scores, number_table, number_tokenizer, sparse_numbers, tag, translate, translate_numbers, trim,
+    DIRECTIONS,
+    HELD_OUT,
+    direction_accuracy,
+    direction_batches,
+    length_run,
+    load_marian,
+    multi30k_run,
+    number_run,
+    number_scores,
+    number_table,
+    number_tokenizer,
+    sparse_numbers,
+    tag,
+    translate,
+    translate_numbers,
+    trim,
 )
 
 
@@ -39,20 +54,26 @@ def test_held_out_directions_leave_each_language_nine_of_either_kind():
     trained = [pair for pair in DIRECTIONS if pair not in HELD_OUT]
     assert len(DIRECTIONS) == 132 and len(set(HELD_OUT)) == 24 and len(trained) == 108
     for side in (0, 1):
-        assert {language: sum(pair[side] == language for pair in trained) for language in LANGUAGES} == dict.fromkeys(
-            LANGUAGES, 9
-        )
+        assert {
+            language: sum(pair[side] == language for pair in trained) for language in LANGUAGES
+        } == dict.fromkeys(LANGUAGES, 9)
 
 
 def test_batches_are_names_of_one_number_in_the_languages_of_a_direction(tokenizer):
     numbers = draw_numbers(50, 10**6, seed=4)
     directions = [("de", "fi"), ("fi", "en")]
-    batches = direction_batches(tokenizer, number_table(tokenizer, numbers), directions, batch_size=40)
+    batches = direction_batches(
+        tokenizer, number_table(tokenizer, numbers), directions, batch_size=40
+    )
     src, tgt = batches(7)
-    assert all(torch.equal(a, b) for a, b in zip((src, tgt), batches(7))) and not torch.equal(src, batches(8)[0])
+    assert all(torch.equal(a, b) for a, b in zip((src, tgt), batches(7))) and not torch.equal(
+        src, batches(8)[0]
+    )
     names = {language: number_words(numbers, language) for language in ("de", "fi", "en")}
     seen = set()
-    for said, wanted, asked in zip(decode(tokenizer, src), decode(tokenizer, tgt), src[:, 1].tolist()):
+    for said, wanted, asked in zip(
+        decode(tokenizer, src), decode(tokenizer, tgt), src[:, 1].tolist()
+    ):
         target = tokenizer.id_to_token(asked)[1:-1]
         source = {"fi": "de", "en": "fi"}[target]
         assert names[source].index(said) == names[target].index(wanted)
@@ -62,21 +83,32 @@ def test_batches_are_names_of_one_number_in_the_languages_of_a_direction(tokeniz
 
 
 def test_trim():
-    assert trim(torch.tensor([[1, 5, 2, 0, 0], [1, 2, 0, 0, 0]])).tolist() == [[1, 5, 2], [1, 2, 0]]
+    assert trim(torch.tensor([[1, 5, 2, 0, 0], [1, 2, 0, 0, 0]])).tolist() == [
+        [1, 5, 2],
+        [1, 2, 0],
+    ]
 
 
 def test_unknown_language(tokenizer):
     model = small_model(320)
-    for call in (lambda: tag("fr"), lambda: translate_numbers(model, tokenizer, ["one"], "fr"),
-                 lambda: translate_numbers(model, tokenizer, ["one", "two"], ["de", "xx"])):
-        with pytest.raises(ValueError, match=r"language \('(fr|xx)'\) must be one of en, de, nl"):
+    for call in (
+        lambda: tag("fr"),
+        lambda: translate_numbers(model, tokenizer, ["one"], "fr"),
+        lambda: translate_numbers(model, tokenizer, ["one", "two"], ["de", "xx"]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"language \('(fr|xx)'\) must be one of en, de, nl"
+        ):
             call()
 
 
 def test_accuracy_counts_right_answers_and_those_in_another_language(monkeypatch, tokenizer):
     def answers(model, tokenizer, texts, languages, **options):
         numbers = [known[text] for text in texts]
-        return [de[n] if b == "de" else en[n] if b == "es" else "?" for n, b in zip(numbers, languages)]
+        return [
+            de[n] if b == "de" else en[n] if b == "es" else "?"
+            for n, b in zip(numbers, languages)
+        ]
 
     en, de = number_words(range(2000), "en"), number_words(range(2000), "de")
     known = {text: n for texts in (en, de) for n, text in enumerate(texts)}
@@ -86,17 +118,31 @@ def test_accuracy_counts_right_answers_and_those_in_another_language(monkeypatch
     for size in (7, 500):
         found = direction_accuracy(None, tokenizer, numbers, directions, batch_size=size)
         assert found == {("en", "de"): (1, 0), ("en", "es"): (0, 1), ("en", "fi"): (0, 0)}
-    scores = number_scores(None, tokenizer, numbers, [("en", "de"), ("en", "es"), ("en", "fi")][:1])
+    scores = number_scores(
+        None, tokenizer, numbers, [("en", "de"), ("en", "es"), ("en", "fi")][:1]
+    )
     assert scores["supervised"]["right"] == 1 and "de-en" in scores["zero_shot"]["directions"]
 
 
 def test_number_run_partitions_directions_and_records_its_settings():
     directions = [("en", "de"), ("de", "en"), ("en", "es")]
-    _, _, record = number_run(directions, limit=10**4, steps=4, numbers=100, tests=30, vocab_size=300, d_model=16,
-                              layers=1, batch_size=8, every=2)
+    _, _, record = number_run(
+        directions,
+        limit=10**4,
+        steps=4,
+        numbers=100,
+        tests=30,
+        vocab_size=300,
+        d_model=16,
+        layers=1,
+        batch_size=8,
+        every=2,
+    )
     assert set(record["supervised"]["directions"]) == {"en-de", "de-en", "en-es"}
     assert set(record["zero_shot"]["directions"]) == {"de-es", "es-de", "es-en"}
-    assert [row["step"] for row in record["history"]] == [2, 4] and record["settings"]["limit"] == 10**4
+    assert [row["step"] for row in record["history"]] == [2, 4] and record["settings"][
+        "limit"
+    ] == 10**4
     json.dumps(record)
 
 
@@ -116,16 +162,18 @@ def test_sparse_numbers_out_of_range():
 def test_length_run_tests_every_length_and_refuses_an_unknown_scheme():
     result = length_run(POSITIONS[0], steps=2, numbers=100, tests=4, d_model=16)
     assert len(result["accuracy"]) == 9 and result["position"] == POSITIONS[0]
-    with pytest.raises(ValueError, match=r"position \('spiral'\) must be one of 'sinusoidal'"):
+    with pytest.raises(
+        ValueError, match=r"position \('spiral'\) must be one of \('sinusoidal'"
+    ):
         length_run("spiral", steps=2, numbers=100, tests=4, d_model=16)
 
 
-# --- published models ----------------------------------------------------------------------------------------------
+# --- published models -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def marian_folder(tmp_path_factory):
-    """A Marian model in the published format: two SentencePiece models, a table, random weights."""
+    """A Marian model in the published format: SentencePiece models, a table, random weights."""
     import sentencepiece
     from transformers import MarianConfig, MarianMTModel
 
@@ -133,8 +181,11 @@ def marian_folder(tmp_path_factory):
     pieces = ["</s>", "<unk>"]
     for side, language in (("source", "en"), ("target", "de")):
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(number_words(range(1500), language)), model_prefix=str(folder / side),
-            vocab_size=60, model_type="unigram", minloglevel=2,
+            sentence_iterator=iter(number_words(range(1500), language)),
+            model_prefix=str(folder / side),
+            vocab_size=60,
+            model_type="unigram",
+            minloglevel=2,
         )
         (folder / f"{side}.model").rename(folder / f"{side}.spm")
         reader = sentencepiece.SentencePieceProcessor(str(folder / f"{side}.spm"))
@@ -142,10 +193,23 @@ def marian_folder(tmp_path_factory):
     table = {piece: i for i, piece in enumerate(dict.fromkeys([*pieces, "<pad>"]))}
     (folder / "vocab.json").write_text(json.dumps(table))
     config = MarianConfig(
-        vocab_size=len(table), decoder_vocab_size=len(table), d_model=32, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, init_std=0.4,
-        max_position_embeddings=48, scale_embedding=True, activation_function="swish", pad_token_id=table["<pad>"],
-        eos_token_id=0, decoder_start_token_id=table["<pad>"], forced_eos_token_id=None,
+        vocab_size=len(table),
+        decoder_vocab_size=len(table),
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        init_std=0.4,
+        max_position_embeddings=48,
+        scale_embedding=True,
+        activation_function="swish",
+        pad_token_id=table["<pad>"],
+        eos_token_id=0,
+        decoder_start_token_id=table["<pad>"],
+        forced_eos_token_id=None,
     )
     torch.manual_seed(torch.seed() % 2**31)  # fresh weights at every run
     MarianMTModel(config).save_pretrained(folder)
@@ -166,22 +230,30 @@ def test_marian_translates_as_transformers_does(marian_folder, beams):
     if beams > 1:
         options["early_stopping"] = "never"
     wanted = tokenizer.batch_decode(
-        theirs.generate(**tokenizer(TEXTS, return_tensors="pt", padding=True), **options), skip_special_tokens=True
+        theirs.generate(**tokenizer(TEXTS, return_tensors="pt", padding=True), **options),
+        skip_special_tokens=True,
     )
     for size in (1, 3, 64):  # neither batches nor their padding change anything
-        assert translate(model, tokenizer, TEXTS, beam_size=beams, max_length=15, batch_size=size) == wanted
+        assert (
+            translate(model, tokenizer, TEXTS, beam_size=beams, max_length=15, batch_size=size)
+            == wanted
+        )
     assert translate(model, tokenizer, [], beam_size=beams) == []
 
 
 def test_a_sentence_longer_than_the_positions_is_refused(marian_folder):
     model, tokenizer = load_marian(marian_folder)
-    with pytest.raises(ValueError, match=r"src ends at token \d+; there are max_length \(48\) positions"):
+    with pytest.raises(
+        ValueError, match=r"src ends at token \d+; there are max_length \(48\) positions"
+    ):
         translate(model, tokenizer, ["nine " * 60], max_length=10)
 
 
 def test_marian_files_that_are_missing(marian_folder, tmp_path):
     (tmp_path / "config.json").write_text((marian_folder / "config.json").read_text())
-    with pytest.raises(FileNotFoundError, match=r"must hold vocab.json, source.spm, target.spm as well"):
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold vocab.json, source.spm, target.spm as well"
+    ):
         load_marian(tmp_path)
 
 
@@ -192,21 +264,40 @@ def test_marian_offline_says_what_was_wanted(monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(OSError, match=r"'Helsinki-NLP/opus-mt-en-de'\) is no folder and cannot be fetched.*no network"):
+    with pytest.raises(
+        OSError,
+        match=r"'Helsinki-NLP/opus-mt-en-de'\) is no folder and cannot be fetched.*no network",
+    ):
         load_marian("Helsinki-NLP/opus-mt-en-de")
 
 
-# --- sentences -----------------------------------------------------------------------------------------------------
+# --- sentences --------------------------------------------------------------------------------
 
 
 def test_multi30k_run_scores_with_bleu(monkeypatch):
-    english = ["a man rides a red bike .", "two dogs run on the beach .", "a girl reads a book ."] * 4
-    german = ["ein mann fährt ein rotes rad .", "zwei hunde laufen am strand .", "ein mädchen liest ein buch ."] * 4
+    english = [
+        "a man rides a red bike .",
+        "two dogs run on the beach .",
+        "a girl reads a book .",
+    ] * 4
+    german = [
+        "ein mann fährt ein rotes rad .",
+        "zwei hunde laufen am strand .",
+        "ein mädchen liest ein buch .",
+    ] * 4
     monkeypatch.setattr(translation, "multi30k", lambda split, folder: (english, german))
-    sizes = dict(vocab_size=80, d_model=32, layers=1, dropout=0.0, batch_size=12, lr=5e-3, beam_size=2)
+    sizes = dict(
+        vocab_size=80, d_model=32, layers=1, dropout=0.0, batch_size=12, lr=5e-3, beam_size=2
+    )
     model, tokenizer, record = multi30k_run(steps=150, **sizes)
-    assert record["bleu"] > 99.9 and "nrefs:1" in record["signature"]  # twelve sentences are learned by heart
-    assert translate(model, tokenizer, english[:3]) == german[:3] == [row[1] for row in record["examples"][:3]]
+    assert (
+        record["bleu"] > 99.9 and "nrefs:1" in record["signature"]
+    )  # twelve sentences are learned by heart
+    assert (
+        translate(model, tokenizer, english[:3])
+        == german[:3]
+        == [row[1] for row in record["examples"][:3]]
+    )
     _, _, untrained = multi30k_run(steps=1, **sizes)
     assert untrained["bleu"] < 50
 
@@ -214,7 +305,10 @@ def test_multi30k_run_scores_with_bleu(monkeypatch):
 def test_the_committed_record_is_the_run_that_the_chapter_describes():
     record = read_record("numbers")
     trained = {f"{a}-{b}" for a, b in DIRECTIONS if (a, b) not in HELD_OUT}
-    assert set(record["supervised"]["directions"]) == trained and record["supervised"]["numbers"] == 10_000
+    assert (
+        set(record["supervised"]["directions"]) == trained
+        and record["supervised"]["numbers"] == 10_000
+    )
     assert set(record["zero_shot"]["directions"]) == {f"{a}-{b}" for a, b in HELD_OUT}
     assert record["supervised"]["right"] >= 0.99 and record["settings"]["limit"] == 10**9
 

@@ -1,13 +1,15 @@
 """Run, clean and check the notebooks. `make run` and `make test` call this file.
 
-    python tools/notebooks.py run [NAME ...]     execute in place, clean, number, stamp the figures
-    python tools/notebooks.py check              clean? numbered? figures as old as their code?
-    python tools/notebooks.py test [NAME ...]    execute a copy of each beside the built wheel, compare outputs
+    python -m tools.notebooks run [NAME ...]   execute in place, clean, number, stamp figures
+    python -m tools.notebooks check            clean? numbered? figures as old as their code?
+    python -m tools.notebooks test [NAME ...]  execute copies beside the built wheel, compare
 
-A stored figure is *stamped*: the notebook's metadata holds, for each figure, a fingerprint of the code that drew it
-(every code cell up to it and the library modules the notebook imports, comments and docstrings left out) and of the
-picture itself. `check` recomputes both. Change the code and forget `make run`, and the check names the figure.
+A stored figure is *stamped*: the notebook's metadata holds, for each figure, a fingerprint of
+the code that drew it (every code cell up to it and the library modules the notebook imports,
+comments and docstrings left out) and of the picture itself. `check` recomputes both. Change the
+code and forget `make run`, and the check names the figure.
 """
+
 import argparse
 import ast
 import base64
@@ -35,15 +37,19 @@ def notebooks(names=()):
     wanted = [path for path in found if not names or path.stem in names]
     unknown = set(names) - {path.stem for path in found}
     if unknown:
-        sys.exit(f"no notebook named {', '.join(sorted(unknown))}; there are: {', '.join(p.stem for p in found)}")
+        known = ", ".join(path.stem for path in found)
+        sys.exit(f"no notebook named {', '.join(sorted(unknown))}; there are: {known}")
     return wanted
 
 
-# --- the form in which a notebook is committed -------------------------------------------------------------------
+# --- the form in which a notebook is committed ------------------------------------------------
 
 
 def canonical(nb):
-    """What `nbdev-clean` leaves, with the executed cells numbered again: nbval refuses outputs without a number."""
+    """What `nbdev-clean` leaves, with the executed cells numbered again.
+
+    nbval refuses outputs without a number.
+    """
     from fastcore.nbio import dict2nb
     from nbdev.clean import clean_nb
     from nbdev.config import get_config
@@ -68,7 +74,7 @@ def canonical(nb):
 
 
 def plain(value):
-    """fastcore's notebook objects as plain dictionaries, without the bookkeeping that it keeps on cells."""
+    """fastcore's notebook objects as plain dictionaries, without its bookkeeping."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items() if not key.endswith("_")}
     if isinstance(value, list):
@@ -80,7 +86,7 @@ def write(nb, path):
     path.write_text(nbformat.writes(nb, indent=1) + "\n", encoding="utf-8")
 
 
-# --- figures are held to their code ------------------------------------------------------------------------------
+# --- figures are held to their code -----------------------------------------------------------
 
 
 def code_of(cell):
@@ -89,11 +95,18 @@ def code_of(cell):
 
 
 def without_words(code):
-    """Code without comments, docstrings, magics and blank lines: rewording a sentence makes no figure old."""
+    """Code without comments, docstrings, magics and blank lines.
+
+    Rewording a sentence makes no figure old.
+    """
     code = re.sub(r"(?m)^(\s*)[%!].*$", r"\1pass", code)
     lines = code.splitlines()
     for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             for number in range(node.lineno - 1, node.end_lineno):
                 lines[number] = ""
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
@@ -129,7 +142,10 @@ def stamps(nb):
             library = imported_modules("\n".join(code), {})
             modules = [without_words(library[name]) for name in sorted(library)]
             pictures = [hashlib.sha256(base64.b64decode(image)).hexdigest() for image in images]
-            found[cell.id] = {"code": fingerprint(*code, *modules), "image": fingerprint(*pictures)}
+            found[cell.id] = {
+                "code": fingerprint(*code, *modules),
+                "image": fingerprint(*pictures),
+            }
     return found
 
 
@@ -137,97 +153,167 @@ def check():
     """The complaints about the committed notebooks, a line each."""
     complaints = []
     for path in notebooks():
-        nb, where = nbformat.read(path, 4), path.relative_to(ROOT)
-        again = f"run `make run NB={path.stem}` and look at it"
+        nb, found = nbformat.read(path, 4), []
         if nbformat.writes(canonical(nb), indent=1) + "\n" != path.read_text(encoding="utf-8"):
-            complaints.append(f"{where}: not as `make run` leaves a notebook (cleaned and numbered); {again}")
+            found.append("not as `make run` leaves a notebook (cleaned and numbered)")
         stored, now = nb.metadata.get("figures", {}), stamps(nb)
         for cell in sorted(set(stored) | set(now)):
+            figure = f"the figure of cell {cell!r}"
             if cell not in now or cell not in stored:
-                complaints.append(f"{where}: the figure of cell {cell!r} came or went without a run; {again}")
+                found.append(f"{figure} came or went without a run")
             elif stored[cell]["image"] != now[cell]["image"]:
-                complaints.append(f"{where}: the figure of cell {cell!r} is not the one that its code drew; {again}")
+                found.append(f"{figure} is not the one that its code drew")
             elif stored[cell]["code"] != now[cell]["code"]:
-                complaints.append(f"{where}: the figure of cell {cell!r} is older than the code behind it; {again}")
+                found.append(f"{figure} is older than the code behind it")
+        where, again = path.relative_to(ROOT), f"run `make run NB={path.stem}` and look at it"
+        complaints += [f"{where}: {what}; {again}" for what in found]
     return complaints
 
 
-# --- running -----------------------------------------------------------------------------------------------------
+# --- running ---------------------------------------------------------------------------
 
 
 def startup(folder):
-    """An IPython folder whose kernels can import torchvision (see tools/torchvision_ops.py); it names nothing."""
-    target = Path(folder) / "ipython" / "profile_default" / "startup"
-    target.mkdir(parents=True)
-    path = f'__import__("sys").path.append({str(ROOT / "tools")!r})'
-    import_it = '__import__("torchvision_ops")\n__import__("sys").path.pop()\n'
-    (target / "first.py").write_text(f"{path}\n{import_it}", encoding="utf-8")
-    return target.parent.parent
+    """The environment of kernels that can import torchvision: see tools/torchvision_ops.py."""
+    profile = Path(folder) / "ipython" / "profile_default" / "startup"
+    profile.mkdir(parents=True)
+    (profile / "first.py").write_text('__import__("torchvision_ops")\n')  # which binds no name
+    library = Path(folder) / "first"
+    library.mkdir()
+    shutil.copy(ROOT / "tools" / "torchvision_ops.py", library)
+    search = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(library)]))
+    return {"IPYTHONDIR": str(Path(folder) / "ipython"), "PYTHONPATH": search}
 
 
-def run(paths):
+def side_by_side(function, items, jobs):
+    """The results of a function, in the order of the items, some at the same time."""
+    if jobs > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # a core each
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(function, items))
+
+
+def execute(path):
+    """Execute a notebook in place, clean, number and stamp it; its name, if that fails."""
     from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
+    began = time.perf_counter()
+    nb = nbformat.read(path, 4)
+    options = dict(timeout=900, kernel_name="python3", coalesce_streams=True)
+    try:
+        NotebookClient(nb, **options, resources={"metadata": {"path": str(NBS)}}).execute()
+    except (CellExecutionError, CellTimeoutError) as problem:
+        print(f"{path.name}: {problem}", flush=True)
+        return path.name
+    nb.metadata["figures"] = stamps(nb)
+    write(canonical(nb), path)
+    seconds = time.perf_counter() - began
+    print(f"{path.name}: {seconds:.0f} s, {len(nb.metadata['figures'])} figures", flush=True)
+
+
+def run(paths, jobs):
+    """The names of the notebooks that could not be executed."""
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["IPYTHONDIR"] = str(startup(folder))
-        for path in paths:
-            began = time.perf_counter()
-            nb = nbformat.read(path, 4)
-            where = {"metadata": {"path": str(NBS)}}
-            NotebookClient(nb, timeout=900, kernel_name="python3", coalesce_streams=True, resources=where).execute()
-            nb.metadata["figures"] = stamps(nb)
-            write(canonical(nb), path)
-            seconds = time.perf_counter() - began
-            print(f"{path.name}: {seconds:.0f} s, {len(nb.metadata['figures'])} figures", flush=True)
+        os.environ.update(startup(folder))
+        return list(filter(None, side_by_side(execute, paths, min(jobs, len(paths)))))
 
 
-def test(paths):
-    """Strict nbval on a copy of each notebook, alone in an empty folder, with the wheel in place of the checkout."""
+def install(folder):
+    """Build the wheel from a copy of the sources; the folder in which it is installed."""
+    site, dist, source = folder / "site", folder / "dist", folder / "source"
+    source.mkdir()  # setuptools leaves a build folder behind: not in the checkout
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "benchmarks" / "results", source / "benchmarks" / "results")
+    without = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "attnlib", source / "attnlib", ignore=without)
+    build = [sys.executable, "-m", "build", "--wheel", "--outdir", dist, source]
+    subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site]
+    subprocess.run([*pip, next(dist.glob("*.whl"))], check=True)
+    return site
+
+
+def told(title, *commands, **options):
+    """Run commands until one fails, print what they said in one piece; the title, if so."""
+    began, failed = time.perf_counter(), None
+    together = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for command in commands:
+        done = subprocess.run(command, **together, **options)
+        print(done.stdout, end="")
+        if done.returncode:
+            failed = title
+            break
+    print(f"{title}: {time.perf_counter() - began:.0f} s", flush=True)
+    return failed
+
+
+def book():
+    """Build the book, strictly, and read its pages in a browser."""
+    pages = ROOT / "_build" / "check"
+    build = ["build", ".", "-q", "-W", "-n", "--keep-going", "--all", "--path-output", pages]
+    return told(
+        "the book",
+        [Path(sys.executable).with_name("jupyter-book"), *build],
+        [sys.executable, "-m", "pytest", "tests/test_browser.py", "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env=dict(os.environ, ATTNLIB_BOOK=str(pages / "_build" / "html")),
+    )
+
+
+def test(paths, jobs, with_book):
+    """Strict nbval on a copy of each notebook, alone in an empty folder, beside the wheel.
+
+    The wheel takes the place of the checkout. Beside the notebooks the book is built and read,
+    if that is asked for. Returned are the names of what failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        site, dist = folder / "site", folder / "dist"
-        quiet = dict(check=True, stdout=subprocess.DEVNULL)
-        ipython = startup(folder)
-        source = folder / "source"  # setuptools leaves a build folder behind: not in the checkout
-        source.mkdir()
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(ROOT / name, source)
-        shutil.copytree(ROOT / "benchmarks" / "results", source / "benchmarks" / "results")
-        shutil.copytree(ROOT / "attnlib", source / "attnlib", ignore=shutil.ignore_patterns("__pycache__"))
-        subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", dist, source], **quiet)
-        wheel = next(dist.glob("*.whl"))
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel], check=True)
-        env = dict(os.environ, PYTHONPATH=str(site), ATTNLIB_SITE=str(site), IPYTHONDIR=str(ipython))
-        origin = subprocess.run([sys.executable, "-c", "import attnlib; print(attnlib.__file__)"], cwd=folder, env=env,
-                                check=True, capture_output=True, text=True).stdout
-        assert origin.startswith(str(site)), f"the wheel is hidden by {origin}"
-        command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-cell-timeout=600", "--tb=short"]
-        env["OMP_NUM_THREADS"] = "1"  # one core for each of the notebooks that run side by side
+        site = install(folder)
+        env = dict(os.environ, ATTNLIB_SITE=str(site), OMP_NUM_THREADS="1", **startup(folder))
+        env["PYTHONPATH"] = os.pathsep.join([str(site), env["PYTHONPATH"]])
+        ask = [sys.executable, "-c", "import attnlib; print(attnlib.__file__)"]
+        found = subprocess.run(
+            ask, cwd=folder, env=env, check=True, capture_output=True, text=True
+        )
+        assert found.stdout.startswith(str(site)), f"the wheel is hidden by {found.stdout}"
+        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
 
-        def alone(path):
+        def job(path):
+            if path is None:
+                return book()
             (folder / path.stem).mkdir()
             shutil.copy(path, folder / path.stem)
-            began = time.perf_counter()
-            done = subprocess.run([*command, "-p", "no:cacheprovider", path.name], cwd=folder / path.stem, env=env,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            print(f"{done.stdout}{path.name}: {time.perf_counter() - began:.0f} s", flush=True)
-            return [path.name] if done.returncode else []
+            command = [*pytest, "--nbval", "--nbval-cell-timeout=600", path.name]
+            return told(path.name, command, cwd=folder / path.stem, env=env)
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return sum(pool.map(alone, paths), [])
+        return list(filter(None, side_by_side(job, [None] * with_book + paths, jobs)))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("command", choices=["run", "check", "test"])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="notebooks without .ipynb; all by default")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="notebooks without .ipynb; all by default"
+    )
+    parser.add_argument(
+        "--jobs", type=int, help="notebooks at the same time; run: 2, test: one for each core"
+    )
+    parser.add_argument(
+        "--book", action="store_true", help="test: build and read the book, too"
+    )
+    arguments = parser.parse_intermixed_args()
     if arguments.command == "run":
-        run(notebooks(arguments.names))
-    elif arguments.command == "test":
-        failed = test(notebooks(arguments.names))
+        failed = run(notebooks(arguments.names), arguments.jobs or min(2, os.cpu_count()))
         if failed:
-            sys.exit(f"not as stored: {', '.join(failed)}")
+            sys.exit(f"not executed: {', '.join(failed)}")
+    elif arguments.command == "test":
+        jobs = arguments.jobs or os.cpu_count()
+        failed = test(notebooks(arguments.names), jobs, arguments.book)
+        if failed:
+            sys.exit(f"failed: {', '.join(failed)}")
     else:
         complaints = check()
         if complaints:

@@ -1,8 +1,11 @@
-"""The table of speeds in the README, made from the records: `python tools/speed_table.py` puts it there.
+"""The table of speeds in the README, made from the records by `python -m tools.speed_table`.
 
-Each number is our time over that of the nearest rival, the median of rounds in which all took turns; `make bench` writes
-the records and then calls this file, and a test compares the README with them.
+A cell compares our model with its nearest rival: the median, over the rounds in which all took
+turns, of our time over its. It says "level" where the quartiles of that ratio include 1, or
+where the medians of the times themselves do not agree on who is faster. `make bench` writes the
+records and then calls this file; a test compares the README with them.
 """
+
 import json
 from pathlib import Path
 
@@ -11,44 +14,66 @@ RECORDS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: made by tools/speed_table.py -->\n", "<!-- /speed -->"
 VISION = {"ViT-S": "vit", "Swin-T": "swin", "SwinV2-T": "swinv2", "TNT-S": "tnt"}
 MODES = ("float32", "float32, medium", "bfloat16")
+OURS = {"plain": "attnlib", "optimized": "attnlib, optimized"}  # their names in the records
 
 
-def best(rows, key):
-    """Our time over that of the nearest rival, the largest of the ratios, and its name."""
-    if all(row[key] == "attnlib" for row in rows):
+def cell(rows, ours):
+    """What the table says of one of our models, "plain" or "optimized", in some rows."""
+    own = [row["ms"] for row in rows if row["name"] == OURS[ours]]
+    rivals = [row for row in rows if row["name"] not in OURS.values()]
+    if not own or not rivals:
         return ""
-    nearest = max((row for row in rows if row[key] != "attnlib"), key=lambda row: row["ratio"])
-    return f"{nearest['ratio']:.2f} ({nearest[key]})"
+    ratios = {row["name"]: row if ours == "plain" else row["optimized"] for row in rivals}
+    nearest = max(ratios, key=lambda name: ratios[name]["ratio"])
+    ratio, (low, high) = ratios[nearest]["ratio"], ratios[nearest]["quartiles"]
+    faster = own[0] < min(row["ms"] for row in rivals)
+    level = low <= 1 <= high or faster != (ratio < 1)
+    return f"{'level' if level else format(ratio, '.2f')} ({nearest})"
+
+
+def cases(record):
+    """What a record compares, {case: rows with "name" and "mode"}, in the table's order."""
+    found = {}
+    for kind in ("forward", "training"):
+        for row in record.get("rows", ()):
+            if row["pass"] == kind and not row["compiled"]:
+                case = found.setdefault(f"{kind}, batch {row['batch']}", [])
+                case.append(dict(row, name=row["library"]))
+    for row in record.get("training", ()):
+        if row["dropout"] == 0:
+            found.setdefault("training", []).append(dict(row, name=row["model"]))
+    for row in record.get("decoding", ()):
+        case = found.setdefault(f"decoding, batch {row['batch']}", [])
+        case.append(dict(row, name=row["model"]))
+    return found
+
+
+def lines(title, record, note):
+    """The table's lines for one record."""
+    for case, rows in cases(record).items():
+        modes = [[row for row in rows if row["mode"] == mode] for mode in MODES]
+        for ours in OURS:
+            cells = [cell(some, ours) for some in modes]
+            if any(cells):
+                what = case if ours == "plain" else f"{case}, optimized"
+                yield f"| {title}{note}, {what} | {record['device']} | {' | '.join(cells)} |"
 
 
 def table():
-    found = []
+    found, notes = [], []  # a note says which work is skipped: the field "skipped" of a record
     for device in ("cpu", "cpu_amx", "cuda"):
-        for name, stem in VISION.items():
+        for title, stem in {**VISION, "Transformer": "translation"}.items():
             path = RECORDS / f"{stem}_{device}.json"
-            if not path.exists():
-                continue
-            record = json.loads(path.read_text())
-            for kind in ("forward", "training"):
-                for batch in sorted({row["batch"] for row in record["rows"]}):
-                    case = kind, batch, False
-                    rows = [row for row in record["rows"] if (row["pass"], row["batch"], row["compiled"]) == case]
-                    cells = [[row for row in rows if row["mode"] == mode] for mode in MODES]
-                    found.append([f"{name}, {kind}, batch {batch}", record["device"],
-                                  *(best(cell, "library") for cell in cells)])
-        path = RECORDS / f"translation_{device}.json"
-        if path.exists():
-            record = json.loads(path.read_text())
-            rows = {mode: [row for row in record["training"] if (row["mode"], row["dropout"]) == (mode, 0)]
-                    for mode in MODES}
-            found.append(["Transformer, training", record["device"], *(best(rows[mode], "model") for mode in MODES)])
-            for batch in sorted({row["batch"] for row in record.get("decoding", ())}):
-                rows = {mode: [row for row in record["decoding"] if (row["mode"], row["batch"]) == (mode, batch)]
-                        for mode in MODES}
-                found.append([f"Transformer, decoding, batch {batch}", record["device"],
-                              *(best(rows[mode], "model") for mode in MODES)])
-    lines = ["| | on | float32 | float32, \"medium\" | bfloat16 |", "|---|---|---|---|---|"]
-    return "\n".join(lines + ["| " + " | ".join(cells) + " |" for cells in found]) + "\n"
+            if path.exists():
+                record = json.loads(path.read_text(encoding="utf-8"))
+                skipped = record.get("skipped")
+                if skipped and skipped not in notes:
+                    notes.append(skipped)
+                mark = f" [{notes.index(skipped) + 1}]" if skipped else ""
+                found += lines(title, record, mark)
+    head = ['| | on | float32 | float32, "medium" | bfloat16 |', "|---|---|---|---|---|"]
+    below = [f"\n[{number}] {note}" for number, note in enumerate(notes, 1)]
+    return "\n".join([*head, *found, *below]) + "\n"
 
 
 def updated(text):

@@ -1,0 +1,169 @@
+"""The chapters, read from _toc.yml and the notebooks: no other list of them is kept by hand.
+
+A chapter is a line in _toc.yml and a notebook with a title, a sentence about it and a module.
+As an extension of Sphinx this file writes a page of the library for every module, and puts the
+chapters where index.md and api/index.md say `<!-- chapters -->`. `python _ext/chapters.py` puts
+them into the README.
+"""
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- chapters: made by _ext/chapters.py -->\n", "<!-- /chapters -->"
+HERE = "<!-- chapters -->\n"
+
+PAGE = """# attnlib.{module}
+
+Exported by the chapter {{doc}}`/{page}`.
+
+```{{eval-rst}}
+.. automodule:: attnlib.{module}
+   :members:
+   :inherited-members: Module, TorchDispatchMode, dict, list, tuple
+
+   .. autosummary::
+      :nosignatures:
+
+{names}
+```
+"""
+
+
+class Chapter(NamedTuple):
+    page: str  # without .ipynb
+    title: str
+    summary: str
+    module: str | None
+    number: int | None
+
+
+def read(page, number=None, root=ROOT):
+    """The chapter that a notebook holds."""
+    cells = json.loads((root / f"{page}.ipynb").read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    head = re.match(r"# (?P<title>.+)\n\n> (?P<summary>.+)", texts[0])
+    if not head:
+        raise ValueError(f"{page}.ipynb does not begin with `# Title` and `> what it shows`")
+    exports = re.search(r"(?m)^#\| default_exp (\w+)$", "\n".join(texts))
+    return Chapter(page, head["title"], head["summary"], exports and exports[1], number)
+
+
+def parts(root=ROOT):
+    """[(caption, [Chapter, ...]), ...] in the order of _toc.yml, where there are notebooks."""
+    toc, found, count = yaml.safe_load((root / "_toc.yml").read_text("utf-8")), [], 0
+    for part in toc["parts"]:
+        chapters = []
+        for entry in part["chapters"]:
+            if (root / f"{entry['file']}.ipynb").exists():
+                count += bool(part.get("numbered"))
+                number = count if part.get("numbered") else None
+                chapters.append(read(entry["file"], number, root))
+        if chapters:
+            found.append((part.get("caption", ""), chapters))
+    return found
+
+
+def modules(root=ROOT):
+    """The chapters that export a module."""
+    return [chapter for _, some in parts(root) for chapter in some if chapter.module]
+
+
+# --- where the chapters are listed ------------------------------------------------------------
+
+
+def first_page(root=ROOT):
+    """Lists for index.md, a heading for each part."""
+    lines = []
+    for caption, chapters in parts(root):
+        if caption:
+            lines += ["", f"### {caption}", ""]
+            for chapter in chapters:
+                start = f"{chapter.number}." if chapter.number else "-"
+                text = f"{start} {{doc}}`{chapter.page}`: {chapter.summary.rstrip('.')}"
+                lines.append(f"{text} ({{doc}}`{chapter.module} <api/{chapter.module}>`).")
+    return "\n".join(lines) + "\n"
+
+
+def library(root=ROOT):
+    """The table of modules for api/index.md."""
+    lines = ["| module | what it holds | chapter |", "|---|---|---|"]
+    for page, _, summary, module, _ in modules(root):
+        lines.append(f"| {{doc}}`attnlib.{module} <{module}>` | {summary} | {{doc}}`/{page}` |")
+    return "\n".join(lines) + "\n"
+
+
+def readme(root=ROOT):
+    """The README's table."""
+    lines = ["| chapter | module | what it holds |", "|---|---|---|"]
+    for caption, chapters in parts(root):
+        lines += [f"| **{caption}** | | |"] if caption else []
+        for page, title, summary, module, _ in chapters:
+            name = f"`{module}`" if module else ""
+            lines.append(f"| [{title}]({page}.ipynb) | {name} | {summary} |")
+    return "\n".join(lines) + "\n"
+
+
+def updated(text):
+    """The README's text with the table of the present chapters."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + readme() + END + rest.split(END, 1)[1]
+
+
+# --- pages of the library ---------------------------------------------------------------------
+
+
+def public_names(path):
+    """The functions and classes of a module that autodoc documents."""
+    found = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+            kernel = any("'jit'" in ast.dump(decorator) for decorator in node.decorator_list)
+            if not node.name.startswith("_") and not kernel:
+                found.append(node.name)
+    return found
+
+
+def write_pages(app, config):
+    """A page for every module, written only if it is new; those of former modules go."""
+    root, wanted = Path(app.srcdir), {"index.md"}
+    for chapter in modules(root):
+        names = public_names(root / "attnlib" / f"{chapter.module}.py")
+        listed = "\n".join(f"      {name}" for name in names)
+        page = root / "api" / f"{chapter.module}.md"
+        text = PAGE.format(module=chapter.module, page=chapter.page, names=listed)
+        if not page.exists() or page.read_text(encoding="utf-8") != text:
+            page.write_text(text, encoding="utf-8")
+        wanted.add(page.name)
+    for page in (root / "api").glob("*.md"):
+        if page.name not in wanted:
+            page.unlink()
+
+
+def fill_in(app, docname, source):
+    """Put the chapters where a page asks for them."""
+    lists = {"index": first_page, "api/index": library}
+    if docname in lists:
+        source[0] = source[0].replace(HERE, lists[docname](Path(app.srcdir)))
+
+
+def read_again(app, env, added, changed, removed):
+    """The pages that list chapters: a notebook may have another title."""
+    return {"index", "api/index"}
+
+
+def setup(app):
+    app.connect("config-inited", write_pages)  # before _toc.yml is read, which asks for api/*
+    app.connect("source-read", fill_in)
+    app.connect("env-get-outdated", read_again)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,73 @@
+"""What several test files share: `from helpers import close, images, same_weights`."""
+
+from functools import partial
+from pkgutil import resolve_name
+
+import torch
+
+
+def images(n=2, size=32, chans=3, seed=1):
+    """Random images in float64; `size` is that of both sides, or height and width."""
+    size = (size, size) if isinstance(size, int) else size
+    return torch.randn(
+        n, chans, *size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+
+
+def close(a, b, tolerance=1e-10):
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+def same_weights(ours, theirs, seed=0, **options):
+    """A model of two classes with the same weights; norms and biases are not one and zero."""
+    torch.manual_seed(seed)
+    ours = ours(**options)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs = theirs(**options)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    return ours, theirs
+
+
+TOKENS = dict(img_size=32, patch_size=8, embed_dim=24, depth=3, num_classes=5)
+WINDOWS = dict(
+    img_size=32,
+    embed_dim=16,
+    depths=(2, 2),
+    num_heads=(1, 2),
+    num_classes=5,
+    drop_path_rate=0.0,
+)
+BACKBONES = {  # the class here, timm's, and a small model's options
+    "vit": ("vit:VisionTransformer", "vision_transformer:VisionTransformer", dict(num_heads=3)),
+    "deit": (
+        "deit:DistilledVisionTransformer",
+        "deit:VisionTransformerDistilled",
+        dict(num_heads=3),
+    ),
+    "tnt": ("tnt:TNT", "tnt:TNT", dict(inner_dim=8, num_heads_inner=2, num_heads_outer=3)),
+    "swin": ("swin:SwinTransformer", "swin_transformer:SwinTransformer", dict(window_size=4)),
+    "swinv2": (
+        "swinv2:SwinTransformerV2",
+        "swin_transformer_v2:SwinTransformerV2",
+        dict(window_size=4),
+    ),
+}
+
+
+def build(name, peer=False, **options):
+    """A small backbone of the family as it is initialized, or timm's."""
+    ours, theirs, small = BACKBONES[name]
+    cls = resolve_name(f"timm.models.{theirs}" if peer else f"attnlib.{ours}")
+    return cls(**(WINDOWS if name.startswith("swin") else TOKENS) | small | options)
+
+
+def pair(name, seed=0, **options):
+    """A small backbone of the family and timm's, with the same weights."""
+    return same_weights(partial(build, name), partial(build, name, peer=True), seed, **options)
+
+
+def backbone(name, **options):
+    """A small backbone of the family in float64."""
+    return pair(name, **options)[0].double()

@@ -1,0 +1,476 @@
+"""An optimized copy answers as the model does, within rounding, and leaves the model alone."""
+
+import copy
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from attnlib import inference
+from attnlib.decoding import KVCache, beam_search, greedy, sample
+from attnlib.inference import PackedLinear, optimize_for_inference
+from attnlib.swin import SwinTransformer, WindowAttention
+from attnlib.swinv2 import SwinTransformerV2
+from attnlib.tnt import TNT
+from attnlib.transformer import Transformer
+from attnlib.vit import Mlp, VisionTransformer
+from helpers import BACKBONES, build
+
+SIZES = dict(
+    src_vocab=30, d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=2,
+    dim_feedforward=48, max_length=32,
+)  # fmt: skip
+
+
+def noisy(model, seed=0, dtype=torch.float32):
+    """The model with weights of which none is zero or one, in evaluation mode."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.to(dtype).eval()
+
+
+def images(n=2, size=32, chans=3):
+    size = (size, size) if isinstance(size, int) else size
+    return torch.randn(n, chans, *size, generator=torch.Generator().manual_seed(1))
+
+
+def same(a, b, tolerance=1e-5):
+    assert a.shape == b.shape and a.dtype == b.dtype
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+def translator(**options):
+    return noisy(Transformer(**SIZES | options))
+
+
+def sentences(n=3, length=9, padding=True):
+    generator = torch.Generator().manual_seed(2)
+    src = torch.randint(3, 30, (n, length), generator=generator)
+    if padding:
+        src[1:, -3:] = 0
+    return src
+
+
+# --- the same numbers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", BACKBONES)
+def test_every_backbone_gives_the_same_logits(name, batch):
+    model, x = noisy(build(name)), images(batch)
+    fast = optimize_for_inference(model)
+    with torch.no_grad():
+        same(fast(x), model(x))
+        same(fast(x), model(x))  # with what it has kept
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_a_copy_of_other_weights_does_not(name):
+    """The control: weights that are off by a thousandth are found out."""
+    model, x = noisy(build(name)), images()
+    fast = optimize_for_inference(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.001)
+        assert (fast(x) - model(x)).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_features_and_intermediates_are_whole(name):
+    """Only the logits are computed from fewer tokens."""
+    model, x = noisy(build(name)), images()
+    fast = optimize_for_inference(model)
+    with torch.no_grad():
+        same(fast.forward_features(x), model.forward_features(x))
+        for ours, theirs in zip(
+            fast.forward_intermediates(x, intermediates_only=True),
+            model.forward_intermediates(x, intermediates_only=True),
+        ):
+            same(ours, theirs)
+
+
+@pytest.mark.parametrize("pool", ["token", "avg", ""])
+@pytest.mark.parametrize("name", ["vit", "tnt"])
+def test_every_pooling(name, pool):
+    model, x = noisy(build(name, global_pool=pool)), images()
+    with torch.no_grad():
+        same(optimize_for_inference(model)(x), model(x))
+
+
+@pytest.mark.parametrize("small_maps", ["shrink", "pad"])
+@pytest.mark.parametrize("cls", [SwinTransformer, SwinTransformerV2])
+def test_maps_of_any_size_in_any_order(cls, small_maps):
+    model = noisy(
+        cls(64, embed_dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4, num_classes=5,
+            small_maps=small_maps)
+    )  # fmt: skip
+    fast = optimize_for_inference(model)
+    with torch.no_grad():
+        for size in (64, (36, 52), (8, 64), 64, (20, 20), 4):
+            same(fast(images(2, size)), model(images(2, size)))
+
+
+def test_images_of_any_size():
+    model = noisy(build("vit", dynamic_img_size=True))
+    fast = optimize_for_inference(model)
+    with torch.no_grad():
+        for size in (32, (16, 40), 8):
+            same(fast(images(1, size)), model(images(1, size)))
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_bfloat16(name):
+    model, x = noisy(build(name), dtype=torch.bfloat16), images().bfloat16()
+    exact = copy.deepcopy(model).float()
+    fast = optimize_for_inference(model)
+    with torch.no_grad():
+        ours, plain, wanted = fast(x).float(), model(x).float(), exact(x.float())
+    assert fast(x).dtype == torch.bfloat16
+    assert (ours - wanted).abs().max() < 2 * (plain - wanted).abs().max() + 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("name", ["vit", "swin", "swinv2"])
+def test_a_dtype_that_is_not_packed(name, dtype):
+    model, x = noisy(build(name), dtype=dtype), images().to(dtype)
+    with torch.no_grad():
+        same(
+            optimize_for_inference(model)(x), model(x), 1e-10 if dtype == torch.float64 else 0.1
+        )
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_without_onednn(enabled, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: enabled)
+    layer = PackedLinear(torch.randn(5, 4), torch.randn(5), "gelu")
+    assert (layer.packed is None) == (not enabled)
+    x = torch.randn(7, 4)
+    same(layer(x), F.gelu(F.linear(x, layer.weight, layer.bias)))
+
+
+@pytest.mark.parametrize("activation", inference.FUNCTIONS)
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (0, 4), (7, 4), (2, 3, 4), (2, 1, 3, 4)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_layer(shape, bias, activation):
+    layer, x = nn.Linear(4, 6, bias=bias), torch.randn(shape)
+    packed = PackedLinear(layer.weight, layer.bias, activation)
+    with torch.no_grad():
+        same(packed(x), inference.FUNCTIONS[activation](layer(x)))
+        same(packed(x.mT.contiguous().mT if x.ndim > 1 else x), packed(x))
+
+
+# --- the Transformer --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "learned", "relative", "alibi", "rotary"])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_transformer_gives_the_same_logits(position, norm_first):
+    model = translator(position=position, norm_first=norm_first, output_bias=norm_first)
+    fast, src = optimize_for_inference(model), sentences()
+    with torch.no_grad():
+        same(fast(src, src.flip(0)), model(src, src.flip(0)))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", torch.tanh])
+def test_activations(activation):
+    model = translator(activation=activation)
+    with torch.no_grad():
+        same(
+            optimize_for_inference(model)(sentences(), sentences()),
+            model(sentences(), sentences()),
+        )
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("position", ["sinusoidal", "relative", "rotary"])
+def test_decoding_gives_the_same_tokens(position, batch, padding):
+    model, src = translator(position=position), sentences(batch, padding=padding)
+    fast = optimize_for_inference(model)
+    for use_cache in (True, False):
+        assert torch.equal(greedy(fast, src, 12, use_cache=use_cache), greedy(model, src, 12))
+    ours, theirs = (beam_search(m, src, 8, beam_size=3) for m in (fast, model))
+    assert torch.equal(ours[0], theirs[0])
+    same(ours[1], theirs[1])
+    drawn = [
+        sample(m, src, 8, top_k=5, generator=torch.Generator().manual_seed(3))
+        for m in (fast, model)
+    ]
+    assert torch.equal(*drawn)
+
+
+def test_a_cache_in_pieces():
+    model, src = translator(), sentences()
+    fast, tgt = optimize_for_inference(model), sentences(length=7, padding=False)
+    with torch.no_grad():
+        memory, mask = model.encode(src)
+        whole, cache = model.decode(tgt, memory, mask), KVCache()
+        parts = [fast.decode(part, memory, mask, cache) for part in tgt.split([1, 3, 1, 2], 1)]
+    same(torch.cat(parts, dim=1), whole)
+
+
+def test_a_source_of_nothing_but_padding_gives_zeros():
+    model, src = translator(), sentences()
+    src[1] = 0
+    with torch.no_grad():
+        out = optimize_for_inference(model)(src, sentences())
+        assert out.isfinite().all()
+        same(out, model(src, sentences()))
+
+
+def test_bad_tokens_are_named():
+    fast, src = optimize_for_inference(translator()), sentences()
+    with pytest.raises(ValueError, match="token 30"):
+        fast(src, torch.full_like(src, 30))
+    with pytest.raises(ValueError, match="max_length"):
+        fast(src, torch.ones(3, 33, dtype=torch.int64))
+
+
+def test_a_failed_call_leaves_the_cache_as_it_was():
+    fast, src = optimize_for_inference(translator()), sentences(padding=False)
+    tgt, cache = sentences(length=4, padding=False), KVCache()
+    with torch.no_grad():
+        memory, mask = fast.encode(src)
+        with pytest.raises((RuntimeError, ValueError, TypeError)):
+            fast.decode(tgt, memory[:, :, :5], mask, cache)
+        same(fast.decode(tgt, memory, mask, cache), fast.decode(tgt, memory, mask))
+
+
+# --- the copy ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_the_model_stays_as_it_was(name):
+    model, x = noisy(build(name)).train(), images()
+    state, parts = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    fast = optimize_for_inference(model)
+    assert model.training and not fast.training
+    assert [type(m) for m in model.modules()] == parts
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(p.requires_grad for p in fast.parameters())
+    before = fast(x)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    out = model(x)
+    (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+    optimizer.step()
+    same(fast(x), before, 0)  # the copy has weights of its own
+    assert type(fast) is type(model)
+
+
+def test_all_linear_layers_are_packed():
+    for model in (*map(build, BACKBONES), translator()):
+        left = [
+            name
+            for name, module in optimize_for_inference(model).named_modules()
+            if type(module) is nn.Linear
+        ]
+        assert left == []
+
+
+def test_it_needs_no_gradient_mode():
+    """No graph is made even where gradients are enabled."""
+    fast = optimize_for_inference(noisy(build("swin")))
+    assert fast(images()).grad_fn is None
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_a_gradient_is_refused_and_not_lost(name):
+    fast, x = optimize_for_inference(noisy(build(name))), images().requires_grad_()
+    with pytest.raises(RuntimeError, match="use the model itself"):
+        fast(x)
+    with torch.no_grad():
+        fast(x)  # nobody asks for one
+
+
+def test_another_dtype_or_width_is_named():
+    layer = PackedLinear(torch.randn(5, 4), torch.randn(5))
+    with pytest.raises(TypeError, match="float64 must be .*float32"):
+        layer(torch.randn(3, 4, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"\(3, 7\)"):
+        layer(torch.randn(3, 7))
+    fast = optimize_for_inference(noisy(build("vit"))).bfloat16()
+    with pytest.raises(TypeError, match="bfloat16 must be .*float32"):
+        fast(images().bfloat16())
+    with pytest.raises(KeyError):
+        PackedLinear(torch.randn(5, 4), None, "softmax")(torch.randn(4))
+
+
+def test_a_model_on_another_device_is_refused():
+    with pytest.raises(ValueError, match="model is on meta"):
+        optimize_for_inference(build("vit").to("meta"))
+
+
+def test_maps_are_refused():
+    for model, inputs in ((build("swin"), (images(),)), (translator(), (sentences(),) * 2)):
+        with pytest.raises(RuntimeError, match="attention maps"):
+            optimize_for_inference(model).attention_maps(*inputs)
+        assert len(model.eval().attention_maps(*inputs)) > 0
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_a_copy_can_be_copied_and_pickled(name):
+    fast, x = optimize_for_inference(noisy(build(name))), images()
+    stored = io.BytesIO()
+    torch.save(fast, stored)
+    stored.seek(0)
+    others = copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))
+    for other in (*others, torch.load(stored, weights_only=False)):
+        assert other is not fast and all(
+            a is not b for a, b in zip(other.modules(), fast.modules())
+        )
+        same(other(x), fast(x), 0)
+
+
+def test_a_transformer_can_be_copied():
+    fast, src = optimize_for_inference(translator()), sentences()
+    other = copy.deepcopy(fast)
+    assert torch.equal(greedy(other, src, 8), greedy(fast, src, 8))
+    assert other.decode.args[0] is other
+
+
+def test_a_copy_of_a_copy():
+    fast, x = optimize_for_inference(noisy(build("swinv2"))), images()
+    same(optimize_for_inference(fast)(x), fast(x), 0)
+
+
+def test_threads_may_share_a_copy():
+    fast = optimize_for_inference(noisy(build("swin")))
+    batches = [images(1, size) for size in (32, 16, 24) * 4]
+    with torch.no_grad():
+        wanted = [fast(x) for x in batches]
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(torch.no_grad()(fast), batches))
+    for a, b in zip(found, wanted):
+        same(a, b)
+
+
+# --- what is not the book's -------------------------------------------------------------------
+
+
+def test_other_models_keep_what_they_do():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    fast, x = optimize_for_inference(model), torch.randn(5, 4)
+    assert [type(m) for m in fast] == [PackedLinear, nn.ReLU, PackedLinear]
+    same(fast(x), model(x).detach())
+
+
+def test_an_exchanged_activation_stays():
+    for act in (nn.ReLU(), nn.GELU("tanh"), nn.Sequential(nn.SiLU(), nn.Tanh())):
+        layer, x = Mlp(8, 16).eval(), torch.randn(3, 5, 8)
+        layer.act = act
+        same(optimize_for_inference(layer)(x), layer(x).detach())
+
+
+def test_an_own_class_keeps_its_forward():
+    class Doubled(Mlp):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Pooled(VisionTransformer):
+        def forward_features(self, x):
+            return super().forward_features(x).flip(1)
+
+    layer, x = Doubled(8, 16).eval(), torch.randn(3, 5, 8)
+    same(optimize_for_inference(layer)(x), layer(x).detach())
+    model = noisy(Pooled(32, 8, embed_dim=24, depth=2, num_heads=3, num_classes=5))
+    with torch.no_grad():
+        same(optimize_for_inference(model)(images()), model(images()))
+
+
+def test_weights_that_are_computed_stay_computed():
+    layer, x = Mlp(8, 16).eval(), torch.randn(3, 5, 8)
+    layer.fc1 = nn.utils.parametrizations.weight_norm(layer.fc1)
+    fast = optimize_for_inference(layer)
+    same(fast(x), layer(x).detach())
+    assert "Parametrized" in type(fast.fc1).__name__
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch moves quantization to another package
+def test_a_quantized_model_stays_quantized():
+    model, x = noisy(build("vit")), images()
+    small = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    fast = optimize_for_inference(small)
+    assert not any(isinstance(m, PackedLinear) for m in fast.modules())
+    with torch.no_grad():
+        same(fast.forward_features(x), small.forward_features(x))
+        # rounding to 8 bits is a matter of all tokens, of which the last block has fewer
+        same(fast(x), small(x), 0.1)
+
+
+def test_windows_one_by_one_stay_so():
+    model, x = noisy(build("swinv2")), images()
+    model.set_sequential_attention(2)
+    fast = optimize_for_inference(model)
+    assert not any(isinstance(m, inference.FastWindowAttention) for m in fast.modules())
+    with torch.no_grad():
+        same(fast(x), model(x))
+
+
+def test_vectors_of_length_zero_give_no_nan():
+    model = build("swinv2").eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.zero_()
+    assert optimize_for_inference(model)(images()).isfinite().all()
+
+
+def test_a_new_head():
+    fast = optimize_for_inference(noisy(build("vit")))
+    fast.reset_classifier(7)
+    assert fast(images()).shape == (2, 7)
+
+
+def test_one_size_of_map_is_kept():
+    layer = inference.FastWindowAttention(WindowAttention(8, 2, 4, 2).requires_grad_(False))
+    x = torch.randn(1, 12, 8, 8)
+    layer(x)
+    bias = layer.last[1]
+    layer(x)
+    assert layer.last[1] is bias and bias.shape == (6, 2, 16, 16)
+    layer(torch.randn(1, 8, 8, 8))
+    assert layer.last[1].shape == (4, 2, 16, 16)
+
+
+def test_tnt_of_both_kinds():
+    for legacy in (False, True):
+        model = noisy(
+            TNT(32, 8, embed_dim=24, inner_dim=8, depth=2, num_heads_inner=2,
+                num_heads_outer=3, num_classes=5, first_stride=4, legacy=legacy)
+        )  # fmt: skip
+        with torch.no_grad():
+            same(optimize_for_inference(model)(images()), model(images()))
+
+
+def test_the_benchmark_runs(tmp_path):
+    for package in ("timm", "onnx", "onnxruntime"):
+        pytest.importorskip(package)
+    command = [sys.executable, "-m", "benchmarks.inference", "--tiny", "--repeats", "2"]
+    command += ["--models", "vit_small_patch16_224", "--modes", "float32", "bfloat16"]
+    done = subprocess.run(
+        [*command, "--parts", "models", "--out", tmp_path],
+        cwd=Path(__file__).parent.parent,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    record = json.loads((tmp_path / "inference_cpu.json").read_text(encoding="utf-8"))
+    assert set(record["mode"]) == {"float32", "bfloat16"} and record["threads"] == 1
+    names = {row["name"] for row in record["rows"]}
+    assert {"timm", "without packed weights", "without short last block"} <= names
+    for row in record["rows"]:
+        low, high = row["slower"]["quartiles"]
+        assert row["ms"] > 0 and low <= row["slower"]["ratio"] <= high

@@ -1,0 +1,256 @@
+"""The training runs: their loop, their table, the teacher, the comparison, processes."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from attnlib.data import describe_scenes
+from attnlib.deit import hard_distillation_loss, soft_distillation_loss
+from attnlib.recipes import (
+    SMALL,
+    compare_small,
+    crop_and_flip,
+    distill,
+    distill_small,
+    small_backbones,
+    small_convnet,
+    small_run,
+    small_task,
+    train_classifier,
+    train_processes,
+    train_small,
+)
+from helpers import build, images
+
+ROOT = Path(__file__).parent.parent
+
+
+def halves(n=64):
+    """Gray images of 8 × 8 pixels, and whether the left half is the lighter one."""
+    x = torch.rand(n, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    return x, (x[..., :4].mean((1, 2, 3)) > x[..., 4:].mean((1, 2, 3))).long()
+
+
+def student(name="vit"):
+    torch.manual_seed(0)
+    small = dict(img_size=8, patch_size=4, in_chans=1, num_classes=2, embed_dim=12, depth=1)
+    return build(name, **small, num_heads=2)
+
+
+# --- the loop ---------------------------------------------------------------------------------
+
+
+def test_every_image_is_shifted_and_mirrored_on_its_own():
+    torch.manual_seed(0)
+    x = torch.arange(1.0, 37.0).reshape(1, 1, 6, 6).expand(64, 2, 6, 6)
+    y = crop_and_flip(x, 2)
+    padded = F.pad(x[:1, :1], (2,) * 4)[0, 0]
+    windows = [padded[i : i + 6, j : j + 6] for i in range(5) for j in range(5)]
+    windows += [w.flip(-1) for w in windows]
+    found = {next(k for k, w in enumerate(windows) if torch.equal(w, im[0])) for im in y}
+    assert y.shape == x.shape and torch.equal(y[:, 0], y[:, 1]) and len(found) > 25
+    assert torch.equal(crop_and_flip(x, 0).sum(), x.sum())
+
+
+def test_training_lowers_the_loss():
+    torch.manual_seed(0)
+    x = images(64).float()
+    y = (x[:, 0, :8, :8].mean((1, 2)) > 0).long()
+    options = dict(steps=40, batch_size=32, lr=3e-3, every=20, augment=lambda x: x + 0)
+    history = train_classifier(build("vit", num_classes=2), (x, y), (x, y), **options)
+    assert [record["step"] for record in history] == [20, 40]
+    assert history[1]["loss"] < history[0]["loss"] and history[-1]["accuracy"] > 0.6
+
+
+def test_training_with_another_loss():
+    def loss(model, images, labels):
+        return F.cross_entropy(model(images), labels, reduction="sum")
+
+    losses, data = [], halves(32)
+    for option in ({}, {"loss": loss}, {"loss": lambda *batch: 2 * loss(*batch)}):
+        history = train_classifier(student(), data, data, steps=1, batch_size=32, **option)
+        losses.append(history[0]["loss"])
+    assert losses[0] == losses[1] == losses[2] / 2
+
+
+def test_accuracy_counts_every_test_image_once():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.logits = nn.Parameter(torch.tensor([0.0, 1.0]))
+
+        def forward(self, x):
+            return self.logits.expand(len(x), 2)
+
+    labels = torch.tensor([1] * 9 + [0] * 2)  # the batches of the test, of 4, leave 3
+    test = torch.zeros(11, 1, 8, 8), labels
+    history = train_classifier(Constant(), halves(), test, steps=1, batch_size=1, lr=1e-9)
+    assert history[-1]["accuracy"] == pytest.approx(9 / 11)
+
+
+# --- the table --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_row_of_the_table_trains(name):
+    model, history = train_small(name, steps=2, batch_size=8)
+    assert history[-1]["step"] == 2 and 0 <= history[-1]["accuracy"] <= 1
+    assert type(model) is SMALL[name][0] and model.num_classes == 10
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_rows_are_as_large_as_when_they_were_recorded(name):
+    record = json.loads((ROOT / "benchmarks/results/digits.json").read_text())
+    (count,) = {run["parameters"] for run in record["runs"] if run["model"] == name}
+    make, ((x, y), (unseen, _)), _ = small_run(name, "digits")
+    model = make()
+    assert sum(p.numel() for p in model.parameters()) == count
+    assert model(x[:2]).shape == (2, 10) and (len(x), len(unseen)) == (1437, 360)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_rows_for_cifar_fit_its_images(name):
+    model_class, _, _, size = SMALL[name]
+    model = model_class(**size, in_chans=3, num_classes=100)
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
+    assert 2e6 < sum(p.numel() for p in model.parameters()) < 7e6
+
+
+def test_options_go_before_those_of_the_table_and_seeds_fix_a_run():
+    def run(seed):
+        torch.manual_seed(seed)
+        model, history = train_small("vit", steps=4, batch_size=8, every=2, lr=1e-4, seed=seed)
+        assert [record["step"] for record in history] == [2, 4]
+        assert history[0]["lr"] <= 1e-4
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(run(1), run(1)) and not torch.equal(run(1), run(2))
+
+
+# --- a teacher --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vit", "deit"])
+@pytest.mark.parametrize(
+    "loss", [hard_distillation_loss, functools.partial(soft_distillation_loss, weight=0.9)]
+)
+def test_distill_trains_the_student_and_leaves_the_teacher(name, loss):
+    learner, teacher = student(name), small_convnet(1, 2, (4, 8))
+    before, start = (
+        {key: x.clone() for key, x in model.state_dict().items()}
+        for model in (teacher, learner)
+    )
+    options = dict(steps=4, batch_size=16, loss=loss, augment=lambda x: x + 0.1)
+    history = distill(learner, teacher, halves(), halves(16), **options)
+    assert history[-1]["step"] == 4 and 0 <= history[-1]["accuracy"] <= 1
+    assert all(torch.equal(x, before[key]) for key, x in teacher.state_dict().items())
+    assert not teacher.training and not getattr(learner, "distilled_training", False)
+    tokens = [key for key in start if "token" in key]
+    assert tokens and not any(torch.equal(learner.state_dict()[k], start[k]) for k in tokens)
+
+
+def test_a_student_that_fails_answers_as_before():
+    def loss(*_):
+        raise RuntimeError("no loss")
+
+    learner = student("deit")
+    with pytest.raises(RuntimeError, match="no loss"):
+        distill(learner, small_convnet(1, 2, (4,)), halves(), halves(), steps=1, loss=loss)
+    assert not learner.distilled_training
+
+
+def test_distill_small_trains_both():
+    learner, teacher, history = distill_small(steps=2)
+    assert learner(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
+    assert teacher(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert history[-1]["step"] == 2
+
+
+# --- the comparison ---------------------------------------------------------------------------
+
+
+def test_small_tasks_have_ten_classes():
+    for name, channels, counts in (("digits", 1, (1437, 360)), ("scenes", 3, (8000, 1000))):
+        (x, y), (unseen, answers) = small_task(name)
+        assert x.shape == (counts[0], channels, 16, 16)
+        assert unseen.shape == (counts[1], channels, 16, 16)
+        assert set(y.tolist()) == set(answers.tolist()) == set(range(10))
+        assert len(y) == counts[0] and abs(x.mean()) < 1e-3 and abs(x.std() - 1) < 0.05
+
+
+def test_a_scenes_class_is_the_unordered_pair_of_its_kinds():
+    kinds, ((_, labels), _) = describe_scenes(8000, seed=0)["kind"], small_task("scenes")
+    pairs = {(*sorted(k), label) for k, label in zip(kinds.tolist(), labels.tolist())}
+    assert len(pairs) == 10
+
+
+def test_small_backbones_are_of_one_size_and_lack_what_they_say():
+    models = {name: make() for name, make in small_backbones().items()}
+    counts = [
+        sum(p.numel() for p in model.parameters() if p.requires_grad)
+        for model in models.values()
+    ]
+    assert max(counts) < 1.35 * min(counts)
+    for model in models.values():
+        assert model(torch.zeros(2, 1, 16, 16)).shape == (2, 10)
+    bare, words = models["TNT, no inner blocks"], torch.randn(16, 16, 8)
+    assert bare.blocks[0].inner(words) is words
+    assert not any("attn_in" in name for name, _ in bare.named_parameters())
+    model = models["TNT, no word positions"]
+    assert (model.pixel_pos == 0).all() and not model.pixel_pos.requires_grad
+
+
+def test_the_comparison_runs_everything_twice_but_tnt():
+    rows = compare_small("digits", steps=1, seeds=[3], batch_size=4)
+    assert [row["model"] for row in rows[:7]] == list(small_backbones())
+    assert [row["model"] for row in rows[7:]] == list(small_backbones())[:4]
+    assert [row["equal"] for row in rows] == ["steps"] * 7 + ["time"] * 4
+    assert {row["seed"] for row in rows} == {3} and {row["task"] for row in rows} == {"digits"}
+    for row in rows:
+        assert 0 <= row["accuracy"] <= 1 and row["steps"] >= 1 and row["seconds"] > 0
+
+
+# --- several processes ------------------------------------------------------------------------
+
+
+def test_two_processes_share_what_they_are_told_to():
+    (one,) = train_processes(1, False, 2)
+    total = 4 * sum(x.numel() for x in one["parameters"].values())
+    assert (one["state"], one["weights"]) == (2 * total, total)
+    for shard, weights in ((True, 2 * total), ("all", total)):  # "all": together they have one
+        shared = train_processes(2, shard, 2)
+        assert sum(s["state"] for s in shared) == 2 * total
+        assert max(s["state"] for s in shared) < 1.2 * total
+        assert sum(s["weights"] for s in shared) == weights
+        for key, x in one["parameters"].items():
+            for other in shared:
+                # a tenth of a step of AdamW, which divides a gradient near zero by its rounding
+                torch.testing.assert_close(other["parameters"][key], x, rtol=1e-4, atol=1e-4)
+            assert torch.equal(shared[0]["parameters"][key], shared[1]["parameters"][key])
+
+
+# --- bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: train_small("resnet"), r"model \('resnet'\) must be one of 'vit', 'deit'"),
+        (lambda: train_small("vit", "cats"), r"data \('cats'\) must be one of 'digits', 'cif"),
+        (lambda: distill_small("cats"), r"data \('cats'\) must be one of 'digits', 'cifar10'"),
+        (lambda: train_small("vit", steps=0), r"steps \(0\) must be an integer of at least 1"),
+        (lambda: train_small("vit", lr=0), r"lr \(0\) must be positive"),
+        (lambda: train_small("vit", batch_size=2000), r"batch_size \(2000\) must be between 1"),
+        (lambda: small_task("cats"), r"name \('cats'\) must be 'digits' or 'scenes'"),
+        (lambda: compare_small("cats"), r"name \('cats'\) must be 'digits' or 'scenes'"),
+        (lambda: train_processes(2, "weights"), r"shard \('weights'\) must be False, True or"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
