@@ -29,11 +29,12 @@ VISION = {
     "swinv2": "swinv2_tiny_window8_256",
     "tnt": "tnt_s_patch16_224",
 }
-RUNS = ("numbers", "numbers_english", "lengths", "digits", "backbones")
+RUNS = ("numbers", "numbers_english", "translator", "lengths", "digits", "backbones")
 NETWORK = ("cifar10", "multi30k")  # runs that fetch their data: by name only
 NEEDS = {  # packages that not every machine has
     **dict.fromkeys(
-        ("run_numbers", "run_numbers_english", "run_lengths"), ("num2words", "tokenizers")
+        ("run_numbers", "run_numbers_english", "run_translator", "run_lengths"),
+        ("num2words", "tokenizers"),
     ),
     **dict.fromkeys(("run_digits", "run_backbones"), ("sklearn",)),
     **dict.fromkeys(("flash", "windows"), ("triton",)),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 
 from attnlib import recipes, translation
 from attnlib.train import write_record
@@ -36,6 +37,24 @@ def numbers(directions, steps, folder, tiny):
         directions, **size, checkpoint=folder / "numbers.json", accelerator=bf16()
     )
     return record
+
+
+def translator(folder, tiny):
+    """The translator of numbers with three seeds; the weights of the first are kept."""
+    tokenizer, parts = recipes.number_pairs()
+    size, runs = dict(steps=4, every=4) if tiny else {}, []
+    for seed in range(1 if tiny else 3):
+        model, history = recipes.train_translator(tokenizer, parts, seed=seed, **size)
+        shares = {
+            part: round(recipes.names_right(model, tokenizer, parts[part]), 4)
+            for part in ("valid", "test")
+        }
+        runs.append({"seed": seed, **shares, "history": history})
+        if seed == 0:
+            weights = {name: x.cpu() for name, x in model.state_dict().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "weights.safetensors")
+    return {"tokenizer": tokenizer.to_str(), "runs": runs}
 
 
 def lengths(folder, tiny):
@@ -102,6 +121,7 @@ PARTS = {
     "numbers": functools.partial(numbers, ALL, 6000),
     # fewer directions are learned sooner
     "numbers_english": functools.partial(numbers, ENGLISH, 2500),
+    "translator": translator,
     "lengths": lengths,
     "digits": functools.partial(small, "digits"),
     "backbones": backbones,
@@ -141,6 +161,9 @@ def main():
             record["seconds"] = round(time.perf_counter() - began)
             device = "cuda" if torch.cuda.is_available() else "cpu"
             write_record(arguments.out / f"{name}.json", record, device)
+            if (checkpoints / "weights.safetensors").exists():
+                weights = arguments.out / f"{name}.safetensors"
+                shutil.move(checkpoints / "weights.safetensors", weights)
             # or the next run would end before it began
             shutil.rmtree(checkpoints, ignore_errors=True)
             print(

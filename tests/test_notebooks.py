@@ -184,3 +184,85 @@ def test_nothing_names_this_machine():
             f"{path.name} carries a path of a machine"
         )
     assert os.environ.get("HOME", "/nowhere") not in (ROOT / "README.md").read_text()
+
+
+# --- statements have checks that can fail, figures have captions, chapters end ----------------
+
+FIRST_EDITION = {  # chapters that are still to be held to the three rules below
+    *("30_vit", "31_deit", "32_swin", "33_swinv2", "34_tnt"),
+    *("50_cost", "51_flash", "52_windows", "53_inference"),
+}
+SECOND_EDITION = [
+    path for path in CHAPTERS if path.stem[0] in "12345" and path.stem not in FIRST_EDITION
+]
+STATEMENT = re.compile(r"\{prf:(?:theorem|proposition|lemma|corollary)\}.*\n:label: (\S+)")
+
+
+def unchecked(nb):
+    """The labels of the statements that no cell checks, or checks without a control.
+
+    A check is a code cell with a line "# check: LABEL". A control is the same check of a broken
+    variant, behind a line "# control: WHAT IS BROKEN" in the same cell, that asserts or prints.
+    """
+    checked = set()
+    for cell in nb.cells:
+        if cell.cell_type == "code":
+            _, *after = re.split(r"(?m)^\s*# control: \S", cell.source, maxsplit=1)
+            if after and re.search(r"\bassert\b", after[0]):
+                checked |= set(re.findall(r"(?m)^\s*# check: (\S+)", cell.source))
+    prose = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
+    return [label for label in STATEMENT.findall(prose) if label not in checked]
+
+
+def without_caption(nb):
+    """The ids of the cells whose figure has no caption of its own."""
+    found = []
+    for cell in nb.cells:
+        outputs = [out.get("data", {}) for out in cell.get("outputs", ())]
+        pictures = sum("image/png" in data for data in outputs)
+        captions = [
+            data for data in outputs if '<p class="caption">' in data.get("text/html", "")
+        ]
+        found += [cell.id] * (pictures > len(captions))
+    return found
+
+
+@pytest.mark.parametrize("path", SECOND_EDITION, ids=lambda path: path.stem)
+def test_each_statement_has_a_check_with_a_control(path):
+    assert unchecked(nbformat.read(path, 4)) == []
+
+
+@pytest.mark.parametrize("path", SECOND_EDITION, ids=lambda path: path.stem)
+def test_each_figure_has_a_caption(path):
+    assert without_caption(nbformat.read(path, 4)) == []
+
+
+@pytest.mark.parametrize("path", SECOND_EDITION, ids=lambda path: path.stem)
+def test_a_chapter_has_an_end(path):
+    """At most 6,000 words, six to ten exercises, each with its solution."""
+    nb = nbformat.read(path, 4)
+    prose = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
+    words = re.sub(r"\$\$?.*?\$\$?", "", prose, flags=re.S)
+    assert len(re.findall(r"\w+", words)) <= 6000
+    exercises = re.findall(r":::\{exercise\}.*\n:label: (\S+)", prose)
+    solutions = re.findall(r"```\{solution-start\} (\S+)", prose)
+    assert 6 <= len(exercises) <= 10 and sorted(exercises) == sorted(solutions)
+
+
+def test_the_rules_for_chapters_find_what_breaks_them():
+    code, text = nbformat.v4.new_code_cell, nbformat.v4.new_markdown_cell
+    statement = text(":::{prf:theorem} A title\n:label: thm-a\nTrue.\n:::")
+    good = "# check: thm-a\nassert 1 + 1 == 2\n# control: another sum\nassert 1 + 2 != 2"
+    for source, missing in (
+        (good, []),
+        (good.replace("thm-a", "thm-b"), ["thm-a"]),
+        (good.replace("# control", "# more"), ["thm-a"]),
+        (good.rpartition("\n")[0], ["thm-a"]),
+    ):
+        nb = nbformat.v4.new_notebook(cells=[statement, code(source)])
+        assert unchecked(nb) == missing
+    picture = nbformat.v4.new_output("display_data", {"image/png": "", "text/plain": "a"})
+    for html, count in (('<p class="caption">b</p>', 0), ('<p aria-hidden="true">a</p>', 1)):
+        caption = nbformat.v4.new_output("display_data", {"text/html": html})
+        nb = nbformat.v4.new_notebook(cells=[code("show()", outputs=[picture, caption])])
+        assert len(without_caption(nb)) == count

@@ -22,11 +22,20 @@ def closed():
 def test_show_displays_picture_and_words_and_closes(monkeypatch):
     shown = []
     monkeypatch.setattr(plot, "display", lambda data, raw: shown.append(data))
-    plot.show(plt.figure(), "a description")
-    assert shown[0]["text/plain"] == "a description" and shown[0]["image/png"].startswith(
-        b"\x89PNG"
-    )
+    plot.show(plt.figure(), "a description", "what to see where a < b")
+    picture, caption = shown
+    assert picture["text/plain"] == "a description"
+    assert picture["image/png"].startswith(b"\x89PNG")
+    assert caption["text/plain"] == "what to see where a < b"
+    assert caption["text/html"] == '<p class="caption">what to see where a &lt; b</p>'
     assert not plt.get_fignums()
+
+
+def test_without_a_caption_the_description_is_shown_and_read_once(monkeypatch):
+    shown = []
+    monkeypatch.setattr(plot, "display", lambda data, raw: shown.append(data))
+    plot.show(plt.figure(), "a description")
+    assert shown[1]["text/html"] == '<p class="caption" aria-hidden="true">a description</p>'
 
 
 @pytest.mark.parametrize("alt", ["", "  "])
