@@ -9,6 +9,7 @@ __all__ = ['BLUE', 'ORANGE', 'GREEN', 'RED', 'PURPLE', 'SKY', 'BLACK', 'STYLE', 
 # %% ../nbs/92_plot.ipynb #imports
 import io
 import itertools
+from html import escape
 
 import torch
 
@@ -44,14 +45,16 @@ def set_style():
     plt.rcParams.update(STYLE)
 
 # %% ../nbs/92_plot.ipynb #show
-def show(figure, alt):
-    """Display a figure with its alternative text and close it.
+def show(figure, alt, caption=None):
+    """Display a figure with its caption and its alternative text, and close it.
 
     Parameters
     ----------
     figure : matplotlib.figure.Figure
     alt : str
         One or two sentences that tell what the figure shows to a reader who does not see it.
+    caption : str, optional
+        What to see in it, for the reader who does; `alt` by default.
 
     Raises
     ------
@@ -64,6 +67,9 @@ def show(figure, alt):
     figure.savefig(png, format="png")
     plt.close(figure)
     display({"image/png": png.getvalue(), "text/plain": alt}, raw=True)
+    hidden = "" if caption else ' aria-hidden="true"'  # a screen reader has just read it
+    html = f'<p class="caption"{hidden}>{escape(caption or alt)}</p>'
+    display({"text/html": html, "text/plain": caption or "(the caption is the same)"}, raw=True)
 
 # %% ../nbs/92_plot.ipynb #plot-attention
 def plot_attention(weights, queries=None, keys=None, *, titles=None, vmax=None, values=None):

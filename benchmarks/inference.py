@@ -165,7 +165,7 @@ def contestants(ours, theirs, x, mode, compiled):
     }
     if mode == "float32":
         calls["ONNX Runtime"] = onnx_runtime(theirs, x)
-    if compiled and mode != "float32, MKL AVX2":
+    if compiled and mode == "float32":
         for name, options in (("compiled", None), ("compiled and frozen", {"freezing": True})):
             torch.compiler.reset()
             model = torch.compile(theirs, options=options)

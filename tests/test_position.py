@@ -1,6 +1,10 @@
 """Positions: the formulas entry by entry, the published codes, the symmetries, bad input."""
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +25,7 @@ from attnlib.position import (
     sincos_2d,
     sinusoidal_encoding,
 )
+from attnlib.train import read_record
 
 close = torch.testing.assert_close
 few = settings(max_examples=40, deadline=None)
@@ -466,3 +471,34 @@ def test_decoding_with_a_cache_is_the_causal_pass():
 
 def test_sinusoids_with_an_offset_continue_the_table():
     close(sinusoidal_encoding(3, 16, offset=7), sinusoidal_encoding(10, 16)[7:], rtol=0, atol=0)
+
+
+# --- the experiments of the chapter -----------------------------------------------------------
+
+
+def test_the_experiments_run(tmp_path):
+    """A tiny run records its networks, and goes on with them when it is given again."""
+    command = [sys.executable, "-m", "benchmarks.positions", "--tiny", "--out", str(tmp_path)]
+    root = Path(__file__).resolve().parent.parent
+    records = []
+    for _ in range(2):
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        records.append(json.loads((tmp_path / "positions.json").read_text())["runs"])
+    assert records[0] == records[1]
+    assert {run["task"] for run in records[0]} == {"three back", "the first", "digits"}
+    assert {run["steps"] for run in records[0]} == {2, 8}
+    assert all(run["valid"] > 0 and run["accuracy"] for run in records[0])
+
+
+def test_the_record_is_complete():
+    """Each scheme has three seeds at both lengths of training, with one setting."""
+    runs = read_record("positions")["runs"]
+    for task, name in {(run["task"], run["scheme"]) for run in runs}:
+        mine = [run for run in runs if (run["task"], run["scheme"]) == (task, name)]
+        long = [run for run in mine if run["steps"] == 1600]
+        assert [run["seed"] for run in long] == [0, 1, 2]
+        setting = long[0]["setting"]
+        assert all(run["setting"] == setting for run in long)
+        tried = [run for run in mine if run["steps"] == 400 and run["seed"] == 0]
+        assert min(tried, key=lambda run: run["valid"])["setting"] == setting

@@ -1,21 +1,30 @@
 """Translation: directions, tags, scores, published tokenizers, long runs at a tiny size."""
 
+import hashlib
+import io
 import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlib import translation
-from attnlib.data import LANGUAGES, decode, draw_numbers, number_words
+from attnlib import data, translation
+from attnlib.data import LANGUAGES, decode, draw_numbers, encode, number_words, train_bpe
+from attnlib.decoding import greedy
 from attnlib.train import read_record
 from attnlib.transformer import POSITIONS, Transformer
 from attnlib.translation import (
     DIRECTIONS,
     HELD_OUT,
+    answer_kind,
     direction_accuracy,
     direction_batches,
+    is_in,
     length_run,
     load_marian,
     multi30k_run,
@@ -82,6 +91,109 @@ def test_batches_are_names_of_one_number_in_the_languages_of_a_direction(tokeniz
     assert (src[:, -1] != 0).any() and (tgt[:, -1] != 0).any()  # trimmed
 
 
+def numbers_seen(batches, tokenizer, numbers, steps):
+    """{target language: the numbers whose names it has been given} of English sources."""
+    names, seen = number_words(numbers, "en"), {}
+    for step in range(steps):
+        src, tgt = batches(step)
+        for said, asked in zip(decode(tokenizer, src), src[:, 1].tolist()):
+            seen.setdefault(tokenizer.id_to_token(asked), set()).add(names.index(said))
+    return seen
+
+
+def test_directions_have_numbers_of_their_own_unless_they_share_all(tokenizer):
+    numbers = list(range(1000, 1031))
+    table, directions = number_table(tokenizer, numbers), [("en", "de"), ("en", "es")]
+    for shared in (True, False):
+        batches = direction_batches(
+            tokenizer, table, directions, batch_size=50, shared=shared
+        )
+        seen = numbers_seen(batches, tokenizer, numbers, 10)
+        common = seen["<de>"] & seen["<es>"]
+        assert len(common) == 31 if shared else not common
+        assert len(seen["<de>"]) == (31 if shared else 15)
+
+
+def test_the_tag_can_stand_on_the_side_of_the_target(tokenizer):
+    table = number_table(tokenizer, [1001, 2002, 3003])
+    sides = {
+        side: direction_batches(
+            tokenizer, table, [("en", "de"), ("en", "es")], batch_size=6, tag_on=side
+        )(3)
+        for side in ("source", "target")
+    }
+    (src, tgt), (bare, tagged) = sides["source"], sides["target"]
+    assert torch.equal(src[:, 2:], bare[:, 1:]) and torch.equal(src[:, 1], tagged[:, 0])
+    assert torch.equal(tgt[:, 1:], tagged[:, 1:]) and (tgt[:, 0] == data.BOS).all()
+    assert (table[:, :, 0] != tagged[0, 0]).all()  # the table is as it was
+
+    model = small_model(320)
+    texts, wanted = ["one", "two", "three"], ["de", "es", "de"]
+    said = translate_numbers(
+        model, tokenizer, texts, wanted, tag_on="target", max_length=9
+    )
+    for text, language, own in zip(texts, wanted, said):
+        start = tokenizer.token_to_id(tag(language))
+        alone = greedy(model, encode(tokenizer, [text]), 9, bos_id=start)
+        assert decode(tokenizer, alone) == [own]
+    for call in (
+        lambda: direction_batches(tokenizer, table, [], batch_size=1, tag_on="both"),
+        lambda: translate_numbers(model, tokenizer, texts, "de", tag_on="both"),
+    ):
+        with pytest.raises(ValueError, match=r"tag_on \('both'\) must be 'source' or 'target'"):
+            call()
+
+
+def test_a_table_of_some_languages_is_that_of_all_elsewhere_padding(tokenizer):
+    whole = number_table(tokenizer, [12, 345])
+    part = number_table(tokenizer, [12, 345], ("de", "fi"))
+    for i, language in enumerate(LANGUAGES):
+        own = trim(whole[i]) if language in ("de", "fi") else torch.zeros(2, 0)
+        assert torch.equal(trim(part[i]), own.long())
+
+
+# --- kinds of answers -------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6 - 1), st.sampled_from(LANGUAGES))
+def test_a_name_is_in_its_language(number, language):
+    (name,) = number_words([number], language)
+    assert is_in(name, language) and not is_in(name + "x", language)
+
+
+def test_a_name_of_a_large_number_is_not_in_another_language():
+    four = ("en", "de", "es", "fi")
+    for number in draw_numbers(60, 10**6, seed=5):
+        for a in four if number else ():
+            (name,) = number_words([number], a)
+            assert [b for b in four if is_in(name, b)] == [a]
+
+
+@pytest.mark.parametrize(
+    "text, kind",
+    [
+        ("setenta y siete", "right"),
+        ("seventy-seven", "named in en"),
+        ("siebenundsiebzig", "named in de"),
+        ("seitsemänkymmentäseitsemän", "named in fi"),
+        ("seventy-eight", "in en"),
+        ("setenta y ocho", "in es"),
+        ("mil mil cien", "in es"),
+        ("achtundsiebzig", "in de"),
+        ("hundertsiebzigtausendhundert", "in de"),
+        ("setenta-seven", "mixed"),
+        ("siebenundventy-seven thousand", "mixed"),
+        ("", "none"),
+        ("x", "none"),
+    ],
+)
+def test_answers_are_sorted(text, kind):
+    four = ("en", "de", "es", "fi")
+    tokenizer = number_tokenizer(draw_numbers(500, 10**6, seed=3), 300, four)
+    assert answer_kind(tokenizer, text, 77, "de", "es", four) == kind
+
+
 def test_trim():
     assert trim(torch.tensor([[1, 5, 2, 0, 0], [1, 2, 0, 0, 0]])).tolist() == [
         [1, 5, 2],
@@ -144,6 +256,35 @@ def test_number_run_partitions_directions_and_records_its_settings():
         "limit"
     ] == 10**4
     json.dumps(record)
+
+
+def test_the_history_is_that_of_numbers_which_are_in_no_other_part(monkeypatch):
+    asked, trained = [], []
+    scores, table = translation.number_scores, translation.number_table
+    monkeypatch.setattr(
+        translation,
+        "number_scores",
+        lambda *arguments: asked.append(set(arguments[2])) or scores(*arguments),
+    )
+    monkeypatch.setattr(
+        translation,
+        "number_table",
+        lambda *arguments: trained.append(set(arguments[1])) or table(*arguments),
+    )
+    number_run(
+        [("en", "de")],
+        limit=10**4,
+        steps=1,
+        numbers=300,
+        tests=20,
+        vocab_size=100,
+        d_model=16,
+        layers=1,
+        batch_size=4,
+    )
+    (valid, test), (seen,) = asked, trained
+    large = {n for n in valid if n >= 1000}  # the few short ones are in all parts
+    assert large and not large & seen and not valid & test and not test & seen
 
 
 @settings(max_examples=30, deadline=None)
@@ -300,6 +441,97 @@ def test_multi30k_run_scores_with_bleu(monkeypatch):
     )
     _, _, untrained = multi30k_run(steps=1, **sizes)
     assert untrained["bleu"] < 50
+
+
+PAIRS = {"a man": "ein mann", "two dogs": "zwei hunde", "a book": "ein buch"}
+
+
+def write_archives(folder, monkeypatch):
+    """Three sentences in archives of the published format, and their checksums in the table."""
+    known = {}
+    for split, (stem, name, sources) in data.MULTI30K.items():
+        with tarfile.open(folder / name, "w:gz") as tar:
+            for ending, lines in (("en", PAIRS), ("de", PAIRS.values())):
+                text = "\n".join(lines).encode() + b"\n"
+                member = tarfile.TarInfo(f"./{stem}.{ending}")
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text))
+        checksum = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        known[split] = (stem, name, dict.fromkeys(sources, checksum))
+    monkeypatch.setattr(data, "MULTI30K", known)
+
+
+def test_multi30k_run_reads_the_archives_and_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
+    write_archives(tmp_path, monkeypatch)
+    sizes = dict(
+        steps=6, vocab_size=60, d_model=16, layers=1, batch_size=3, every=2, beam_size=1
+    )
+    model, _, record = multi30k_run(tmp_path, **sizes)
+    path = tmp_path / "runs" / "multi30k.json"
+    again, _, other = multi30k_run(tmp_path, checkpoint=path, **sizes)
+    assert other == record and [row["step"] for row in record["history"]] == [2, 4, 6]
+    third, _, finished = multi30k_run(tmp_path, checkpoint=path, **sizes)  # nothing is left
+    assert finished == record
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, again.state_dict()[name])
+        assert torch.equal(x, third.state_dict()[name])
+
+
+def test_the_weights_with_the_lowest_validation_loss_are_kept(tmp_path):
+    tokenizer = train_bpe([*PAIRS, *PAIRS.values()], 60)
+    pair = (encode(tokenizer, list(PAIRS)), encode(tokenizer, list(PAIRS.values())))
+    look = translation.keep_best(tmp_path / "best.json", *pair, batch_size=2)
+    losses, kept = [], []
+    for seed in (3, 4, 5, 6):
+        torch.manual_seed(seed)
+        model = Transformer(60, None, 16, 1, 1, 1, 32, dropout=0.0).eval()
+        losses.append(look(model)["valid"])
+        kept.append(model)
+        total, count = translation.translation_loss(model, pair)
+        assert losses[-1] == pytest.approx(float(total / count), rel=1e-5)
+    weights, state = translation.load_checkpoint(tmp_path / "best.json")
+    best = losses.index(min(losses))
+    assert state["loss"] == losses[best]
+    for name, x in kept[best].state_dict().items():
+        assert torch.equal(x, weights[name])
+
+
+# --- why directions fail ----------------------------------------------------------------------
+
+
+def test_the_zero_shot_experiment_runs(tmp_path):
+    root = Path(__file__).resolve().parent.parent
+    command = [sys.executable, "-m", "benchmarks.zero_shot", "--tiny", "--parts", tmp_path]
+    subprocess.run([*command, "--only", "English-centric"], check=True, cwd=root)
+    assert len(list(tmp_path.glob("[0-9]*.json"))) == 3  # two rates, and the long run
+    subprocess.run([*command, "--out", tmp_path / "out"], check=True, cwd=root)
+    record = json.loads((tmp_path / "out" / "zero_shot.json").read_text())
+    conditions = {run["condition"] for run in record["runs"]}
+    assert len(record["runs"]) == 6 == len(conditions) and len(record["tuning"]) == 12
+    assert [run["steps"] for run in record["long"]] == [16]
+    for run in record["runs"]:
+        for own in run["unseen"].values():
+            assert sum(own["kinds"].values()) == 6 >= own["as_english"]
+
+
+def test_the_zero_shot_record_has_equal_steps_and_three_seeds():
+    record = read_record("zero_shot")
+    found = {}
+    for run in record["runs"]:
+        found.setdefault(run["condition"], []).append(run)
+        assert run["steps"] == record["size"]["steps"]
+        trained, unseen = set(run["supervised"]), set(run["unseen"])
+        assert not trained & unseen and unseen == {"de-es", "es-fi", "fi-de"}
+        for own in run["unseen"].values():
+            assert sum(own["kinds"].values()) == record["size"]["tests"]
+        best = max(
+            (row for row in record["tuning"] if row["condition"] == run["condition"]),
+            key=lambda row: row["valid"],
+        )
+        assert run["lr"] == best["lr"]
+    assert len(found) == 6
+    assert all([run["seed"] for run in runs] == [0, 1, 2] for runs in found.values())
+    assert record["long"][0]["steps"] == 4 * record["size"]["steps"]
 
 
 def test_the_committed_record_is_the_run_that_the_chapter_describes():

@@ -1,0 +1,317 @@
+"""What trained heads reach: `python -m benchmarks.heads [PART ...] --out FOLDER`.
+
+Three comparisons of the chapter on multi-head attention, recorded as FOLDER/heads_PART.json:
+
+- payloads: layers with 1 to 8 heads fetch four payloads; how near do they come to the bound?
+- retrieval: attention, perceptrons and convolutions fetch the payload of a key.
+- digits: heads on scanned digits, and which of them can be taken out again.
+
+Every contestant gets its learning rate from a validation split, which no later number uses.
+With --tiny every part runs in seconds, to see that it works; such a record means nothing.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.svm import SVC
+
+from attnlib.multihead import MultiHeadAttention
+from attnlib.train import write_record
+
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+
+
+def fit(model, batch, loss, steps, lr, evaluate, every):
+    """Adam with a rate that rises and falls once; [step, what `evaluate` says] on the way."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps)
+    curve = []
+    for step in range(1, steps + 1):
+        inputs, target = batch()
+        optimizer.zero_grad()
+        loss(model(*inputs), target).backward()
+        optimizer.step()
+        schedule.step()
+        if step % every == 0 or step == steps:
+            curve.append([step, round(evaluate(model), 4)])
+    return curve
+
+
+@torch.no_grad()
+def squared_error(model, data):
+    inputs, target = data
+    return F.mse_loss(model(*inputs), target).item()
+
+
+def drawn(make, seed, *arguments):
+    """What a function draws from a seed of its own, without touching the generator."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make(*arguments)
+
+
+def tuned(make, batch, valid, test, steps, rates, seeds):
+    """A contestant's runs: the first seed at every rate, all seeds at the one best there."""
+
+    def run(lr, seed):
+        torch.manual_seed(seed)
+        model = make()
+        curve = fit(
+            model,
+            *(batch, F.mse_loss, steps, lr),
+            lambda model: squared_error(model, valid),
+            max(1, steps // 20),
+        )
+        return model, dict(lr=lr, seed=seed, curve=curve)
+
+    tries = [run(lr, 0) for lr in rates]
+    best = min(tries, key=lambda pair: pair[1]["curve"][-1][1])
+    runs = [best] + [run(best[1]["lr"], seed) for seed in range(1, seeds)]
+    for model, found in runs:
+        found["test"] = round(squared_error(model, test), 4)
+    return {
+        "parameters": sum(p.numel() for p in make().parameters()),
+        "rates": {str(found["lr"]): found["curve"][-1][1] for _, found in tries},
+        "runs": [found for _, found in runs],
+    }, [model for model, _ in runs]
+
+
+# --- four payloads ----------------------------------------------------------------------------
+
+
+def named_payloads(size, n=8, k=4, p=8):
+    """(query, addresses, payloads) and the k payloads that the query names, side by side."""
+    names = torch.rand(size, n).argsort(-1)[:, :k]  # (B, k), all different
+    payloads = torch.randn(size, n, p)
+    query = F.one_hot(names, n).float().flatten(1)[:, None]  # (B, 1, k n)
+    index = names[..., None].expand(-1, -1, p)
+    target = payloads.gather(1, index).flatten(1)[:, None]  # (B, k, p) -> (B, 1, k p)
+    return (query, torch.eye(n).expand(size, n, n), payloads), target
+
+
+def payloads(tiny):
+    steps, seeds = (4, 1) if tiny else (1200, 3)
+    valid, test = drawn(named_payloads, 100, 5000), drawn(named_payloads, 101, 20_000)
+    found = {}
+    for h in (1, 2, 4, 8):
+        found[h], _ = tuned(
+            lambda: MultiHeadAttention(32, h, kdim=8, vdim=8, bias=False),
+            lambda: named_payloads(256),
+            *(valid, test, steps, RATES[1:], seeds),
+        )
+    return {"steps": steps, "heads": found}
+
+
+# --- one payload, by its key ------------------------------------------------------------------
+
+
+def retrieval_batch(size, n=16):
+    """n tokens (key, payload) and a last one (key J, nothing); wanted: payload J."""
+    keys, values = torch.randn(2, size, n, 8)
+    keys, each = F.normalize(keys, dim=-1), torch.arange(size)
+    wanted = torch.randint(n, (size,))
+    last = F.pad(keys[each, wanted], (0, 8))[:, None]  # (B, 1, 16)
+    return (torch.cat([torch.cat([keys, values], -1), last], 1),), values[each, wanted]
+
+
+class Retriever(MultiHeadAttention):
+    """The last token asks the others; the answer is the second half of what it receives."""
+
+    def forward(self, x):  # (B, n + 1, 16) -> (B, 8)
+        return super().forward(x[:, -1:], x[:, :-1])[:, 0, 8:]
+
+
+def perceptron(hidden):
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(17 * 16, hidden), nn.ReLU(), nn.Linear(hidden, 8)
+    )
+
+
+class ConvolutionStack(nn.Module):
+    """Three dilated convolutions, which together read all 17 tokens."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Conv1d(16 if i == 0 else width, width, 3, dilation=3**i) for i in range(3)
+        )
+        self.last = nn.Linear(width, 8)
+
+    def forward(self, x):  # (B, n + 1, 16) -> (B, 8)
+        x = F.pad(x.mT, (26, 0))  # three layers reach 26 tokens back
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return self.last(x[..., -1])
+
+
+CONTESTANTS = {
+    "attention, one head": lambda: Retriever(16, 1, bias=False),
+    "perceptron": lambda: perceptron(4),
+    "perceptron, larger": lambda: perceptron(256),
+    "convolutions": lambda: ConvolutionStack(9),
+    "convolutions, larger": lambda: ConvolutionStack(48),
+}
+
+
+def retrieval(tiny):
+    steps, seeds = (4, 1) if tiny else (4000, 3)
+    valid, test = drawn(retrieval_batch, 100, 5000), drawn(retrieval_batch, 101, 10_000)
+    longer = drawn(retrieval_batch, 102, 10_000, 64)
+    found = {}
+    for name, make in CONTESTANTS.items():
+        found[name], models = tuned(
+            make, lambda: retrieval_batch(128), valid, test, steps, RATES, seeds
+        )
+        if name.startswith("attention"):
+            found[name]["longer"] = [round(squared_error(m, longer), 4) for m in models]
+    return {"steps": steps, "contestants": found}
+
+
+# --- digits -----------------------------------------------------------------------------------
+
+
+class RowClassifier(nn.Module):
+    """Rows of an image as tokens, one layer of self-attention, the mean token to 10 classes.
+
+    Without heads the tokens do not attend.
+    """
+
+    def __init__(self, num_heads, d=16):
+        super().__init__()
+        self.embed, self.position = nn.Linear(8, d), nn.Parameter(0.02 * torch.randn(8, d))
+        self.norm = nn.LayerNorm(d)
+        self.attend = MultiHeadAttention(d, num_heads) if num_heads else None
+        self.classify = nn.Linear(d, 10)
+
+    def forward(self, images):
+        x = self.embed(images) + self.position  # (B, 8, 8) -> (B, 8, d)
+        if self.attend is not None:
+            x = x + self.attend(self.norm(x))
+        return self.classify(x.mean(1))  # (B, 8, d) -> (B, d) -> (B, 10)
+
+
+def digit_parts():
+    """1000 training images, 300 for validation and 497 for the test, with their labels."""
+    images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
+    images = images.float().unflatten(-1, (8, 8)) / 16  # (1797, 8, 8), from 0 to 1
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return [(images[part], labels[part]) for part in order.split([1000, 300, 497])]
+
+
+@torch.no_grad()
+def accuracy(model, part):
+    return (model(part[0]).argmax(-1) == part[1]).float().mean().item()
+
+
+def without(model, heads):
+    """The state of a model in which some heads add nothing: their rows of W^O are zero."""
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    weight = state["attend.out_proj.weight"]  # (E, h d), the transpose of W^O
+    weight.unflatten(1, (model.attend.num_heads, -1))[:, list(heads)] = 0
+    return state
+
+
+def removals(model, valid, test):
+    """Test accuracy without each head, and as the heads go one by one, the least useful first.
+
+    Which one is the least useful is read from the validation images.
+    """
+    h, smaller = model.attend.num_heads, RowClassifier(model.attend.num_heads)
+
+    def score(heads, part):
+        smaller.load_state_dict(without(model, heads))
+        return round(accuracy(smaller, part), 4)
+
+    gone, path = [], [score([], test)]
+    while len(gone) < h:
+        left = [i for i in range(h) if i not in gone]
+        gone.append(max(left, key=lambda i: score([*gone, i], valid)))
+        path.append(score(gone, test))
+    return {"single": [score([i], test) for i in range(h)], "order": gone, "path": path}
+
+
+def digits(tiny):
+    train, valid, test = digit_parts()
+    steps, seeds, tries = (4, 1, 1) if tiny else (1500, 5, 2)
+
+    def batch():
+        chosen = torch.randint(len(train[0]), (128,))
+        return (train[0][chosen],), train[1][chosen]
+
+    def run(h, lr, seed):
+        torch.manual_seed(seed)
+        model, every = RowClassifier(h), max(1, steps // 15)
+        curve = fit(
+            model, batch, F.cross_entropy, steps, lr, lambda m: accuracy(m, valid), every
+        )
+        return model, dict(lr=lr, seed=seed, curve=curve)
+
+    found = {}
+    for h in (0, 1, 2, 4, 8):
+        runs = {(lr, seed): run(h, lr, seed) for lr in RATES[1:] for seed in range(tries)}
+        rates = {
+            lr: sum(runs[lr, seed][1]["curve"][-1][1] for seed in range(tries)) / tries
+            for lr in RATES[1:]
+        }
+        best = max(rates, key=rates.get)
+        kept = [runs.get((best, seed)) or run(h, best, seed) for seed in range(seeds)]
+        for model, own in kept:
+            own["test"] = round(accuracy(model, test), 4)
+            if h > 1:
+                own["removed"] = removals(model, valid, test)
+        found[h] = {
+            "rates": {str(lr): round(rate, 4) for lr, rate in rates.items()},
+            "runs": [own for _, own in kept],
+        }
+    return {"steps": steps, "heads": found, "baselines": baselines(train, valid, test)}
+
+
+def baselines(train, valid, test):
+    """Test accuracy of two models of scikit-learn, their one setting from the validation."""
+    families = {
+        "logistic regression": lambda c: LogisticRegression(C=c, max_iter=2000),
+        "support vectors": lambda c: SVC(C=c),
+    }
+    (x, y), (x_valid, y_valid), (x_test, y_test) = (
+        (images.flatten(1).numpy(), labels.numpy()) for images, labels in (train, valid, test)
+    )
+    found = {}
+    for name, make in families.items():
+        models = [make(c).fit(x, y) for c in (0.1, 1, 10, 100)]
+        best = max(models, key=lambda model: model.score(x_valid, y_valid))
+        found[name] = {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
+    return found
+
+
+PARTS = {"payloads": payloads, "retrieval": retrieval, "digits": digits}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", default=list(PARTS), metavar="PART", help=", ".join(PARTS)
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results"), help="folder of the records"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a few steps, to see that all runs")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the models are too small to gain from more
+    for name in arguments.parts:
+        began = time.process_time()
+        record = PARTS[name](arguments.tiny)
+        record["seconds"] = round(time.process_time() - began)
+        write_record(arguments.out / f"heads_{name}.json", record)
+        print(f"{name}: {record['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The experiments of the chapter on positions: `python -m benchmarks.positions --out FOLDER`.
+
+The networks, their training and their tests are cells of the chapter's notebook, which are
+run here as they stand. For each scheme every setting of a small grid trains one network; the
+one with the lowest loss on validation data is trained with three seeds, and again with four
+times the steps. The record, FOLDER/positions.json, is written after every network. With
+--minutes the command stops after that time, and goes on when it is given again. With --tiny a
+few networks take a few steps, to see that all runs; such a record means nothing.
+"""
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+
+import nbformat
+import torch
+
+from attnlib import position
+from attnlib.train import write_record
+from tools.notebooks import NBS, code_of
+
+CELLS = ("imports", "setup", "grid", "layer", "network", "fit", "tasks", "digits")
+RATES, TABLE_RATES, BASES = (1e-3, 3e-3, 1e-2), (3e-3, 3e-2, 1e-1), (10.0, 100.0, 10000.0)
+SEQUENCES = {  # scheme and number of heads
+    "none": ("none", 2),
+    "sinusoidal": ("sinusoidal", 2),
+    "learned": ("learned", 2),
+    "relative bias": ("relative bias", 2),
+    "ALiBi": ("ALiBi", 2),
+    "ALiBi, 8 heads": ("ALiBi", 8),
+    "rotary": ("rotary", 2),
+}
+GRIDS = ("none", "sinusoidal", "row and column", "learned", "2-D bias", "2-D rotary")
+
+
+def chapter():
+    """The names that the chapter's cells define."""
+    names = {name: getattr(position, name) for name in position.__all__}
+    cells = {cell.id: cell for cell in nbformat.read(NBS / "12_position.ipynb", 4).cells}
+    for cell in CELLS:
+        exec(code_of(cells[cell]), names)
+    return names
+
+
+def settings(task, name):
+    """The grid of settings from which the validation data choose."""
+    axes = {"lr": RATES}
+    if "bias" in name:
+        axes["table_lr"] = TABLE_RATES
+    if task == "digits" and name in ("sinusoidal", "row and column", "2-D rotary"):
+        axes["base"] = BASES
+    return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
+
+
+class Bench:
+    """Trains what the record does not have yet, until the time is up."""
+
+    def __init__(self, path, minutes):
+        self.path, self.end = path, time.monotonic() + 60 * minutes
+        self.runs = json.loads(path.read_text())["runs"] if path.exists() else []
+        self.names = chapter()
+
+    def run(self, task, name, setting, steps, seed):
+        what = dict(task=task, scheme=name, setting=setting, steps=steps, seed=seed)
+        for run in self.runs:
+            if all(run[key] == value for key, value in what.items()):
+                return run
+        if time.monotonic() > self.end:
+            raise TimeoutError
+        began, train = time.process_time(), self.digits if task == "digits" else self.sequences
+        result = train(task, name, steps=steps, seed=seed, **setting)
+        seconds = round(time.process_time() - began, 1)
+        self.runs.append({**what, **result, "seconds": seconds})
+        write_record(self.path, {"runs": self.runs})
+        return self.runs[-1]
+
+    def sequences(self, task, name, **options):
+        scheme, heads = SEQUENCES[name]
+        run = self.names["extrapolation_run"]
+        _, valid, right = run(task, scheme, heads=heads, **options)
+        bins = [round(x, 4) for x in right.unflatten(0, (-1, 16)).nanmean(-1).tolist()]
+        return {"valid": round(valid, 5), "accuracy": [x for x in bins if x == x]}
+
+    def digits(self, task, name, **options):
+        loss, right = self.names["digits_run"](name, **options)
+        accuracy = {part: round(x, 4) for part, x in right.items()}
+        return {"valid": round(loss["valid"], 5), "accuracy": accuracy}
+
+    def scheme(self, task, name, steps, seeds):
+        """Tune one scheme, and train it with every seed, short and four times as long."""
+        grid = settings(task, name)
+        tried = [self.run(task, name, setting, steps, seeds[0]) for setting in grid]
+        best = min(tried, key=lambda run: run["valid"])["setting"]
+        for length, seed in itertools.product((steps, 4 * steps), seeds):
+            self.run(task, name, best, length, seed)
+        if task == "the first" and "bias" in name:  # the page asks what each setting finds
+            for setting, seed in itertools.product(grid, seeds):
+                self.run(task, name, setting, steps, seed)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--minutes", type=float, default=1000.0)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    bench = Bench(arguments.out / "positions.json", arguments.minutes)
+    work = [(task, name) for task in ("three back", "the first") for name in SEQUENCES]
+    work += [("digits", name) for name in GRIDS]
+    steps, seeds = 400, (0, 1, 2)
+    if arguments.tiny:
+        steps, seeds = 2, (0,)
+        work = [
+            ("three back", "ALiBi, 8 heads"),
+            ("the first", "learned"),
+            ("digits", "2-D bias"),
+        ]
+    try:
+        for task, name in work:
+            bench.scheme(task, name, steps, seeds)
+    except TimeoutError:
+        print(f"{len(bench.runs)} networks so far; give the command again to go on")
+    else:
+        print(f"{len(bench.runs)} networks, recorded in {bench.path}")
+
+
+if __name__ == "__main__":
+    main()
