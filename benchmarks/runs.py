@@ -51,7 +51,7 @@ def translator(folder, tiny):
         }
         runs.append({"seed": seed, **shares, "history": history})
         if seed == 0:
-            weights = {name: x.cpu() for name, x in model.state_dict().items()}
+            weights = {name: x.cpu().clone() for name, x in model.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "weights.safetensors")
     return {"tokenizer": tokenizer.to_str(), "runs": runs}
