@@ -25,6 +25,7 @@ from attnlib.multihead import MultiHeadAttention
 from attnlib.train import write_record
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+DIGIT_RATES = (1e-2, 3e-2, 1e-1)
 
 
 def fit(model, batch, loss, steps, lr, evaluate, every):
@@ -238,7 +239,7 @@ def removals(model, valid, test):
 
 def digits(tiny):
     train, valid, test = digit_parts()
-    steps, seeds, tries = (4, 1, 1) if tiny else (1500, 5, 2)
+    steps, seeds, tries = (4, 1, 1) if tiny else (1000, 5, 2)
 
     def batch():
         chosen = torch.randint(len(train[0]), (128,))
@@ -246,7 +247,7 @@ def digits(tiny):
 
     def run(h, lr, seed):
         torch.manual_seed(seed)
-        model, every = RowClassifier(h), max(1, steps // 15)
+        model, every = RowClassifier(h), max(1, steps // 10)
         curve = fit(
             model, batch, F.cross_entropy, steps, lr, lambda m: accuracy(m, valid), every
         )
@@ -254,10 +255,10 @@ def digits(tiny):
 
     found = {}
     for h in (0, 1, 2, 4, 8):
-        runs = {(lr, seed): run(h, lr, seed) for lr in RATES[1:] for seed in range(tries)}
+        runs = {(lr, seed): run(h, lr, seed) for lr in DIGIT_RATES for seed in range(tries)}
         rates = {
             lr: sum(runs[lr, seed][1]["curve"][-1][1] for seed in range(tries)) / tries
-            for lr in RATES[1:]
+            for lr in DIGIT_RATES
         }
         best = max(rates, key=rates.get)
         kept = [runs.get((best, seed)) or run(h, best, seed) for seed in range(seeds)]

@@ -1,11 +1,11 @@
 """Why directions fail that were not trained: `python -m benchmarks.zero_shot --out FOLDER`.
 
-Four languages, twelve directions; three of them are never trained and always tested. What the
-conditions differ in is said in CONDITIONS; each has the same number of steps, its learning rate
-is chosen on validation numbers in trained directions, and it is run with three seeds. With
---parts the finished runs are kept in a folder, so that a command that is given again goes on;
---only NAME does the runs of one condition, --runs the next few of them. The record,
-FOLDER/zero_shot.json, is written when all runs are there. With --tiny it means nothing.
+Five languages, twenty directions; four of them are never trained and always tested. What the
+conditions differ in is said in CONDITIONS; each has the same number of steps and the same
+learning rate, and is run with three seeds. With --parts the finished runs are kept in a folder,
+so that a command that is given again goes on; --only NAMES does the runs of some conditions.
+The record, FOLDER/zero_shot.json, is written when all runs are there. With --tiny it means
+nothing.
 """
 
 import argparse
@@ -30,22 +30,30 @@ from attnlib.translation import (
     translation_loss,
 )
 
-LANGUAGES = ("en", "de", "es", "fi")
-UNSEEN = [("de", "es"), ("es", "fi"), ("fi", "de")]
-MOST = [(a, b) for a in LANGUAGES for b in LANGUAGES if a != b and (a, b) not in UNSEEN]
-ENGLISH = [pair for pair in MOST if "en" in pair]
-CONDITIONS = {
-    "most directions": dict(directions=MOST),
-    "most, own numbers": dict(directions=MOST, shared=False),
-    "English-centric": dict(directions=ENGLISH),
-    "English, own numbers": dict(directions=ENGLISH, shared=False),
-    "English and de-fi": dict(directions=[*ENGLISH, ("de", "fi")]),
-    "English, decoder's tag": dict(directions=ENGLISH, tag_on="target"),
+LANGUAGES = ("en", "de", "es", "fi", "tr")
+RING = LANGUAGES[1:]
+
+
+def ahead(k):
+    """The directions from each language but English to the one k places ahead of it."""
+    return [(a, RING[(i + k) % len(RING)]) for i, a in enumerate(RING)]
+
+
+UNSEEN = ahead(1)
+ONE = [(a, b) for a in LANGUAGES for b in LANGUAGES if a != b and "en" in (a, b)]
+TWO = [*ONE, *ahead(2)]
+THREE = [*TWO, *ahead(3)]  # all but the unseen
+CONDITIONS = {  # by the number of targets that each language but English has
+    "one target": dict(directions=ONE),
+    "two targets": dict(directions=TWO),
+    "three targets": dict(directions=THREE),
+    "three, own numbers": dict(directions=THREE, shared=False),
+    "one, decoder's tag": dict(directions=ONE, tag_on="target"),
 }
-LONG = "English-centric"  # once more, with four times the steps
+LONG = "one target"  # once more, with four times the steps
 SIZE = dict(
-    steps=1600,
-    numbers=60_000,
+    steps=1000,
+    numbers=40_000,
     valid=120,
     tests=300,
     vocab_size=300,
@@ -53,23 +61,25 @@ SIZE = dict(
     layers=2,
     batch_size=64,
     warmup=100,
+    lr=4e-3,
 )
 TINY = SIZE | dict(
     steps=4, numbers=300, valid=6, tests=6, d_model=16, layers=1, batch_size=8, warmup=2
 )
-RATES, SEEDS = (2e-3, 4e-3), (0, 1, 2)
+SEEDS = (0, 1, 2)
+LIMIT, LONGEST = 10**5, 40  # above the numbers, and of their tokens
 
 
 def numbers_of(size):
     """Numbers for test and validation, at least 1000, and for training; all are different."""
     test = draw_at_least_1000(size["tests"], seed=1)
     valid = draw_at_least_1000(size["valid"], seed=2, exclude=test)
-    seen = draw_numbers(size["numbers"], 10**6, seed=3, exclude=[*test, *valid])
+    seen = draw_numbers(size["numbers"], LIMIT, seed=3, exclude=[*test, *valid])
     return test, valid, list(dict.fromkeys(seen))
 
 
 def draw_at_least_1000(count, **options):
-    drawn = dict.fromkeys(draw_numbers(4 * count, 10**6, **options))
+    drawn = dict.fromkeys(draw_numbers(4 * count, LIMIT, **options))
     return [n for n in drawn if n >= 1000][:count]
 
 
@@ -77,7 +87,9 @@ def share_right(model, tokenizer, numbers, pairs, tag_on):
     """The share of names that are right; number i is asked in direction i mod their count."""
     asked = [(n, *pairs[i % len(pairs)]) for i, n in enumerate(numbers)]
     names = [number_words([n], a)[0] for n, a, _ in asked]
-    said = translate_numbers(model, tokenizer, names, [b for *_, b in asked], tag_on=tag_on)
+    said = translate_numbers(
+        model, tokenizer, names, [b for *_, b in asked], tag_on=tag_on, max_length=LONGEST
+    )
     right = [text == number_words([n], b)[0] for text, (n, _, b) in zip(said, asked)]
     return sum(right) / len(right)
 
@@ -85,8 +97,9 @@ def share_right(model, tokenizer, numbers, pairs, tag_on):
 def unseen_direction(model, tokenizer, numbers, source, target, tag_on):
     """What the model says in a direction that it was not trained in, and its encoder's part."""
     names = number_words(numbers, source)
-    said = translate_numbers(model, tokenizer, names, target, tag_on=tag_on)
-    english = translate_numbers(model, tokenizer, names, "en", tag_on=tag_on)
+    options = dict(tag_on=tag_on, max_length=LONGEST)
+    said = translate_numbers(model, tokenizer, names, target, **options)
+    english = translate_numbers(model, tokenizer, names, "en", **options)
     kinds = [
         answer_kind(tokenizer, text, n, source, target, LANGUAGES)
         for text, n in zip(said, numbers)
@@ -127,7 +140,7 @@ def shared_memory(model, tokenizer, numbers, source, target, tag_on):
     return {"ratio": round(ratio.item(), 4), "nearest": round(nearest.item(), 4)}
 
 
-def run(size, *, directions, shared=True, tag_on="source", lr, seed, checkpoint):
+def run(size, *, directions, shared=True, tag_on="source", seed, checkpoint):
     """Train one model and test it, in trained directions and in those that were not."""
     began = time.process_time()
     test, valid, seen = numbers_of(size)
@@ -169,7 +182,7 @@ def run(size, *, directions, shared=True, tag_on="source", lr, seed, checkpoint)
         translation_loss,
         batches,
         steps=size["steps"],
-        lr=lr,
+        lr=size["lr"],
         warmup=size["warmup"],
         weight_decay=0.0,
         every=max(1, size["steps"] // 8),
@@ -190,33 +203,17 @@ def run(size, *, directions, shared=True, tag_on="source", lr, seed, checkpoint)
     }
 
 
-def kept_run(name, seed, lr, size, parts, times=1):
+def kept_run(name, seed, size, parts, times=1):
     """One run of a condition, read if it is in the folder and computed otherwise."""
-    stem = f"{list(CONDITIONS).index(name)}-{seed}-{lr}-{times}"
+    stem = f"{list(CONDITIONS).index(name)}-{seed}-{times}"
     path = parts / f"{stem}.json"
     if not path.exists():
         size = size | dict(steps=times * size["steps"])
-        found = run(
-            size, **CONDITIONS[name], lr=lr, seed=seed, checkpoint=parts / f"state-{stem}.json"
-        )
-        head = dict(condition=name, seed=seed, lr=lr, steps=size["steps"])
+        found = run(size, **CONDITIONS[name], seed=seed, checkpoint=parts / f"at-{stem}.json")
+        head = dict(condition=name, seed=seed, steps=size["steps"])
         path.write_text(json.dumps(head | found), encoding="utf-8")
-        print(name, seed, lr, found["history"][-1], f"{found['seconds']} s", flush=True)
+        print(name, seed, found["history"][-1], f"{found['seconds']} s", flush=True)
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def condition(name, size, seeds, parts):
-    """The runs of a condition, one at a time: seed 0 for each rate, the others for the best."""
-    tuning = []
-    for lr in RATES:
-        tuning.append(kept_run(name, seeds[0], lr, size, parts))
-        yield None, tuning[-1]
-    best = max(tuning, key=lambda found: found["history"][-1]["supervised"])
-    yield "run", best
-    for seed in seeds[1:]:
-        yield "run", kept_run(name, seed, best["lr"], size, parts)
-    if name == LONG:
-        yield "long", kept_run(name, seeds[0], best["lr"], size, parts, times=4)
 
 
 def main():
@@ -225,7 +222,7 @@ def main():
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--parts", type=Path, help="folder of finished runs")
-    parser.add_argument("--only", choices=CONDITIONS, help="one condition; no record")
+    parser.add_argument("--only", choices=CONDITIONS, nargs="+", help="these; no record")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -233,15 +230,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         parts = arguments.parts or Path(folder)
         parts.mkdir(parents=True, exist_ok=True)
-        record = {"size": size, "languages": LANGUAGES, "tuning": [], "runs": [], "long": []}
-        for name in [arguments.only] if arguments.only else CONDITIONS:
-            for role, found in condition(name, size, seeds, parts):
-                if role is None:
-                    valid = found["history"][-1]["supervised"]
-                    row = dict(condition=name, lr=found["lr"], valid=valid)
-                    record["tuning"].append(row)
-                else:
-                    record["runs" if role == "run" else "long"].append(found)
+        names, record = arguments.only or list(CONDITIONS), {"size": size}
+        record["runs"] = [kept_run(name, seed, size, parts) for seed in seeds for name in names]
+        record["long"] = [kept_run(LONG, 0, size, parts, times=4)] if LONG in names else []
         if not arguments.only:
             write_record(arguments.out / "zero_shot.json", record)
 

@@ -2,7 +2,12 @@
 
 import copy
 import itertools
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +24,7 @@ from attnlib.decoding import (
     top_k_filter,
     top_p_filter,
 )
-from attnlib.transformer import Transformer
+from attnlib.transformer import POSITIONS, Transformer
 from attnlib.translation import from_marian
 
 torch.set_num_threads(1)
@@ -78,8 +83,9 @@ def score(model, src, tokens, length_penalty, eos=2):
 # --- cache ------------------------------------------------------------------------------------
 
 
-def test_cached_log_probs_are_the_uncached():
-    model, src = small(), sources(4)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_cached_log_probs_are_the_uncached(position):
+    model, src = small(position=position), sources(4)
     memory, mask = model.encode(src)
     tokens = torch.cat(
         [torch.ones(4, 1, dtype=torch.int64), torch.randint(3, 12, (4, 10))], dim=1
@@ -227,6 +233,20 @@ def test_wide_beam_is_exact(length_penalty, seed):
     best = max(scored, key=scored.get)
     assert tuple(tokens[0].tolist()) == best
     assert abs(value.item() - scored[best]) < 1e-12
+
+
+@pytest.mark.parametrize("length_penalty", [-0.5, 0.0, 1.0])
+@pytest.mark.parametrize("beam_size", [1, 2, 3, 6])
+def test_no_probable_sentence_is_missed(beam_size, length_penalty):
+    for seed in range(3):
+        model, src, most = small(vocab=5, seed=seed), sources(1, vocab=5, seed=seed), 4
+        every = [(*p, 2) for n in range(most) for p in itertools.product((1, 3, 4), repeat=n)]
+        every += list(itertools.product((1, 3, 4), repeat=most))
+        _, found = beam_search(model, src, most, beam_size, length_penalty=length_penalty)
+        for tokens in every:
+            log_p = score(model, src, tokens, 0)
+            if math.exp(log_p) > 1 / (beam_size + 1):
+                assert log_p / len(tokens) ** length_penalty <= found.item() + 1e-12
 
 
 # --- MarianMTModel ----------------------------------------------------------------------------
@@ -569,3 +589,25 @@ def test_reordering_an_empty_cache():
 def test_tokens_that_are_none(token):
     with pytest.raises(ValueError, match=r"bos_id \(.*\) must be a token, from 0 to 11"):
         greedy(small(), torch.randint(3, 12, (2, 5)), 4, bos_id=token)
+
+
+def test_the_recorded_runs_run(tmp_path):
+    """`benchmarks/decoding.py` at a tiny size; what is not run again stays in the record."""
+    command = [sys.executable, "-m", "benchmarks.decoding", "--tiny", "--out", tmp_path]
+    for options in (["--seeds", "1"], ["--parts", "search", "--seeds", "2"]):
+        done = subprocess.run(
+            [*command, *options],
+            cwd=Path(__file__).parent.parent,
+            env=dict(os.environ, OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads((tmp_path / "decoding.json").read_text())
+    assert [run["seed"] for run in record["search"]] == [1, 2]
+    assert [run["seed"] for run in record["sampling"]] == [1]
+    for run in record["search"]:
+        assert run["valid"]["chosen"] in run["valid"]["rows"]
+        for row in run["test"]["rows"]:
+            assert row["right"] + row["missed"] <= run["test"]["numbers"] == 6

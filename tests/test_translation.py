@@ -105,9 +105,7 @@ def test_directions_have_numbers_of_their_own_unless_they_share_all(tokenizer):
     numbers = list(range(1000, 1031))
     table, directions = number_table(tokenizer, numbers), [("en", "de"), ("en", "es")]
     for shared in (True, False):
-        batches = direction_batches(
-            tokenizer, table, directions, batch_size=50, shared=shared
-        )
+        batches = direction_batches(tokenizer, table, directions, batch_size=50, shared=shared)
         seen = numbers_seen(batches, tokenizer, numbers, 10)
         common = seen["<de>"] & seen["<es>"]
         assert len(common) == 31 if shared else not common
@@ -129,9 +127,7 @@ def test_the_tag_can_stand_on_the_side_of_the_target(tokenizer):
 
     model = small_model(320)
     texts, wanted = ["one", "two", "three"], ["de", "es", "de"]
-    said = translate_numbers(
-        model, tokenizer, texts, wanted, tag_on="target", max_length=9
-    )
+    said = translate_numbers(model, tokenizer, texts, wanted, tag_on="target", max_length=9)
     for text, language, own in zip(texts, wanted, said):
         start = tokenizer.token_to_id(tag(language))
         alone = greedy(model, encode(tokenizer, [text]), 9, bos_id=start)
@@ -181,7 +177,7 @@ def test_a_name_of_a_large_number_is_not_in_another_language():
         ("setenta y ocho", "in es"),
         ("mil mil cien", "in es"),
         ("achtundsiebzig", "in de"),
-        ("hundertsiebzigtausendhundert", "in de"),
+        ("siebzigtausendeintausend", "in de"),
         ("setenta-seven", "mixed"),
         ("siebenundventy-seven thousand", "mixed"),
         ("", "none"),
@@ -502,12 +498,11 @@ def test_the_weights_with_the_lowest_validation_loss_are_kept(tmp_path):
 def test_the_zero_shot_experiment_runs(tmp_path):
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "benchmarks.zero_shot", "--tiny", "--parts", tmp_path]
-    subprocess.run([*command, "--only", "English-centric"], check=True, cwd=root)
-    assert len(list(tmp_path.glob("[0-9]*.json"))) == 3  # two rates, and the long run
+    subprocess.run([*command, "--only", "one target"], check=True, cwd=root)
+    assert len(list(tmp_path.glob("[0-9]*.json"))) == 2  # with the long run
     subprocess.run([*command, "--out", tmp_path / "out"], check=True, cwd=root)
     record = json.loads((tmp_path / "out" / "zero_shot.json").read_text())
-    conditions = {run["condition"] for run in record["runs"]}
-    assert len(record["runs"]) == 6 == len(conditions) and len(record["tuning"]) == 12
+    assert len({run["condition"] for run in record["runs"]}) == 5 == len(record["runs"])
     assert [run["steps"] for run in record["long"]] == [16]
     for run in record["runs"]:
         for own in run["unseen"].values():
@@ -516,20 +511,14 @@ def test_the_zero_shot_experiment_runs(tmp_path):
 
 def test_the_zero_shot_record_has_equal_steps_and_three_seeds():
     record = read_record("zero_shot")
-    found = {}
+    found, unseen = {}, {"de-es", "es-fi", "fi-tr", "tr-de"}
     for run in record["runs"]:
         found.setdefault(run["condition"], []).append(run)
         assert run["steps"] == record["size"]["steps"]
-        trained, unseen = set(run["supervised"]), set(run["unseen"])
-        assert not trained & unseen and unseen == {"de-es", "es-fi", "fi-de"}
+        assert not set(run["supervised"]) & unseen and set(run["unseen"]) == unseen
         for own in run["unseen"].values():
             assert sum(own["kinds"].values()) == record["size"]["tests"]
-        best = max(
-            (row for row in record["tuning"] if row["condition"] == run["condition"]),
-            key=lambda row: row["valid"],
-        )
-        assert run["lr"] == best["lr"]
-    assert len(found) == 6
+    assert [len(runs[0]["supervised"]) for runs in found.values()] == [8, 12, 16, 16, 8]
     assert all([run["seed"] for run in runs] == [0, 1, 2] for runs in found.values())
     assert record["long"][0]["steps"] == 4 * record["size"]["steps"]
 
