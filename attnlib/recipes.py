@@ -22,8 +22,8 @@ from torch.distributed import fsdp
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from .data import (data_extra, decode, describe_scenes, draw_numbers, draw_scenes, encode,
-                          number_words, small_images, standardize, train_bpe)
+from .data import (data_extra, decode, describe_scenes, draw_numbers, draw_scenes,
+                          encode, number_words, small_images, standardize, train_bpe)
 from .decoding import greedy
 from .deit import DistilledVisionTransformer, hard_distillation_loss
 from .models import load_pretrained

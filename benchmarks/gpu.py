@@ -4,7 +4,7 @@ Checks the library on CUDA, times it beside its peers and makes the chapters' fu
 runs, with the PyTorch that is there and without a network. Each part is a list of commands;
 `--part NAME` runs one. A part that is finished leaves a mark in the folder of the records and
 is not run again for the same commit, so an interrupted command can be given again; the runs
-`numbers`, `numbers_english` and `digits` go on from their last checkpoint. With --tiny and
+`numbers` and `digits` go on from their last checkpoint. With --tiny and
 --device cpu all parts run at a size that means nothing, to see that they work before a GPU is
 paid for.
 """
@@ -29,12 +29,11 @@ VISION = {
     "swinv2": "swinv2_tiny_window8_256",
     "tnt": "tnt_s_patch16_224",
 }
-RUNS = ("numbers", "numbers_english", "translator", "lengths", "digits", "backbones")
+RUNS = ("numbers", "translator", "lengths", "digits", "backbones")
 NETWORK = ("cifar10", "multi30k")  # runs that fetch their data: by name only
 NEEDS = {  # packages that not every machine has
     **dict.fromkeys(
-        ("run_numbers", "run_numbers_english", "run_translator", "run_lengths"),
-        ("num2words", "tokenizers"),
+        ("run_numbers", "run_translator", "run_lengths"), ("num2words", "tokenizers")
     ),
     **dict.fromkeys(("run_digits", "run_backbones"), ("sklearn",)),
     **dict.fromkeys(("flash", "windows"), ("triton",)),

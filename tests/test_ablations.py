@@ -22,6 +22,7 @@ def test_what_is_taken_away_is_gone():
     whole = ablations.Layer("pre")
     for linear in (whole.self_attn.out_proj, whole.feed_forward.linear2):
         torch.nn.init.zeros_(linear.weight)
+        torch.nn.init.zeros_(linear.bias)
     torch.testing.assert_close(whole(x), x)  # nothing but skips is left
     variance = ablations.Layer("post")(x).var(-1, correction=0)
     torch.testing.assert_close(variance, torch.ones(2, 5), rtol=1e-3, atol=1e-3)

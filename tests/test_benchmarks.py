@@ -226,7 +226,8 @@ def test_no_part_is_forgotten():
         "runs",
         "vision",
         # experiments of Parts I and II: many small models, each too small for a GPU
-        *("ablations", "bottleneck", "positions", "zero_shot"),
+        *("ablations", "association", "bottleneck", "decoding", "heads"),
+        *("positions", "zero_shot"),
     }
     assert scripts <= set(gpu.PARTS) and set(gpu.VISION) <= set(gpu.PARTS)
     assert set(gpu.RUNS + gpu.NETWORK) == set(runs.PARTS) and set(gpu.NEEDS) <= set(gpu.PARTS)
@@ -301,13 +302,11 @@ def test_vision(record, name, libraries):
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["numbers", "numbers_english", "translator", "lengths", "digits", "backbones"]
-)
+@pytest.mark.parametrize("name", ["numbers", "translator", "lengths", "digits", "backbones"])
 def test_runs(record, name):
     found = record(f"run_{name}", name)
-    if name.startswith("numbers"):
-        assert len(found["supervised"]["directions"]) == (108 if name == "numbers" else 22)
+    if name == "numbers":
+        assert len(found["supervised"]["directions"]) == 108
     elif name == "translator":
         assert len(found["tokenizer"]) > 1000 and 0 <= found["runs"][0]["test"] <= 1
     elif name == "lengths":
