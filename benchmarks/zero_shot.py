@@ -49,8 +49,9 @@ CONDITIONS = {  # by the number of targets that each language but English has
     "three targets": dict(directions=THREE),
     "three, own numbers": dict(directions=THREE, shared=False),
     "one, decoder's tag": dict(directions=ONE, tag_on="target"),
+    "one, own numbers": dict(directions=ONE, shared=False),
 }
-LONG = "one target"  # once more, with four times the steps
+LONG = ("one target", "two targets", "three targets")  # once more, with four times the steps
 SIZE = dict(
     steps=1000,
     numbers=40_000,
@@ -232,7 +233,12 @@ def main():
         parts.mkdir(parents=True, exist_ok=True)
         names, record = arguments.only or list(CONDITIONS), {"size": size}
         record["runs"] = [kept_run(name, seed, size, parts) for seed in seeds for name in names]
-        record["long"] = [kept_run(LONG, 0, size, parts, times=4)] if LONG in names else []
+        record["long"] = [
+            kept_run(name, seed, size, parts, times=4)
+            for seed in seeds
+            for name in names
+            if name in LONG
+        ]
         if not arguments.only:
             write_record(arguments.out / "zero_shot.json", record)
 

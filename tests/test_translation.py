@@ -502,8 +502,8 @@ def test_the_zero_shot_experiment_runs(tmp_path):
     assert len(list(tmp_path.glob("[0-9]*.json"))) == 2  # with the long run
     subprocess.run([*command, "--out", tmp_path / "out"], check=True, cwd=root)
     record = json.loads((tmp_path / "out" / "zero_shot.json").read_text())
-    assert len({run["condition"] for run in record["runs"]}) == 5 == len(record["runs"])
-    assert [run["steps"] for run in record["long"]] == [16]
+    assert len({run["condition"] for run in record["runs"]}) == 6 == len(record["runs"])
+    assert [run["steps"] for run in record["long"]] == [16, 16, 16]
     for run in record["runs"]:
         for own in run["unseen"].values():
             assert sum(own["kinds"].values()) == 6 >= own["as_english"]
@@ -518,9 +518,10 @@ def test_the_zero_shot_record_has_equal_steps_and_three_seeds():
         assert not set(run["supervised"]) & unseen and set(run["unseen"]) == unseen
         for own in run["unseen"].values():
             assert sum(own["kinds"].values()) == record["size"]["tests"]
-    assert [len(runs[0]["supervised"]) for runs in found.values()] == [8, 12, 16, 16, 8]
+    assert [len(runs[0]["supervised"]) for runs in found.values()] == [8, 12, 16, 16, 8, 8]
     assert all([run["seed"] for run in runs] == [0, 1, 2] for runs in found.values())
-    assert record["long"][0]["steps"] == 4 * record["size"]["steps"]
+    assert len(record["long"]) == 9
+    assert all(run["steps"] == 4 * record["size"]["steps"] for run in record["long"])
 
 
 def test_the_committed_record_is_the_run_that_the_chapter_describes():
