@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from .convert import MARIAN, fuse_qkv, rename_keys
 from .data import (LANGUAGES, PAD, decode, draw_numbers, encode, multi30k, number_words,
