@@ -98,43 +98,34 @@ def vit_peers(ours):
 
 
 def swin_peers(ours):
-    import torchvision
     import transformers
 
-    depths = [len(stage.blocks) for stage in ours.layers]
-    heads = [stage.blocks[0].attn.num_heads for stage in ours.layers]
-    size, window = ours.patch_embed.img_size[0], ours.layers[0].blocks[0].attn.window_size[0]
-    config = transformers.SwinConfig(
-        image_size=size,
-        embed_dim=ours.embed_dim,
-        depths=depths,
-        num_heads=heads,
-        window_size=window,
-        drop_path_rate=0.0,
-        num_labels=ours.num_classes,
+    return both_swin_peers(
+        ours, transformers.SwinConfig, transformers.SwinForImageClassification
     )
-    return {
-        "torchvision": torchvision.models.SwinTransformer(
-            [4, 4],
-            ours.embed_dim,
-            depths,
-            heads,
-            [window, window],
-            num_classes=ours.num_classes,
-            stochastic_depth_prob=0.0,
-        ),
-        "transformers": Logits(transformers.SwinForImageClassification(config)),
-    }
 
 
 def swinv2_peers(ours):
     import transformers
-    from torchvision.models import swin_transformer as torchvision_swin
+    from torchvision.models import swin_transformer
+
+    return both_swin_peers(
+        ours,
+        transformers.Swinv2Config,
+        transformers.Swinv2ForImageClassification,
+        block=swin_transformer.SwinTransformerBlockV2,
+        downsample_layer=swin_transformer.PatchMergingV2,
+    )
+
+
+def both_swin_peers(ours, config_class, model_class, **options):
+    """Swin of either version; `options` are torchvision's."""
+    from torchvision.models import SwinTransformer
 
     depths = [len(stage.blocks) for stage in ours.layers]
     heads = [stage.blocks[0].attn.num_heads for stage in ours.layers]
     size, window = ours.patch_embed.img_size[0], ours.layers[0].blocks[0].attn.window_size[0]
-    config = transformers.Swinv2Config(
+    config = config_class(
         image_size=size,
         embed_dim=ours.embed_dim,
         depths=depths,
@@ -144,7 +135,7 @@ def swinv2_peers(ours):
         num_labels=ours.num_classes,
     )
     return {
-        "torchvision": torchvision_swin.SwinTransformer(
+        "torchvision": SwinTransformer(
             [4, 4],
             ours.embed_dim,
             depths,
@@ -152,10 +143,9 @@ def swinv2_peers(ours):
             [window, window],
             num_classes=ours.num_classes,
             stochastic_depth_prob=0.0,
-            block=torchvision_swin.SwinTransformerBlockV2,
-            downsample_layer=torchvision_swin.PatchMergingV2,
+            **options,
         ),
-        "transformers": Logits(transformers.Swinv2ForImageClassification(config)),
+        "transformers": Logits(model_class(config)),
     }
 
 

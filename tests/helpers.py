@@ -71,3 +71,33 @@ def pair(name, seed=0, **options):
 def backbone(name, **options):
     """A small backbone of the family in float64."""
     return pair(name, **options)[0].double()
+
+
+def tiny_marian(**options):
+    """A small MarianMTModel of the transformers library, with random weights."""
+    import transformers
+
+    settings = dict(
+        vocab_size=30,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_position_embeddings=32,
+        activation_function="swish",
+        scale_embedding=True,
+        pad_token_id=29,
+        eos_token_id=0,
+        bos_token_id=None,
+        decoder_start_token_id=29,
+        forced_eos_token_id=None,
+        dropout=0.0,
+        attention_dropout=0.0,
+        share_encoder_decoder_embeddings=True,
+        decoder_vocab_size=30,
+    )
+    config = transformers.MarianConfig(**settings | options)
+    return transformers.MarianMTModel(config).eval()

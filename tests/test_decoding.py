@@ -26,6 +26,7 @@ from attnlib.decoding import (
 )
 from attnlib.transformer import POSITIONS, Transformer
 from attnlib.translation import from_marian
+from helpers import tiny_marian
 
 torch.set_num_threads(1)
 
@@ -253,33 +254,9 @@ def test_no_probable_sentence_is_missed(beam_size, length_penalty):
 
 
 def marian(seed):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MarianConfig(
-        vocab_size=30,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=32,
-        activation_function="swish",
-        scale_embedding=True,
-        pad_token_id=29,
-        eos_token_id=0,
-        bos_token_id=None,
-        decoder_start_token_id=29,
-        forced_eos_token_id=None,
-        dropout=0.0,
-        attention_dropout=0.0,
-        share_encoder_decoder_embeddings=True,
-        decoder_vocab_size=30,
-        num_beams=1,
-        init_std=0.3,
-    )
+    pytest.importorskip("transformers")
     torch.manual_seed(seed)
-    theirs = transformers.MarianMTModel(config).double().eval()
+    theirs = tiny_marian(num_beams=1, init_std=0.3).double()
     theirs.final_logits_bias.normal_()
     theirs.final_logits_bias[0, 0] += 2
     src = sources(4, vocab=29, seed=seed)

@@ -23,6 +23,7 @@ from attnlib.transformer import (
     label_smoothing_loss,
 )
 from attnlib.translation import from_marian
+from helpers import tiny_marian
 
 EXACT = dict(rtol=0, atol=1e-11)  # float64 sums through a few layers
 
@@ -110,35 +111,9 @@ def test_torch_keeps_the_epsilon_of_the_norms():
 
 
 def marian(dtype, **options):
-    transformers = pytest.importorskip("transformers")
-    settings = dict(
-        vocab_size=30,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=3,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=32,
-        activation_function="swish",
-        scale_embedding=True,
-        pad_token_id=29,
-        eos_token_id=0,
-        bos_token_id=None,
-        decoder_start_token_id=29,
-        forced_eos_token_id=None,
-        dropout=0.0,
-        attention_dropout=0.0,
-        share_encoder_decoder_embeddings=True,
-        decoder_vocab_size=30,
-    )
+    pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model = (
-        transformers.MarianMTModel(transformers.MarianConfig(**(settings | options)))
-        .to(dtype)
-        .eval()
-    )
+    model = tiny_marian(**dict(decoder_layers=3) | options).to(dtype)
     shake(model)
     for part in (model.model.encoder, model.model.decoder):  # shaken too, so made anew
         part.embed_positions.weight.data = part.embed_positions.create_weight().to(dtype)
