@@ -13,6 +13,7 @@ from .attention import (
 )
 from .deit import DistilledVisionTransformer
 from .models import create_model, list_models, load_pretrained
+from .modern import SwiGLU, apply_rotary_2d, use_rotary
 from .multihead import MultiHeadAttention
 from .position import (
     LearnedPositionalEmbedding,
@@ -36,6 +37,7 @@ __all__ = [
     "MultiHeadAttention",
     "RelativePositionBias",
     "Seq2Seq",
+    "SwiGLU",
     "SwinTransformer",
     "SwinTransformerV2",
     "TNT",
@@ -43,6 +45,7 @@ __all__ = [
     "VisionTransformer",
     "alibi_bias",
     "apply_rotary",
+    "apply_rotary_2d",
     "attention_backend",
     "attention_weights",
     "causal_mask",
@@ -54,4 +57,5 @@ __all__ = [
     "register_backend",
     "sincos_2d",
     "sinusoidal_encoding",
+    "use_rotary",
 ]

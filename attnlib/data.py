@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['LANGUAGES', 'PAD', 'BOS', 'EOS', 'UNK', 'MULTI30K', 'KINDS', 'data_extra', 'number_words', 'draw_numbers',
            'train_bpe', 'encode', 'decode', 'fetch', 'multi30k', 'digits', 'describe_scenes', 'draw_scenes', 'scenes',
-           'cifar', 'standardize', 'small_images']
+           'collages', 'cifar', 'standardize', 'small_images']
 
 # %% ../nbs/90_data.ipynb #imports
 import hashlib
 import http.client
+import math
 import tarfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -470,6 +471,126 @@ def scenes(count, size=32, *, seed=0, task="kind"):
     first, second = found[task].unbind(1)
     labels = (first == second).reshape(count, -1).all(1).long()
     return draw_scenes(found, size), labels
+
+# %% ../nbs/90_data.ipynb #collages-places
+def _lay_out(lots, count, tries=64):
+    """Squares that do not overlap: sides (count, 3), 0 where there is none, corners (count, 3, 2).
+
+    Both are in units of the image's side; a corner is y and x. The first square is the largest.
+    """
+    number, largest = 1 + (3 * lots(count)).long(), 0.36 + 0.14 * lots(count, 1)
+    side = torch.cat([largest, largest * (0.45 + 0.3 * lots(count, 2))], dim=1)
+    corner = lots(count, tries, 3, 2) * (1 - side[:, None, :, None])
+    end = corner + side[:, None, :, None]  # (count, tries, 3, 2)
+    free = torch.ones(count, tries, dtype=torch.bool)
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        apart = (corner[:, :, a] >= end[:, :, b]) | (corner[:, :, b] >= end[:, :, a])
+        free &= apart.any(-1) | (number <= b)[:, None]  # in y or in x; or there is no b
+    number = torch.where(free.any(1), number, 1)
+    there = torch.arange(3) < number[:, None]
+    return side * there, corner[torch.arange(count), free.int().argmax(1)]
+
+
+def _pieces(lots, count, split, size):
+    """Pieces (count, 3, size, size) of the photographs, at three scales, half of them mirrored."""
+    with data_extra():
+        from sklearn.datasets import load_sample_images
+    (source, zoom, top, left, mirror), views = lots(5, count), []
+    for photograph in load_sample_images().images:  # two of them, (427, 640, 3)
+        x = torch.tensor(photograph).permute(2, 0, 1)[None] / 255
+        x = x[..., :448] if split == "train" else x[..., 448:]
+        for scale in (size / 192, size / 96, size / 64):
+            shape = round(427 * scale), round(x.shape[3] * scale)
+            views.append(F.interpolate(x, shape, mode="bilinear", antialias=True)[0])
+    images = torch.empty(count, 3, size, size)
+    which = 3 * (2 * source).long() + (3 * zoom).long()
+    for i, view in enumerate(views):
+        rows, windows = which == i, view.unfold(1, size, 1).unfold(2, size, 1)  # all of them
+        y, x = ((t[rows] * n).long() for t, n in zip((top, left), windows.shape[1:3]))
+        images[rows] = windows[:, y, x].transpose(0, 1)  # (3, n, size, size) -> (n, 3, ...)
+    return torch.where(mirror[:, None, None, None] < 0.5, images, images.flip(3))
+
+# %% ../nbs/90_data.ipynb #collages-ink
+def _place_ink(ink, side, corner, turn, size):
+    """Ink (n, 1, 8, 8) in a square of n images each, turned by up to 15°: (n, size, size)."""
+    pixel, length = (torch.arange(size) + 0.5) / size, side[:, None].clamp(min=1e-6)
+    y, x = (2 * (pixel - corner[:, i, None]) / length - 1 for i in (0, 1))  # in it -1 to 1
+    y, x = y[:, :, None], x[:, None, :]  # (n, size, 1), (n, 1, size)
+    angle = math.pi / 6 * (turn - 0.5)[:, None, None]
+    cos, sin = angle.cos(), angle.sin()
+    grid = torch.stack([cos * x + sin * y, cos * y - sin * x], dim=-1)  # (n, size, size, 2)
+    placed = 1.2 * F.grid_sample(ink, grid, align_corners=False)[:, 0]
+    inside = (x.abs() < 1) & (y.abs() < 1) & (side > 0)[:, None, None]  # not its corners
+    return placed.clamp(max=1) * inside
+
+
+def _paste(images, ink, color):
+    """Images with ink on them: light with a dark rim on dark ground, dark with a light one."""
+    ink = ink[:, None]  # (n, 1, size, size)
+    rim = 0.7 * F.max_pool2d(ink, 3, stride=1, padding=1)
+    ground = (images * rim).sum((1, 2, 3)) / (3 * rim.sum((1, 2, 3))).clamp(min=1e-6)
+    light = (ground < 0.5).float()[:, None]  # (n, 1)
+    color = light + (1 - 2 * light) * 0.35 * color  # (n, 3)
+    images = images * (1 - rim) + (1 - light)[..., None, None] * rim
+    return images * (1 - ink) + color[..., None, None] * ink
+
+
+def _bounds(inside):
+    """The boxes (n, 4), x₀ y₀ x₁ y₁, of what is true in (n, H, W); zeros where nothing is."""
+    ends = []
+    for axis in (1, 2):
+        line = inside.any(axis).int()  # (n, W), then (n, H)
+        ends += [line.argmax(1), line.shape[1] - line.flip(1).argmax(1)]
+    x0, x1, y0, y1 = ends
+    return torch.stack([x0, y0, x1, y1], 1) * inside.any(1).any(1, keepdim=True).float()
+
+# %% ../nbs/90_data.ipynb #collages
+def collages(count, split="train", size=64, *, seed=0):
+    """Digits on pieces of photographs: one to three, none of which hides another.
+
+    Parameters
+    ----------
+    count : int
+    split : {"train", "test"}
+        Decides which digits and which parts of the photographs are used.
+    size : int
+        Height and width in pixels; the same seed gives the same pictures at every size.
+    seed : int
+
+    Returns
+    -------
+    dict of str to Tensor
+        "image" (count, 3, size, size), from 0 to 1; "label" (count,), the kind of the largest
+        digit; "kind" (count, 3), the largest digit's first, -1 where there is none; "box"
+        (count, 3, 4), x₀, y₀, x₁, y₁ of each digit's ink in pixels; "mask" (count, size, size),
+        1 + the kind of the digit at each pixel, 0 where there is none.
+
+    Raises
+    ------
+    ValueError
+        If there is no such split, or `count` or `size` is not positive.
+    """
+    _check_split(split), _check_positive("count", count), _check_positive("size", size)
+    generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
+
+    def lots(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    (ink, names), parts = digits(split), []
+    for n in [256] * (count // 256) + [count % 256] * (count % 256 > 0):
+        side, corner = _lay_out(lots, n)
+        pick, turn, color = (lots(n, 3) * len(ink)).long(), lots(3, n), lots(3, n, 3)
+        images = _pieces(lots, n, split, size)
+        kind = torch.where(side > 0, names[pick], -1)
+        mask, box = torch.zeros(n, size, size, dtype=torch.long), torch.zeros(n, 3, 4)
+        for k in range(3):
+            placed = _place_ink(ink[pick[:, k]], side[:, k], corner[:, k], turn[k], size)
+            images, inside = _paste(images, placed, color[k]), placed > 0.5
+            mask = torch.where(inside, kind[:, k, None, None] + 1, mask)
+            box[:, k] = _bounds(inside)
+        parts.append(dict(image=images.clamp(0, 1), label=kind[:, 0], kind=kind, box=box,
+                          mask=mask))
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 # %% ../nbs/90_data.ipynb #cifar
 def cifar(name="cifar10", split="train", folder=None):

@@ -197,6 +197,8 @@ def first_tokens(attn, x, count):
     split = hasattr(attn, "qk")  # of TNT
     parts = (*attn.qk(x).chunk(2, dim=-1), attn.v(x)) if split else attn.qkv(x).chunk(3, dim=-1)
     q, k, v = (split_heads(part, attn.num_heads) for part in parts)  # (B, h, N, d) each
+    if not split:
+        q, k = attn.q_norm(q), attn.k_norm(k)
     return attn.proj(merge_heads(attention(q[:, :, :count], k, v)))
 
 
@@ -206,11 +208,10 @@ def forward_short(model, x):
     x = model.blocks[:-1](model.embed(x))
     if isinstance(model, TNT):
         x = last.add_words(last.inner(x[0]), x[1])
-        norm1, attn, norm2 = last.norm_out, last.attn_out, last.norm_mlp
-    else:
-        norm1, attn, norm2 = last.norm1, last.attn, last.norm2
-    x = x[:, :count] + first_tokens(attn, norm1(x), count)
-    return model.forward_head(model.norm(x + last.mlp(norm2(x))))
+        x = x[:, :count] + first_tokens(last.attn_out, last.norm_out(x), count)
+        return model.forward_head(model.norm(x + last.mlp(last.norm_mlp(x))))
+    x = x[:, :count] + last.ls1(first_tokens(last.attn, last.norm1(x), count))
+    return model.forward_head(model.norm(x + last.ls2(last.mlp(last.norm2(x)))))
 
 # %% ../nbs/53_inference.ipynb #replacements
 def pack_mlp(layer):

@@ -570,6 +570,9 @@ for size, window, img_size, weights in (
     name = f"swin_{size}_patch4_window{window}_{img_size}"
     register_model(name, SwinTransformer, hub=f"timm/{name}.{weights}", img_size=img_size,
                    window_size=window, **SIZES[size])
+register_model("swin_collages", SwinTransformer, hub="attnlib/swin_collages", num_classes=10,
+               img_size=64, window_size=4, embed_dim=32, depths=(2, 2, 2), num_heads=(2, 4, 8),
+               drop_path_rate=0.0)
 
 # %% ../nbs/32_swin.ipynb #pixel-maps
 def token_map(weights, layout, token):

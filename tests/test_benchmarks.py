@@ -226,8 +226,9 @@ def test_no_part_is_forgotten():
         "runs",
         "vision",
         # experiments of Parts I and II: many small models, each too small for a GPU
-        *("ablations", "association", "bottleneck", "decoding", "heads"),
-        *("positions", "zero_shot"),
+        *("ablations", "association", "bias", "bottleneck", "compare", "decoding", "heads"),
+        *("dense", "distillation", "finetune", "growth"),
+        *("modern", "positions", "sizes", "zero_shot"),
     }
     assert scripts <= set(gpu.PARTS) and set(gpu.VISION) <= set(gpu.PARTS)
     assert set(gpu.RUNS + gpu.NETWORK) == set(runs.PARTS) and set(gpu.NEEDS) <= set(gpu.PARTS)

@@ -15,7 +15,7 @@ import torch
 from attnlib.models import create_model, list_models
 
 FULL = os.environ.get("ATTNLIB_FULL") == "1"
-FAMILIES = ("vit_*", "deit_*", "swin_*", "swinv2_*", "tnt_*")
+FAMILIES = ("vit_*_patch??_224", "deit_*", "swin_*_window*", "swinv2_*", "tnt_*_224")
 
 
 def available():

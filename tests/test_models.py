@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import pytest
 import timm
 import torch
 import torch.nn as nn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from safetensors.torch import save_file
 
 from attnlib import models
@@ -121,11 +123,17 @@ def test_channels_equal_timms(channels, base, half):
     )
 
 
+def tagged(name):
+    """The name of the weights: CLIP's are OpenAI's, which are not always timm's default."""
+    return f"{name}.openai" if "quickgelu" in name else name
+
+
 def test_every_registered_name_has_timms_default_repository():
-    assert {name for name in list_models() if name.startswith("vit")} <= set(timm.list_models())
+    ours = set(list_models("vit*")) - set(list_models("*_collages"))
+    assert ours <= set(timm.list_models())
     for name, (_, hub, _) in models.MODELS.items():
         if timm.is_model(name):
-            assert hub == timm.get_pretrained_cfg(name).hf_hub_id, name
+            assert hub == timm.get_pretrained_cfg(tagged(name)).hf_hub_id, name
 
 
 def test_torchvisions_file_loads(tmp_path):
@@ -534,3 +542,80 @@ def test_models_imports_no_chapter():
 def test_the_older_names_are_the_same_functions():
     assert models.state_dict_of is unwrap_state_dict
     assert models.adapt_channels is adapt_input_conv
+
+
+# --- a picture of one's own -------------------------------------------------------------------
+
+timms = [name for name in list_models() if timm.is_model(name)]
+
+
+@pytest.mark.parametrize("name", timms)
+def test_preprocessing_is_timms(name):
+    wanted = timm.data.resolve_data_config(
+        pretrained_cfg=timm.get_pretrained_cfg(tagged(name)).to_dict()
+    )
+    found = models.data_config(name)
+    assert {key: found[key] for key in wanted if key != "crop_mode"} == {
+        key: value for key, value in wanted.items() if key != "crop_mode"
+    }
+
+
+@given(
+    height=st.integers(8, 700),
+    width=st.integers(8, 700),
+    name=st.sampled_from(["vit_tiny_patch16_224", "swin_base_patch4_window12_384"]),
+)
+@settings(max_examples=25, deadline=None)
+def test_pixels_are_timms(height, width, name):
+    picture = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    config = timm.data.resolve_data_config(
+        pretrained_cfg=timm.get_pretrained_cfg(name).to_dict()
+    )
+    theirs = timm.data.create_transform(**config)(Image.fromarray(picture))
+    ours = models.preprocess(name)(picture)
+    torch.testing.assert_close(ours[0], theirs, rtol=0, atol=1e-6)
+
+
+def test_a_picture_may_be_a_path_an_image_or_an_array(tmp_path):
+    picture = np.random.default_rng(0).integers(0, 256, (300, 260, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(tmp_path / "picture.png")
+    transform = models.preprocess(NAME)
+    found = [
+        transform(kind)
+        for kind in (picture, Image.fromarray(picture), tmp_path / "picture.png")
+    ]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    gray = transform(Image.fromarray(picture[..., 0]))
+    assert torch.equal(gray[:, 0], gray[:, 1])
+    for wrong in (picture[..., 0], picture.astype(float), np.zeros((3, 8, 8), np.uint8)):
+        with pytest.raises(ValueError, match="picture of shape"):
+            transform(wrong)
+
+
+def test_labels():
+    names = models.labels(NAME)
+    assert len(set(names)) == 1000 and names[0] == "tench" and names[999] == "toilet tissue"
+    with pytest.raises(ValueError, match="nearest names"):
+        models.labels("vit_tiny_patch16_223")
+
+
+def test_classify_gives_the_softmaxs_largest():
+    torch.manual_seed(0)
+    model = fresh(num_classes=4)
+    nn.init.normal_(model.head.weight)
+    picture = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+    found = models.classify(model, picture, k=9, names="abcd")
+    with torch.no_grad():
+        wanted = model(models.preprocess(NAME)(picture)).softmax(-1)[0]
+    assert [p for _, p in found] == sorted(wanted.tolist(), reverse=True)
+    assert all(p == wanted["abcd".index(name)] for name, p in found)
+    with pytest.raises(ValueError, match="names has 1000 entries"):
+        models.classify(model, picture)
+    for wrong in (fresh().train(), VisionTransformer(32, 8, embed_dim=12, num_heads=1).eval()):
+        with pytest.raises(ValueError, match="evaluation mode"):
+            models.classify(wrong, picture)
+
+
+def test_weights_that_do_not_come_with_the_library():
+    with pytest.raises(FileNotFoundError, match="nothing.safetensors"):
+        load_pretrained(fresh(), "attnlib/nothing")

@@ -1,0 +1,187 @@
+"""What a built-in assumption is worth: `python -m benchmarks.bias --out FOLDER`.
+
+Two tasks of the chapter on the Vision Transformer, recorded as FOLDER/bias.json: scanned digits
+with 100, 400 and 1,200 training images, where neighborhoods say enough, and drawn scenes, where
+distant shapes have to be compared. The networks are those of the chapter's notebook, whose cell
+is run here as it stands. Each network, for each number of images, tries three learning rates
+(short runs on the digits, full ones on the scenes, where a run begins late to learn), keeps the
+one with the highest accuracy on validation images, and is then trained with three seeds. If a
+rate makes no mistake there, the rates behind it are not tried. The ViT with 1,200 digits gets
+one more run with three times the steps. Test images are looked at when a run has ended, and
+decide nothing.
+
+The record is written after every run. With --minutes the command stops after that time, and
+goes on when it is given again. With --tiny a few networks take a few steps, to see that all
+runs; such a record means nothing.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import nbformat
+import torch
+import torch.nn.functional as F
+from sklearn.linear_model import LogisticRegression
+from torch import nn
+
+from attnlib.data import digits, scenes
+from attnlib.recipes import accuracy, train_classifier
+from attnlib.train import write_record
+from attnlib.vit import VisionTransformer
+from tools.notebooks import NBS, code_of
+
+TASKS = {  # batch, steps of a trial and of a run, between two looks, rates, numbers of images
+    "digits": (32, 250, 1000, 125, (1e-3, 3e-3, 1e-2), (100, 400, 1200)),
+    "scenes": (48, 1600, 1600, 100, (1e-3, 3e-3, 3e-4), (20_000,)),
+}
+SHAPES = {"digits": (8, 2, 1, 10), "scenes": (32, 8, 3, 2)}  # side, patch, channels, classes
+
+
+def networks():
+    """What makes each contestant, from the chapter's cell."""
+    names = {"nn": nn, "VisionTransformer": VisionTransformer}
+    cells = {cell.id: cell for cell in nbformat.read(NBS / "30_vit.ipynb", 4).cells}
+    exec(code_of(cells["networks"]), names)
+    residual = names["residual_network"]
+    return {
+        "ViT": names["vision_transformer"],
+        "convolutions": residual,
+        "one patch at a time": lambda *shape: residual(*shape, kernel=1),  # a local network
+    }
+
+
+def data(task, tiny=False):
+    """Training, validation and test images with labels, no image in two parts."""
+    if task == "digits":
+        (x, y), (unseen, answers) = digits("train"), digits("test")
+        x, unseen = 2 * x - 1, 2 * unseen - 1
+        return (x[:1200], y[:1200]), (x[1200:], y[1200:]), (unseen, answers)
+    counts = (200, 20, 20) if tiny else (20_000, 500, 2000)
+    parts = (scenes(count, seed=seed) for seed, count in enumerate(counts))
+    return [(4 * x - 1, y) for x, y in parts]  # centered: much of a scene is dark
+
+
+@torch.no_grad()
+def loss(model, part):
+    model.eval()
+    losses = [
+        F.cross_entropy(model(x), y, reduction="sum")
+        for x, y in zip(*(x.split(256) for x in part))
+    ]
+    return (sum(losses) / len(part[1])).item()
+
+
+class Bench:
+    """Trains what the record does not have yet, until the time is up."""
+
+    def __init__(self, path, minutes, tiny):
+        self.path, self.tiny = path, tiny
+        self.end = time.monotonic() + 60 * minutes
+        self.record = {"runs": [], "baselines": []}
+        if path.exists():
+            self.record = json.loads(path.read_text())
+        self.networks, self.parts = networks(), {}
+
+    def keep(self, kind, what, make):
+        """The entry of the record with these settings; `make` makes it if there is none."""
+        for entry in self.record[kind]:
+            if all(entry[key] == value for key, value in what.items()):
+                return entry
+        if time.monotonic() > self.end:
+            raise TimeoutError
+        began = time.process_time()
+        entry = {**what, **make()}
+        entry["seconds"] = round(time.process_time() - began, 1)
+        self.record[kind].append(entry)
+        write_record(self.path, self.record)
+        return entry
+
+    def data(self, task, images):
+        if task not in self.parts:
+            self.parts[task] = data(task, self.tiny)
+        (x, y), valid, test = self.parts[task]
+        return (x[:images], y[:images]), valid, test
+
+    def run(self, task, name, images, lr, steps, seed):
+        def make():
+            train, valid, test = self.data(task, images)
+            torch.manual_seed(seed)
+            model = self.networks[name](*SHAPES[task])
+            options = dict(batch_size=TASKS[task][0], every=TASKS[task][3], seed=seed)
+            history = train_classifier(model, train, valid, steps=steps, lr=lr, **options)
+            model.eval()
+            with torch.no_grad():
+                right = accuracy(model, test)["accuracy"].item()
+            return {
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "valid": [[row["step"], round(row["accuracy"], 4)] for row in history],
+                "valid_loss": round(loss(model, valid), 4),
+                "test": round(right, 4),
+            }
+
+        what = dict(task=task, model=name, images=images, lr=lr, steps=steps, seed=seed)
+        return self.keep("runs", what, make)
+
+    def contestant(self, task, name, images):
+        """The trials of a network, and its runs at the rate that was best there."""
+        _, short, long, _, rates, _ = TASKS[task]
+        rates = (1e-3,) if name == "one patch at a time" else rates  # its bound has no rate
+        short, long, seeds = (2, 4, (0,)) if self.tiny else (short, long, (0, 1, 2))
+        trials = []
+        for lr in rates:
+            trials.append(self.run(task, name, images, lr, short, 0))
+            if trials[-1]["valid"][-1][1] == 1:
+                break  # no other rate can be better
+        best = max(trials, key=lambda run: (run["valid"][-1][1], -run["valid_loss"]))["lr"]
+        for seed in seeds:
+            self.run(task, name, images, best, long, seed)
+        if (name, images) == ("ViT", 1200):  # is it at its end?
+            self.run(task, name, images, best, 3 * long, 0)
+
+    def baseline(self, task, images):
+        """Logistic regression on the pixels, its one setting from the validation images."""
+
+        def make():
+            parts = self.data(task, images)
+            (x, y), (x_valid, y_valid), (x_test, y_test) = (
+                (x.flatten(1).numpy(), y.numpy()) for x, y in parts
+            )
+            settings = (0.01, 0.1, 1, 10) if task == "digits" else (1e-5, 1e-3, 0.1)
+            models = [LogisticRegression(C=c, max_iter=300).fit(x, y) for c in settings]
+            best = max(models, key=lambda model: model.score(x_valid, y_valid))
+            return {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
+
+        return self.keep("baselines", dict(task=task, images=images), make)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--minutes", type=float, default=1000.0)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--models", nargs="+", help="all by default")
+    parser.add_argument("--images", nargs="+", type=int, help="all numbers by default")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    bench = Bench(arguments.out / "bias.json", arguments.minutes, arguments.tiny)
+    try:
+        for task in arguments.tasks:
+            counts = (100,) if arguments.tiny else TASKS[task][5]
+            names = list(bench.networks)[: 3 if task == "scenes" else 2]
+            for images in (n for n in counts if n in (arguments.images or counts)):
+                for name in (name for name in names if name in (arguments.models or names)):
+                    bench.contestant(task, name, images)
+                bench.baseline(task, images)
+    except TimeoutError:
+        print(f"{len(bench.record['runs'])} runs so far; give the command again to go on")
+    else:
+        print(f"{len(bench.record['runs'])} runs, recorded in {bench.path}")
+
+
+if __name__ == "__main__":
+    main()

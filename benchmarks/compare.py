@@ -1,0 +1,278 @@
+"""Small backbones side by side: `python -m benchmarks.compare --out FOLDER`.
+
+Networks of about 114,000 parameters name images of 16 × 16 pixels: scanned digits, and
+drawn scenes of two shapes. For each network some learning rates are tried in shorter runs of
+one seed; the one with the lowest loss on validation images is trained with three seeds. A few
+networks are trained on the digits three times as long, too. Scikit-learn's logistic regression
+takes part with its regularization chosen likewise.
+
+The record, FOLDER/compare.json, has a row for each run: task, model, parameters, lr, seed, and
+at several steps the seconds of training so far (of the process), the loss on the training
+images since the last row, and the accuracy on the test images. It is written after every run.
+With --minutes the command stops after that time, and goes on when it is given again. With
+--tiny a few networks take a few steps, to see that all runs; such a record means nothing.
+"""
+
+import argparse
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from sklearn.linear_model import LogisticRegression
+
+from attnlib.data import describe_scenes, digits, draw_scenes, standardize
+from attnlib.swin import SwinTransformer
+from attnlib.swinv2 import SwinTransformerV2
+from attnlib.tnt import TNT
+from attnlib.train import epochs, fit, write_record
+from attnlib.vit import VisionTransformer
+
+RATES = (1e-3, 3e-3, 9e-3)
+TASKS = {  # the steps of a run, those of a run that tunes, the rates that it tries
+    "digits": (1000, 500, RATES),
+    "scenes": (1000, 500, RATES),
+    "digits, longer": (3000, 1000, RATES[1:]),
+}
+LONGER = ("ViT, patches of 4", "TNT", "TNT, no inner blocks")  # the contestants of the last
+BATCH = 16
+
+
+# --- the contestants --------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """Two 3 × 3 convolutions with batch norm beside a shortcut."""
+
+    def __init__(self, in_chans, width, stride=1):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(in_chans, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        same = stride == 1 and in_chans == width
+        self.shortcut = nn.Identity() if same else nn.Conv2d(in_chans, width, 1, stride)
+
+    def forward(self, x):
+        return F.relu(self.shortcut(x) + self.body(x))
+
+
+def residual_network(in_chans):
+    """Three residual blocks, one at 16 × 16 pixels and two at 8 × 8."""
+    blocks = Residual(20, 20), Residual(20, 59, 2), Residual(59, 59)
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(59, 10)
+    return nn.Sequential(nn.Conv2d(in_chans, 20, 3, padding=1), *blocks, *head)
+
+
+def without_inner_blocks(model):
+    """A TNT whose words stay as they were embedded; the parameters that changed them go."""
+    for block in model.blocks:
+        block.inner = lambda words: words
+        del block.norm_in, block.attn_in, block.norm_mlp_in, block.mlp_in
+    return model
+
+
+def without_word_positions(model):
+    """A TNT whose words have no position: zero for good."""
+    nn.init.zeros_(model.pixel_pos.requires_grad_(False))
+    return model
+
+
+def backbones(in_chans):
+    """{name: what makes the network} for images of 16 × 16 pixels and ten classes."""
+    images = dict(img_size=16, in_chans=in_chans, num_classes=10, global_pool="avg")
+    vit = dict(class_token=False, embed_dim=48, depth=3, num_heads=4, mlp_ratio=5.875)
+    swin = dict(patch_size=2, embed_dim=28, depths=(2, 2), num_heads=(2, 4), window_size=4)
+    swin["drop_path_rate"] = 0.0
+    tnt = dict(patch_size=4, embed_dim=48, inner_dim=8, depth=3, num_heads_inner=2)
+    tnt = partial(TNT, num_heads_outer=4, first_stride=1, **tnt, **images)  # words are pixels
+    return {
+        "ViT, patches of 4": partial(VisionTransformer, patch_size=4, **vit, **images),
+        "ViT, patches of 2": partial(VisionTransformer, patch_size=2, **vit, **images),
+        "Swin": partial(SwinTransformer, mlp_ratio=4.6, **swin, **images),
+        "Swin V2": partial(SwinTransformerV2, mlp_ratio=3.9, **swin, **images),
+        "TNT": tnt,
+        "TNT, no inner blocks": lambda: without_inner_blocks(tnt()),
+        "TNT, no word positions": lambda: without_word_positions(tnt()),
+        "residual CNN": partial(residual_network, in_chans),
+    }
+
+
+# --- the images -------------------------------------------------------------------------------
+
+
+def digit_parts():
+    """1,200 images of the training part, its other 237 for validation, 360 for the test."""
+    (x, y), (unseen, answers) = (digits(split, 16) for split in ("train", "test"))
+    parts = [(x[:1200], y[:1200]), (x[1200:], y[1200:]), (unseen, answers)]
+    return [(standardize(images, x[:1200]), labels) for images, labels in parts]
+
+
+def scene_parts(counts=(8000, 1000, 1000)):
+    """Scenes of two shapes; the class is the pair of their kinds, in either order."""
+    first, second = torch.triu_indices(4, 4)
+    table = torch.zeros(4, 4, dtype=torch.long)
+    table[first, second] = table[second, first] = torch.arange(10)
+    found = [describe_scenes(count, seed=seed) for seed, count in enumerate(counts)]
+    images = [draw_scenes(scene, 16) for scene in found]
+    labels = [table[tuple(scene["kind"].T)] for scene in found]
+    return [(standardize(x, images[0]), y) for x, y in zip(images, labels)]
+
+
+PARTS = {"digits": digit_parts, "scenes": scene_parts, "digits, longer": digit_parts}
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def scores(model, data):
+    """Mean cross-entropy and accuracy."""
+    logits = torch.cat([model(x) for x in data[0].split(128)])
+    right = (logits.argmax(-1) == data[1]).float().mean().item()
+    return F.cross_entropy(logits, data[1]).item(), right
+
+
+@torch.no_grad()
+def inside(model, data):
+    """Of a trained TNT: over how many words a word's weights are spread, in each block; and the
+    accuracy if every word must attend to all words of its patch alike."""
+    maps = model.attention_maps(data[0][:200], "word")  # (B, n, h, m, m) each
+    spread = [(-(w * w.clamp(min=1e-12).log()).sum(-1)).exp().mean().item() for w in maps]
+    for block in model.blocks:
+        nn.init.zeros_(block.attn_in.qk.weight)
+    return {"spread": [round(s, 3) for s in spread], "uniform": scores(model, data)[1]}
+
+
+def train(make, parts, *, lr, seed, steps, every):
+    """Train one network; the curves of its row."""
+    train, valid, test = parts
+    torch.manual_seed(seed)
+    model, began, tests = make(), time.process_time(), 0.0
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+    def evaluate(model):
+        nonlocal tests
+        now = time.process_time()
+        found = dict(zip(("valid_loss", "valid"), scores(model, valid)))
+        found |= {"accuracy": scores(model, test)[1], "seconds": now - began - tests}
+        tests += time.process_time() - now
+        return found
+
+    history = fit(
+        model,
+        loss_fn,
+        epochs(*train, batch_size=BATCH, seed=seed),
+        steps=steps,
+        lr=lr,
+        warmup=steps // 10,
+        weight_decay=0.05,
+        betas=(0.9, 0.999),
+        evaluate=evaluate,
+        every=every,
+        seed=seed,
+    )
+    names = dict(step="steps", seconds="seconds", loss="loss", valid="valid")
+    names |= dict(valid_loss="valid_loss", accuracy="accuracy")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    words = hasattr(model, "pixel_pos") and hasattr(model.blocks[0], "attn_in")
+    return {
+        "parameters": trained,
+        **(inside(model.eval(), test) if words else {}),
+        **{to: [round(row[name], 4) for row in history] for name, to in names.items()},
+    }
+
+
+def logistic_regression(parts):
+    """Scikit-learn's model of the pixels; validation chooses the regularization."""
+    (x, y), valid, test = ((images.flatten(1).numpy(), labels) for images, labels in parts)
+    models = [LogisticRegression(C=c, max_iter=500).fit(x, y) for c in (1e-3, 1e-2, 1e-1, 1)]
+    best = max(models, key=lambda model: model.score(*valid))
+    return {
+        "parameters": best.coef_.size + best.intercept_.size,
+        "C": best.C,
+        "accuracy": [round(best.score(*test), 4)],
+    }
+
+
+class Bench:
+    """Trains what the record does not have yet, until the time is up."""
+
+    def __init__(self, path, minutes):
+        self.path, self.end = path, time.monotonic() + 60 * minutes
+        self.record = {"batch": BATCH, "tuning": [], "rows": []}
+        if path.exists():
+            old = json.loads(path.read_text())
+            self.record = {key: old[key] for key in self.record}
+        self.parts = {}
+
+    def images(self, task):
+        if task not in self.parts:
+            self.parts[task] = PARTS[task]()
+        return self.parts[task]
+
+    def run(self, kind, what, result):
+        """The row of a run: from the record, or `result()`, which is then recorded."""
+        for row in self.record[kind]:
+            if all(row.get(key) == value for key, value in what.items()):
+                return row
+        if time.monotonic() > self.end:
+            raise TimeoutError
+        row = {**what, **result()}
+        self.record[kind].append(row)
+        write_record(self.path, self.record)
+        return row
+
+    def contestant(self, task, name, steps, tuning, rates, seeds):
+        """Tune a network and train it with each seed."""
+        if name == "logistic regression":
+            what = dict(task=task, model=name)
+            return self.run("rows", what, lambda: logistic_regression(self.images(task)))
+        make = backbones(3 if task == "scenes" else 1)[name]
+
+        def go(kind, lr, seed, steps):
+            what = dict(task=task, model=name, lr=lr, seed=seed, of=steps)
+            options = dict(lr=lr, seed=seed, steps=steps, every=max(1, steps // 20))
+            return self.run(kind, what, lambda: train(make, self.images(task), **options))
+
+        tried = [go("tuning", lr, 0, tuning) for lr in rates]
+        best = min(tried, key=lambda row: row["valid_loss"][-1])["lr"]
+        return [go("rows", best, seed, steps) for seed in seeds]
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--minutes", type=float, default=1000.0)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    names = [*backbones(1), "logistic regression"]
+    parser.add_argument("--models", nargs="+", default=names, choices=names)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the networks are too small to gain from more
+    bench = Bench(arguments.out / "compare.json", arguments.minutes)
+    try:
+        for task in arguments.tasks:
+            for name in arguments.models:
+                if task == "digits, longer" and name not in LONGER:
+                    continue
+                steps, tuning, rates = (2, 1, RATES[:1]) if arguments.tiny else TASKS[task]
+                seeds = (0,) if arguments.tiny else (0, 1, 2)
+                bench.contestant(task, name, steps, tuning, rates, seeds)
+    except TimeoutError:
+        print("the time is up; give the command again to go on")
+    print(f"{len(bench.record['rows'])} runs, recorded in {bench.path}")
+
+
+if __name__ == "__main__":
+    main()

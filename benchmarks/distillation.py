@@ -1,0 +1,194 @@
+"""A teacher for small transformers, or none: `python -m benchmarks.distillation --out FOLDER`.
+
+200 labeled digits for everybody, another 200 for the learning rate, 360 for the test; the
+seed decides which. A small convolutional network is the teacher, the students are Vision
+Transformers with one token or two. Two of them see no label at all, but 1,237 pictures with the
+teacher's answers. Noise is added to every batch.
+
+The record, distillation.json, is written after every model. With --minutes the command stops
+after that time, and goes on when it is given again. With --tiny every model takes a few steps,
+to see that all runs; such a record means nothing.
+"""
+
+import argparse
+import functools
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from sklearn.linear_model import LogisticRegression
+
+from attnlib.data import digits
+from attnlib.deit import (
+    DistilledVisionTransformer,
+    hard_distillation_loss,
+    soft_distillation_loss,
+)
+from attnlib.recipes import accuracy, distill, small_convnet, train_classifier
+from attnlib.train import write_record
+from attnlib.vit import VisionTransformer
+
+RATES = (1e-3, 3e-3, 1e-2)
+STUDENT = dict(
+    img_size=8, patch_size=4, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=4
+)
+hard, soft = hard_distillation_loss, soft_distillation_loss
+STUDENTS = {  # the model, its loss, and whether it sees pictures without labels
+    "alone": (VisionTransformer, None, False),
+    "hard, one token": (VisionTransformer, hard, False),
+    "hard, two tokens": (DistilledVisionTransformer, hard, False),
+    # the weight 10/11 of the code is 1/2 in the formula, for ten classes
+    "soft, two tokens": (
+        *(DistilledVisionTransformer, functools.partial(soft, weight=10 / 11, temperature=3.0)),
+        False,
+    ),
+    "hard, unlabeled": (VisionTransformer, functools.partial(hard, weight=1.0), True),
+    "soft, unlabeled": (
+        *(VisionTransformer, functools.partial(soft, weight=1.0, temperature=3.0)),
+        True,
+    ),
+}
+
+
+def parts(seed):
+    """Labelled pictures, those for validation and test, and pictures without labels."""
+    (x, y), (unseen, answers) = digits("train", seed=seed), digits("test", seed=seed)
+    x, unseen = 4 * x - 2, 4 * unseen - 2
+    pictures = torch.cat([x[:200], x[400:]])
+    nothing = torch.zeros(len(pictures), dtype=torch.int64)  # labels of weight 0
+    return (x[:200], y[:200]), (x[200:400], y[200:400]), (unseen, answers), (pictures, nothing)
+
+
+def noisy(x):
+    return x + torch.randn_like(x)
+
+
+def two_heads(model, test):
+    """Accuracy and cross-entropy of each head and of their average, and the tokens' cosines."""
+    images, labels = test
+    tokens = model.forward_features(images)
+    a, b = model.head(tokens[:, 0]), model.head_dist(tokens[:, 1])
+    after = model.forward_intermediates(
+        images, intermediates_only=True, return_prefix_tokens=True
+    )
+    pairs = [model.embed(images)[:, :2], *(prefix for _, prefix in after)]
+    heads = {"class": a, "distill": b, "average": (a + b) / 2}
+    cosines = [F.cosine_similarity(x[:, 0], x[:, 1], dim=-1).mean().item() for x in pairs]
+    return {
+        "right": {name: share(z, labels) for name, z in heads.items()},
+        "loss": {
+            name: round(F.cross_entropy(z, labels).item(), 4) for name, z in heads.items()
+        },
+        "cosines": [round(cosine, 4) for cosine in cosines],
+    }
+
+
+def share(logits, labels):
+    return round((logits.argmax(-1) == labels).float().mean().item(), 4)
+
+
+class Bench:
+    """Trains what the record does not have yet, until the time is up."""
+
+    def __init__(self, path, minutes, steps):
+        self.path, self.end, self.steps = path, time.monotonic() + 60 * minutes, steps
+        self.record = json.loads(path.read_text()) if path.exists() else {"runs": []}
+        self.record["steps"], self.teachers = steps, {}
+
+    def train(self, name, lr, seed):
+        """A model, and what is recorded of it."""
+        seen, valid, test, unlabeled = parts(seed)
+        every = max(1, self.steps // 8)
+        options = dict(
+            steps=self.steps, batch_size=50, lr=lr, augment=noisy, seed=seed, every=every
+        )
+        torch.manual_seed(seed)
+        if name == "teacher":
+            model, loss = small_convnet(1, 10, (24, 48)), None
+        else:
+            make, loss, without_labels = STUDENTS[name]
+            model, seen = make(**STUDENT), unlabeled if without_labels else seen
+        if loss is None:
+            history = train_classifier(model, seen, valid, **options)
+        else:
+            history = distill(model, self.teacher(seed), seen, valid, loss=loss, **options)
+        model.cpu().eval()
+        with torch.no_grad():
+            found = dict(name=name, lr=lr, seed=seed)
+            found["curve"] = [[row["step"], round(row["accuracy"], 4)] for row in history]
+            found["test"] = round(accuracy(model, test)["accuracy"].item(), 4)
+            if isinstance(model, DistilledVisionTransformer):
+                found["heads"] = two_heads(model, test)
+            if name == "teacher":
+                torch.manual_seed(seed)
+                images, labels = seen[0].repeat(5, 1, 1, 1), seen[1].repeat(5)
+                found["own images"] = share(model(seen[0]), seen[1])
+                found["own images, noisy"] = share(model(noisy(images)), labels)
+        return model, found
+
+    def teacher(self, seed):
+        """The teacher of a seed, trained again where only its record is left."""
+        if seed not in self.teachers:
+            lr = self.record["best"]["teacher"]
+            self.teachers[seed] = self.train("teacher", lr, seed)[0]
+        return self.teachers[seed]
+
+    def run(self, name, lr, seed):
+        for run in self.record["runs"]:
+            if (run["name"], run["lr"], run["seed"]) == (name, lr, seed):
+                return run
+        if time.monotonic() > self.end:
+            raise TimeoutError
+        began = time.process_time()
+        found = self.train(name, lr, seed)[1]
+        found["seconds"] = round(time.process_time() - began, 1)
+        self.record["runs"].append(found)
+        write_record(self.path, self.record)
+        return found
+
+    def tuned(self, name, rates, seeds):
+        """All rates with the first seed, all seeds with the rate that was best there."""
+        tried = [self.run(name, lr, seeds[0]) for lr in rates]
+        best = max(tried, key=lambda run: run["curve"][-1][1])["lr"]
+        for seed in seeds:
+            self.run(name, best, seed)
+        self.record.setdefault("best", {})[name] = best
+        write_record(self.path, self.record)
+
+
+def logistic(seed):
+    """Test accuracy of scikit-learn's logistic regression, its C from the validation."""
+    (x, y), (x_valid, y_valid), (x_test, y_test) = (
+        (images.flatten(1).numpy(), labels.numpy()) for images, labels in parts(seed)[:3]
+    )
+    tries = (0.001, 0.01, 0.1, 1)
+    models = [LogisticRegression(C=c, max_iter=1000).fit(x, y) for c in tries]
+    best = max(models, key=lambda model: model.score(x_valid, y_valid))
+    return {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--minutes", type=float, default=1000.0)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    steps, rates, seeds = (2, RATES[:1], (0,)) if arguments.tiny else (600, RATES, (0, 1, 2))
+    bench = Bench(arguments.out / "distillation.json", arguments.minutes, steps)
+    bench.record["logistic regression"] = [logistic(seed) for seed in seeds]
+    try:
+        for name in ("teacher", *STUDENTS):
+            bench.tuned(name, rates, seeds)
+    except TimeoutError:
+        print(f"{len(bench.record['runs'])} models so far; give the command again to go on")
+    else:
+        print(f"{len(bench.record['runs'])} models, recorded in {bench.path}")
+
+
+if __name__ == "__main__":
+    main()

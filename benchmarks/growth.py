@@ -1,0 +1,195 @@
+"""How the stream of Swin V1 and V2 grows, and other windows: `python -m benchmarks.growth`.
+
+Small models learn the digits at 24 by 24 pixels: V1, V2 with norms that begin at 0 as in the
+published code, and V2 with norms that begin at 1. Each gets its learning rate from 300
+validation images and then three seeds. On the way the size of the stream is taken after every
+block; in the end the model is tried with other windows and sizes of images on the test images.
+The measuring functions are cells of the chapter's notebook, run here as they stand.
+
+The record, growth.json in the folder --out, is written after every model. With --minutes the
+command stops after that time, and goes on when it is given again. With --tiny every model takes
+a few steps, to see that all runs; such a record means nothing.
+"""
+
+import argparse
+import copy
+import json
+import time
+from pathlib import Path
+
+import nbformat
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from sklearn.linear_model import LogisticRegression
+
+from attnlib.data import digits, standardize
+from attnlib.swin import SwinTransformer
+from attnlib.swinv2 import SwinTransformerV2
+from attnlib.train import adamw, epochs, learning_rate, write_record
+from tools.notebooks import NBS, code_of
+
+KINDS = {  # the class, and where the weights of the norms behind the branches begin
+    "V1": (SwinTransformer, None),
+    "V2, norms from 0": (SwinTransformerV2, 0.0),
+    "V2, norms from 1": (SwinTransformerV2, 1.0),
+}
+RATES = (1.5e-3, 4e-3, 1e-2)
+LOOKS = (0, 50, 100, 200, 400, 600, 800, 1000)
+SIZES = (24, 28, 32, 48)
+MODEL = dict(
+    img_size=24,
+    patch_size=4,
+    in_chans=1,
+    num_classes=10,
+    embed_dim=24,
+    depths=(2, 2),
+    num_heads=(2, 4),
+    window_size=3,
+    drop_path_rate=0.0,
+)
+
+
+def parts():
+    """Training, validation and test images with their labels, standardized."""
+    (x, y), (unseen, answers) = digits("train", 24), digits("test", 24)
+    seen = standardize(x, x)
+    return (seen[300:], y[300:]), (seen[:300], y[:300]), (standardize(unseen, x), answers)
+
+
+def new_model(kind):
+    make, start = KINDS[kind]
+    model = make(**MODEL)
+    for block in model.blocks if start is not None else ():
+        (
+            nn.init.constant_(block.norm1.weight, start),
+            nn.init.constant_(block.norm2.weight, start),
+        )
+    return model
+
+
+@torch.no_grad()
+def accuracy(model, part):
+    model.eval()
+    return round((model(part[0]).argmax(-1) == part[1]).float().mean().item(), 4)
+
+
+def stream_function():
+    """The function of the chapter that measures the stream."""
+    names = {"torch": torch}
+    cells = {cell.id: cell for cell in nbformat.read(NBS / "33_swinv2.ipynb", 4).cells}
+    exec(code_of(cells["stream"]), names)
+    return names["sizes_of_the_stream"]
+
+
+def train(kind, lr, seed, looks, data):
+    """A trained model, and what was seen of it at each of the steps `looks`."""
+    train_part, valid, _ = data
+    torch.manual_seed(seed)
+    model, measure, found = new_model(kind), stream_function(), []
+    optimizer = adamw(model, lr, (0.9, 0.999), 0.05)
+    batches, steps = epochs(*train_part, batch_size=32, seed=seed), looks[-1]
+    for step in range(steps + 1):
+        if step in looks:
+            sizes = measure(model.eval(), valid[0])
+            sizes = [[round(size, 4) for size in stage] for stage in sizes]
+            found.append({"step": step, "valid": accuracy(model, valid), "stream": sizes})
+        if step < steps:
+            model.train()
+            images, labels = batches(step)
+            factor = learning_rate(step, steps=steps, warmup=steps // 20, schedule="cosine")
+            for group in optimizer.param_groups:
+                group["lr"] = lr * factor
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    return model, found
+
+
+def transfer(trained, stretch):
+    """Test accuracy with the window doubled, and at other sizes of images."""
+    found = {}
+    for pixels, window in ((24, 6), *((pixels, None) for pixels in SIZES)):
+        model = copy.deepcopy(trained)
+        model.set_input_size(pixels, window)
+        for block in model.blocks if stretch else ():
+            block.attn.set_pretrained_window(0)
+        (images, labels), (reference, _) = digits("test", pixels), digits("train", pixels)
+        name = "doubled" if window else str(pixels)
+        found[name] = accuracy(model, (standardize(images, reference), labels))
+    return found
+
+
+def logistic(data):
+    """Test accuracy of scikit-learn's logistic regression, its C from the validation."""
+    (x, y), (x_valid, y_valid), (x_test, y_test) = (
+        (images.flatten(1).numpy(), labels.numpy()) for images, labels in data
+    )
+    models = [LogisticRegression(C=c, max_iter=300).fit(x, y) for c in (1e-4, 1e-3, 1e-2)]
+    best = max(models, key=lambda model: model.score(x_valid, y_valid))
+    return {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
+
+
+class Bench:
+    """Trains what the record does not have yet, until the time is up."""
+
+    def __init__(self, path, minutes, looks):
+        self.path, self.end, self.looks = path, time.monotonic() + 60 * minutes, looks
+        self.record = json.loads(path.read_text()) if path.exists() else {"runs": []}
+        self.data = parts()
+
+    def run(self, kind, lr, seed):
+        for run in self.record["runs"]:
+            if (run["kind"], run["lr"], run["seed"]) == (kind, lr, seed):
+                return run
+        if time.monotonic() > self.end:
+            raise TimeoutError
+        began = time.process_time()
+        model, looks = train(kind, lr, seed, self.looks, self.data)
+        result = {"kind": kind, "lr": lr, "seed": seed, "looks": looks}
+        result["test"] = accuracy(model, self.data[2])
+        result["transfer"] = {"kept": transfer(model, False)}
+        if kind != "V1":
+            result["transfer"]["stretched"] = transfer(model, True)
+            norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)]
+            result["norms"] = [round(norm.weight.abs().mean().item(), 4) for norm in norms]
+        result["seconds"] = round(time.process_time() - began, 1)
+        self.record["runs"].append(result)
+        write_record(self.path, self.record)
+        return result
+
+    def tuned(self, kind, rates, seeds):
+        """All rates with the first seed, all seeds with the rate that was best there."""
+        tried = [self.run(kind, lr, seeds[0]) for lr in rates]
+        best = max(tried, key=lambda run: run["looks"][-1]["valid"])["lr"]
+        for seed in seeds:
+            self.run(kind, best, seed)
+        self.record.setdefault("best", {})[kind] = best
+        write_record(self.path, self.record)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--minutes", type=float, default=1000.0)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    looks, rates, seeds = (
+        ((0, 2), RATES[:1], (0,)) if arguments.tiny else (LOOKS, RATES, (0, 1, 2))
+    )
+    bench = Bench(arguments.out / "growth.json", arguments.minutes, looks)
+    bench.record["logistic regression"] = logistic(bench.data)
+    try:
+        for kind in KINDS:
+            bench.tuned(kind, rates, seeds)
+    except TimeoutError:
+        print(f"{len(bench.record['runs'])} models so far; give the command again to go on")
+    else:
+        print(f"{len(bench.record['runs'])} models, recorded in {bench.path}")
+
+
+if __name__ == "__main__":
+    main()

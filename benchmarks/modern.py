@@ -1,0 +1,253 @@
+"""What the changes of the block are worth: `python -m benchmarks.modern [PART ...]`.
+
+Three comparisons of the chapter on the modern block, recorded as FOLDER/modern_PART.json:
+
+- options: a small ViT on scanned digits, plain and with each option.
+- rates: with and without query-key norm at learning rates that rise until training fails.
+- larger: learned and rotary positions on pictures larger than those of the training.
+
+Every contestant gets its learning rate from a validation split, which no later number uses.
+With --tiny every part runs in seconds, to see that it works; such a record means nothing.
+"""
+
+import argparse
+import copy
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from sklearn.linear_model import LogisticRegression
+
+from attnlib.data import digits
+from attnlib.modern import SwiGLU, use_rotary
+from attnlib.train import write_record
+from attnlib.vit import VisionTransformer
+
+SHAPE = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=48, depth=4)
+OPTIONS = {  # what differs from the plain model
+    "plain": {},
+    "LayerScale": dict(init_values=0.1),
+    "QK-norm": dict(qk_norm=True),
+    "SwiGLU": dict(mlp_layer=SwiGLU, mlp_ratio=16 / 3),
+    "registers": dict(reg_tokens=4, no_embed_class=True),
+    "rotary": dict(rotary=True),
+}
+OPTIONS["all five"] = {key: x for options in OPTIONS.values() for key, x in options.items()}
+RATES = (1e-3, 3e-3, 1e-2)
+
+
+def make(rotary=False, **options):
+    model = VisionTransformer(**SHAPE | dict(num_heads=4) | options)
+    return use_rotary(model) if rotary else model
+
+
+def parts():
+    """Images and labels for training, validation and test: 1137, 300 and 360 digits."""
+    (x, y), test = digits("train"), digits("test")
+    mean, std = x.mean(), x.std()
+    x, test = (x - mean) / std, ((test[0] - mean) / std, test[1])
+    return (x[300:], y[300:]), (x[:300], y[:300]), test
+
+
+@torch.no_grad()
+def accuracy(model, data):
+    model.eval()
+    right = [model(x).argmax(-1) == y for x, y in zip(data[0].split(100), data[1].split(100))]
+    model.train()
+    return round(torch.cat(right).float().mean().item(), 4)
+
+
+def train(model, draw, steps, lr, look):
+    """AdamW, warm-up over a tenth and then a cosine; [step, *what `look` says] on the way."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps, pct_start=0.1)
+    curve = []
+    for step in range(1, steps + 1):
+        x, y = draw()
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % max(1, steps // 8) == 0:
+            curve.append([step, *look(model)])
+    return curve
+
+
+def batches(data, size=50):
+    """What draws a random batch."""
+
+    def draw():
+        rows = torch.randint(len(data[0]), (size,))
+        return data[0][rows], data[1][rows]
+
+    return draw
+
+
+def tuned(make, draw, valid, steps, seeds, score):
+    """The first seed at every rate, all seeds at the one best on `valid`; `score` judges."""
+
+    def run(lr, seed):
+        torch.manual_seed(seed)
+        model = make()
+        curve = train(model, draw, steps, lr, lambda model: [accuracy(model, valid)])
+        return dict(lr=lr, seed=seed, curve=curve, **score(model))
+
+    tries = [run(lr, 0) for lr in RATES]
+    best = max(tries, key=lambda found: found["curve"][-1][1])
+    return {
+        "parameters": sum(p.numel() for p in make().parameters() if p.requires_grad),
+        "rates": {str(found["lr"]): found["curve"][-1][1] for found in tries},
+        "runs": [best] + [run(best["lr"], seed) for seed in range(1, seeds)],
+    }
+
+
+# --- the options ------------------------------------------------------------------------------
+
+
+def all_of(names, only, old, tune):
+    """What `tune` finds for each name; with `only` for those, the rest from an older record."""
+    old = old.get("contestants", {}) if only else {}
+    return {
+        name: tune(name) if name in (only or names) else old[name]
+        for name in names
+        if name in (only or names) or name in old
+    }
+
+
+def options(tiny, only, old):
+    steps, seeds = (8, 1) if tiny else (800, 3)
+    training, valid, test = parts()
+
+    def tune(name):
+        return tuned(
+            lambda: make(**OPTIONS[name]),
+            *(batches(training), valid, steps, seeds),
+            lambda model: {"test": accuracy(model, test)},
+        )
+
+    found = all_of(OPTIONS, only, old, tune)
+    models = [
+        LogisticRegression(C=c, max_iter=1000).fit(training[0].flatten(1), training[1])
+        for c in (0.01, 0.1, 1)
+    ]
+    best = max(models, key=lambda model: model.score(valid[0].flatten(1), valid[1]))
+    baseline = round(best.score(test[0].flatten(1), test[1]), 4)
+    return {"steps": steps, "contestants": found, "logistic regression": baseline}
+
+
+# --- high learning rates ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def largest_logit(model, x):
+    """The largest absolute logit of any head of any block, over a batch of images."""
+    largest, x = 0.0, model.embed(x)
+    for block in model.blocks:
+        q, k, _ = block.attn.qkv(block.norm1(x)).chunk(3, dim=-1)
+        q, k = (y.unflatten(-1, (block.attn.num_heads, -1)).transpose(1, 2) for y in (q, k))
+        q, k = block.attn.q_norm(q), block.attn.k_norm(k)
+        logits = q @ k.mT / q.shape[-1] ** 0.5  # (B, h, N, N)
+        largest, x = max(largest, logits.abs().max().item()), block(x)
+    return largest
+
+
+def rates(tiny, only, old):
+    steps, seeds = (8, 1) if tiny else (300, 3)
+    training, valid, _ = parts()
+    found = {}
+    for name in ("plain", "QK-norm"):
+        for lr in (3e-3, 1e-2, 3e-2, 1e-1):
+            for seed in range(seeds):
+                torch.manual_seed(seed)
+                model = make(**OPTIONS[name])
+
+                def look(model):
+                    logit = largest_logit(model, valid[0][:100])
+                    return [accuracy(model, valid), round(logit, 2)]
+
+                curve = train(model, batches(training), steps, lr, look)
+                found.setdefault(name, []).append(dict(lr=lr, seed=seed, curve=curve))
+    return {"steps": steps, "runs": found}
+
+
+# --- larger pictures --------------------------------------------------------------------------
+
+
+def pasted(data, side, generator=None):
+    """Each digit at a random place of an empty picture of so many pixels, and its label."""
+    x, y = data
+    out = x.new_full((len(x), 1, side, side), x.min().item())
+    corners = 2 * torch.randint((side - 8) // 2 + 1, (len(x), 2), generator=generator)
+    for image, digit, (row, column) in zip(out, x, corners.tolist()):
+        image[:, row : row + 8, column : column + 8] = digit
+    return out, y
+
+
+def larger(tiny, only, old):
+    steps, seeds = (8, 1) if tiny else (600, 3)
+    training, valid, test = parts()
+    few = batches(training)
+    sides = (12, 16, 20, 24)
+    exams = {side: pasted(test, side, torch.Generator().manual_seed(side)) for side in sides}
+    valid = pasted(valid, 12, torch.Generator().manual_seed(0))
+
+    def at_size(model, x):
+        model = copy.deepcopy(model)
+        model.set_input_size(x.shape[-1])
+        return accuracy(model, (x, test[1]))
+
+    def score(model):  # more to see at the same scale, or the same with more pixels
+        small = exams[12][0]
+        wider = {str(side): at_size(model, exams[side][0]) for side in sides}
+        finer = {
+            str(side): at_size(model, F.interpolate(small, (side, side), mode="bilinear"))
+            for side in sides
+        }
+        return {"wider": wider, "finer": finer}
+
+    def tune(name):
+        return tuned(
+            lambda: make(rotary=name == "rotary", img_size=12),
+            *(lambda: pasted(few(), 12), valid, steps, seeds, score),
+        )
+
+    found = all_of(("learned", "rotary"), only, old, tune)
+    return {"steps": steps, "sides": sides, "contestants": found}
+
+
+PARTS = {"options": options, "rates": rates, "larger": larger}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", default=list(PARTS), metavar="PART", help=", ".join(PARTS)
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results"), help="folder of the records"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a few steps, to see that all runs")
+    parser.add_argument(
+        "--only", nargs="*", metavar="NAME", help="contestants; others keep their record"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the models are too small to gain from more
+    for name in arguments.parts:
+        began = time.process_time()
+        path = arguments.out / f"modern_{name}.json"
+        old = json.loads(path.read_text()) if arguments.only and path.exists() else {}
+        record = PARTS[name](arguments.tiny, arguments.only, old)
+        record["seconds"] = round(time.process_time() - began) + old.get("seconds", 0)
+        write_record(path, record)
+        print(f"{name}: {record['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

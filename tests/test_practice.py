@@ -1,0 +1,230 @@
+"""Layers of a fine-tuning run against timm's, mixtures, averages, and maps of importance."""
+
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.optim import param_groups_layer_decay
+
+from attnlib.deit import DistilledVisionTransformer
+from attnlib.models import create_model, data_config, preprocess
+from attnlib.practice import (
+    fine_tune,
+    fold_normalization,
+    gradient_map,
+    hide,
+    layer_decay,
+    layer_numbers,
+    mixup,
+    moving_average,
+    occlusion_map,
+    prepared,
+    rollout_map,
+    transfer,
+)
+from attnlib.swin import SwinTransformer
+from attnlib.tnt import TNT
+from attnlib.vit import VisionTransformer
+
+SMALL = dict(img_size=16, patch_size=4, num_classes=3, embed_dim=12, depth=3, num_heads=3)
+
+
+def small(**options):
+    torch.manual_seed(0)
+    return VisionTransformer(**SMALL | options)
+
+
+def images(n=4, size=16):
+    return torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def rates(groups, model):
+    """{name: (rate, weight decay)} of some groups."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {
+        names[p]: (group["lr"], group["weight_decay"])
+        for group in groups
+        for p in group["params"]
+    }
+
+
+@pytest.mark.parametrize(
+    "name, cls, pool",
+    [
+        ("vit_tiny_patch16_224", VisionTransformer, "token"),
+        ("vit_tiny_patch16_224", VisionTransformer, "avg"),
+        ("deit_tiny_distilled_patch16_224", DistilledVisionTransformer, "token"),
+    ],
+)
+def test_rates_are_timms(name, cls, pool):
+    """The same rate and the same weight decay for every parameter."""
+    options = dict(embed_dim=12, depth=3, num_heads=3)
+    theirs = timm.create_model(name, global_pool=pool, **options)
+    ours = cls(global_pool=pool, **options)
+    groups = param_groups_layer_decay(
+        theirs, 0.05, no_weight_decay_list=theirs.no_weight_decay(), layer_decay=0.6
+    )
+    wanted = rates([{**group, "lr": 0.1 * group["lr_scale"]} for group in groups], theirs)
+    found = rates(layer_decay(ours, 0.1, 0.6, 0.05), ours)
+    assert found.keys() == wanted.keys()
+    for key, pair in wanted.items():
+        assert found[key] == pytest.approx(pair), key
+
+
+def test_every_parameter_has_one_group():
+    swin = SwinTransformer(
+        32, 4, num_classes=3, embed_dim=8, depths=(1, 2), num_heads=(1, 2), window_size=4
+    )
+    tnt = TNT(16, 4, num_classes=3, embed_dim=12, inner_dim=4, depth=2, num_heads_outer=3)
+    for model in (small(), swin, tnt):
+        groups = layer_decay(model, 1.0, 0.5)
+        grouped = [p for group in groups for p in group["params"]]
+        assert {*map(id, grouped)} == {*map(id, model.parameters())}
+        assert len(grouped) == len(list(model.parameters()))
+        numbers = layer_numbers(model)
+        first = {name for name, number in numbers.items() if number == 0}
+        last = {name for name, number in numbers.items() if number == max(numbers.values())}
+        assert any(name.startswith(("patch_embed", "pixel_embed")) for name in first)
+        assert all(name.startswith("head") for name in last) and last
+
+
+def test_without_decay_one_rate_and_with_zero_the_head_alone():
+    model = small()
+    assert {group["lr"] for group in layer_decay(model, 0.3, 1.0)} == {0.3}
+    moving = {group["layer"] for group in layer_decay(model, 0.3, 0.0) if group["lr"] > 0}
+    assert moving == {4}
+    before = copy.deepcopy(model.state_dict())
+    fine_tune(model, images(8), torch.arange(8) % 3, steps=3, lr=0.1, decay=0.0, batch_size=4)
+    changed = {key for key, x in model.state_dict().items() if not torch.equal(x, before[key])}
+    assert changed == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("alpha", [1.0, 2.0])
+def test_mixup_blends_images_and_targets_alike(alpha):
+    torch.manual_seed(0)
+    x, y = images(6), torch.arange(6) % 3
+    targets = F.one_hot(y, 3).float()
+    # the image carries its own number, so that the share can be read off the blend
+    carried = F.one_hot(torch.arange(6), 6).float().view(6, 6, 1, 1)
+    blend, mixed = mixup(carried, targets, alpha)
+    shares = blend.flatten(1)  # (6, 6)
+    assert torch.allclose(shares.sum(1), torch.ones(6))
+    assert torch.allclose(shares @ targets, mixed, atol=1e-6)
+    assert (shares > 1e-3).sum() > 6  # something was blended
+    same, unchanged = mixup(x, targets, 0)
+    assert same is x and unchanged is targets
+
+
+def test_the_mixed_loss_is_the_mean_of_two():
+    torch.manual_seed(0)
+    logits, y, other = torch.randn(5, 3), torch.arange(5) % 3, torch.tensor([2, 2, 0, 1, 0])
+    soft = torch.lerp(F.one_hot(other, 3).float(), F.one_hot(y, 3).float(), 0.3)
+    parts = 0.3 * F.cross_entropy(logits, y) + 0.7 * F.cross_entropy(logits, other)
+    assert torch.isclose(F.cross_entropy(logits, soft), parts)
+
+
+def test_the_average_is_the_recurrence():
+    torch.manual_seed(0)
+    layer = nn.Linear(2, 2)
+    average, wanted = moving_average(layer, 0.9), None
+    for _ in range(5):
+        nn.init.normal_(layer.weight)
+        average.update_parameters(layer)
+        weight = layer.weight.detach().clone()
+        wanted = weight if wanted is None else 0.9 * wanted + 0.1 * weight
+    assert torch.allclose(average.module.weight, wanted, atol=1e-6)
+
+
+def test_fine_tuning_learns_and_repeats():
+    x = images(32)
+    y = (x.mean((1, 2, 3)) > 0).long()
+    x = x + y[:, None, None, None]
+    found = []
+    for _ in range(2):
+        model = small()
+        averaged, history = fine_tune(
+            model,
+            *(x, y),
+            **dict(steps=30, lr=1e-2, alpha=0.2, every=20),
+            evaluate=lambda model: (model(x).argmax(-1) == y).float().mean().item(),
+        )
+        found.append((averaged.state_dict(), history))
+    assert [step for step, _ in found[0][1]] == [20, 30] and found[0][1][-1][1] > 0.9
+    assert found[0][1] == found[1][1]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0].values(), found[1][0].values()))
+
+
+@pytest.mark.parametrize("mean, std", [((0.5,) * 3, (0.5,) * 3), ((0.1, 0.5, 0.9), (1, 2, 3))])
+def test_folded_normalization(mean, std):
+    x, model = images().sigmoid(), small().eval()
+    channels = [torch.tensor(t).view(1, 3, 1, 1) for t in (mean, std)]
+    before = copy.deepcopy(model.state_dict())
+    folded = fold_normalization(model, mean, std)
+    assert torch.allclose(folded(x), model((x - channels[0]) / channels[1]), atol=1e-5)
+    assert all(torch.equal(a, before[key]) for key, a in model.state_dict().items())
+
+
+def test_a_padded_first_layer_is_refused():
+    model = small()
+    model.patch_embed.proj.padding = (1, 1)
+    with pytest.raises(ValueError, match="pads its first layer"):
+        fold_normalization(model, (0.5,) * 3, (0.5,) * 3)
+
+
+def test_hide():
+    x = torch.ones(2, 3, 8, 12)
+    hidden = hide(x, torch.tensor([[0], [5]]), 4)  # 2 × 3 patches
+    assert hidden[0, :, :4, :4].sum() == 0 and hidden[1, :, 4:, 8:].sum() == 0
+    assert hidden.sum() == x.sum() - 2 * 3 * 16
+
+
+def test_maps_have_a_number_for_each_patch():
+    model, x = small(), images(3)
+    for function in (rollout_map, gradient_map, occlusion_map):
+        found = function(model, x, 4)
+        assert found.shape == (3, 16) and torch.isfinite(found).all()
+    assert torch.allclose(rollout_map(model, x, 4).sum(1), torch.ones(3), atol=0.5)
+
+
+def test_occlusion_finds_the_only_patch_that_counts():
+    class Reader(nn.Module):
+        def forward(self, x):  # the logits are pixels of one patch
+            return x[:, :2, 6, 10]
+
+    x = torch.rand(5, 3, 8, 12) + 0.5
+    drop = occlusion_map(Reader(), x, 4)
+    assert drop.argmax(1).eq(5).all() and (drop.abs() > 1e-6).sum() == 5
+    gradient = gradient_map(Reader(), x, 4)
+    assert gradient.argmax(1).eq(5).all() and torch.allclose(gradient.sum(1), torch.ones(5))
+
+
+def test_prepared_is_preprocessed():
+    name = "deit_tiny_patch16_224"
+    picture = torch.randint(256, (224, 224, 3), generator=torch.Generator().manual_seed(0))
+    picture = picture.to(torch.uint8)
+    config = data_config(name) | dict(crop_pct=1.0)
+    x = (picture.permute(2, 0, 1) / 255)[None]
+    assert torch.allclose(prepared(x, name), preprocess(config)(picture.numpy()), atol=1e-5)
+    assert prepared(x, name, 32).shape == (1, 3, 32, 32)
+
+
+def test_transfer_learns_a_task_at_another_size():
+    y = torch.arange(40) % 2
+    x = 0.2 * torch.rand(40, 3, 8, 8) + 0.6 * y[:, None, None, None]
+    model, accuracy = transfer(
+        *("vit_collages", (x, y), (x[:10], y[:10])),
+        **dict(img_size=16, pretrained=False, steps=12, lr=3e-3),
+    )
+    assert model.num_classes == 2 and model.patch_embed.img_size == (16, 16)
+    assert accuracy > 0.9
+
+
+def test_a_new_head_for_as_many_classes():
+    """Weights for ten digits and a task of ten others: `reset_classifier` starts anew."""
+    model = create_model("vit_collages")
+    before = model.head.weight.detach().clone()
+    model.reset_classifier(10)
+    assert not torch.equal(model.head.weight, before)
