@@ -474,9 +474,10 @@ def scenes(count, size=32, *, seed=0, task="kind"):
 
 # %% ../nbs/90_data.ipynb #collages-places
 def _lay_out(lots, count, tries=64):
-    """Squares that do not overlap: sides (count, 3), 0 where there is none, corners (count, 3, 2).
+    """Squares that do not overlap: sides (count, 3) and corners (count, 3, 2).
 
-    Both are in units of the image's side; a corner is y and x. The first square is the largest.
+    A side is 0 where there is no square. Both are in units of the image's side; a corner is y
+    and x. The first square is the largest.
     """
     number, largest = 1 + (3 * lots(count)).long(), 0.36 + 0.14 * lots(count, 1)
     side = torch.cat([largest, largest * (0.45 + 0.3 * lots(count, 2))], dim=1)
@@ -492,7 +493,7 @@ def _lay_out(lots, count, tries=64):
 
 
 def _pieces(lots, count, split, size):
-    """Pieces (count, 3, size, size) of the photographs, at three scales, half of them mirrored."""
+    """Pieces (count, 3, size, size) of the photographs at three scales, half mirrored."""
     with data_extra():
         from sklearn.datasets import load_sample_images
     (source, zoom, top, left, mirror), views = lots(5, count), []

@@ -466,8 +466,8 @@ def open_picture(picture):
     if not isinstance(picture, Image.Image):
         array = np.asarray(picture)
         if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8:
-            raise ValueError(f"picture of shape {array.shape} and dtype {array.dtype} must be a "
-                             "path, an image of Pillow's, or (H, W, 3) of uint8")
+            raise ValueError(f"picture of shape {array.shape} and dtype {array.dtype} must be "
+                             "a path, an image of Pillow's, or (H, W, 3) of uint8")
         picture = Image.fromarray(array)
     return picture.convert("RGB")
 

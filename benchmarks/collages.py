@@ -3,10 +3,10 @@
     python -m benchmarks.collages vit_collages --out benchmarks/results
 
 Each sees digits pasted on photographs (`attnlib.data.collages`) and names the largest. While it
-learns, a second linear layer, which is thrown away afterwards, names the digits under every place
-of the last map: a picture then teaches sixty times and not once, and without it a ViT of this
-size is still guessing after 700 steps. Weights go to NAME.safetensors in float16, and the
-accuracy on collages of other digits and other pieces of the photographs to NAME.json.
+learns, a second linear layer names the digits under every place of the last map, and is thrown
+away afterwards: a picture then teaches many times and not once. Without it a ViT of this size
+was still guessing after 700 steps. Weights go to NAME.safetensors in float16, and the accuracy
+on collages of other digits and other pieces of the photographs to NAME.json.
 """
 
 import argparse

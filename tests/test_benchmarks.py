@@ -226,8 +226,8 @@ def test_no_part_is_forgotten():
         "runs",
         "vision",
         # experiments of Parts I and II: many small models, each too small for a GPU
-        *("ablations", "association", "bias", "bottleneck", "compare", "decoding", "heads"),
-        *("dense", "distillation", "finetune", "growth"),
+        *("ablations", "association", "bias", "bottleneck", "compare", "decoding"),
+        *("collages", "dense", "distillation", "finetune", "growth", "heads"),
         *("modern", "positions", "sizes", "zero_shot"),
     }
     assert scripts <= set(gpu.PARTS) and set(gpu.VISION) <= set(gpu.PARTS)
