@@ -88,7 +88,7 @@ CLIP = dict(mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.2613025
 DATA = (  # names, and how they differ from IMAGENET; of several that fit the last one wins
     ("vit_*_patch??_224", HALF), ("tnt_*", HALF), ("*384", dict(crop_pct=1.0)),
     ("vit_*_clip_*", CLIP), ("vit_*_dinov2", dict(crop_pct=1.0)),
-    ("vit_*_patch1?_clip_quickgelu_224", dict(crop_pct=1.0)),
+    ("vit_large_*_clip_*", dict(crop_pct=1.0)),
     ("*_collages", HALF | dict(crop_pct=1.0, interpolation="bilinear")),
 )
 

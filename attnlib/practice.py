@@ -57,7 +57,7 @@ def rollout_map(model, x, patch_size):
 
 
 def gradient_map(model, x, patch_size):
-    """Sums (B, N) over each patch of |∂ largest logit / ∂ pixel|."""
+    """Sums (B, N) over each patch of the absolute slopes of the largest logit."""
     x = x.detach().requires_grad_()
     largest = model.eval()(x).max(-1).values
     (gradient,) = torch.autograd.grad(largest.sum(), x)  # images do not influence each other
