@@ -32,7 +32,8 @@ class DistilledVisionTransformer(VisionTransformer):
     classifiers = ("head", "head_dist")
 
     def __init__(self, *args, **options):
-        super().__init__(*args, class_token=True, **options)
+        super().__init__(*args, class_token=True, reg_tokens=0, no_embed_class=False,
+                         **options)
         self.num_prefix_tokens, self.distilled_training = 2, False
         self.dist_token = nn.Parameter(0.02 * torch.randn_like(self.cls_token))
         own = 0.02 * torch.randn_like(self.cls_token)  # the new token's position

@@ -6,7 +6,6 @@
 __all__ = ['DINOV2', 'GIANT', 'CLIP', 'QUICK', 'SwiGLU', 'apply_rotary_2d', 'RotaryAttention', 'use_rotary', 'QuickGELU']
 
 # %% ../nbs/35_modern.ipynb #imports
-import math
 from functools import partial
 
 import torch
@@ -75,25 +74,28 @@ def apply_rotary_2d(x, rows, columns, *, base=100.0):
 
 # %% ../nbs/35_modern.ipynb #rotary-attention
 class RotaryAttention(Attention):
-    """A ViT's attention with rotary positions in two dimensions, for square pictures.
+    """A ViT's attention with rotary positions in two dimensions.
 
     Parameters
     ----------
+    patch_embed : PatchEmbed
+        Of the model; tells how many rows and columns of patches there are.
     num_prefix_tokens : int
         Tokens before those of the patches; they have no position and are not turned.
     *args, **options
         As of `Attention`.
     """
 
-    def __init__(self, num_prefix_tokens, *args, **options):
+    def __init__(self, patch_embed, num_prefix_tokens, *args, **options):
         super().__init__(*args, **options)
+        vars(self)["patch_embed"] = patch_embed  # is asked for the grid, and is no part of this
         self.num_prefix_tokens = num_prefix_tokens
 
     def turn(self, x):
         """Queries or keys (B, h, k + N, d), those of the N patches turned."""
         prefix, x = x.tensor_split([self.num_prefix_tokens], dim=2)
-        side = torch.arange(math.isqrt(x.shape[2]), device=x.device)
-        rows, columns = torch.meshgrid(side, side, indexing="ij")  # (H', W') each
+        sides = (torch.arange(n, device=x.device) for n in self.patch_embed.grid_size)
+        rows, columns = torch.meshgrid(*sides, indexing="ij")  # (H', W') each
         return torch.cat([prefix, apply_rotary_2d(x, rows.flatten(), columns.flatten())], dim=2)
 
     def forward(self, x):
@@ -107,11 +109,14 @@ class RotaryAttention(Attention):
 # %% ../nbs/35_modern.ipynb #use-rotary
 def use_rotary(model):
     """Give a ViT rotary positions in place of its learned ones, which become zero; in place."""
+    if not model.patch_embed.strict_img_size:
+        raise ValueError("model has dynamic_img_size; it must have one img_size, which gives "
+                         "the rows and columns (set_input_size changes it)")
     for block in model.blocks:
         old = block.attn
         block.attn = RotaryAttention(
-            model.num_prefix_tokens, model.embed_dim, old.num_heads, old.qkv.bias is not None,
-            old.attn_drop, old.proj_drop.p)
+            model.patch_embed, model.num_prefix_tokens, model.embed_dim, old.num_heads,
+            old.qkv.bias is not None, old.attn_drop, old.proj_drop.p)
         block.attn.q_norm, block.attn.k_norm = old.q_norm, old.k_norm
         block.attn.load_state_dict(old.state_dict())
         block.attn.to(old.qkv.weight)

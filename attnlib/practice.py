@@ -34,6 +34,8 @@ def fold_normalization(model, mean, std):
     if any(conv.padding):
         raise ValueError(f"model pads its first layer with {conv.padding} zeros, which are not "
                          "pixels; mean and std cannot be folded into it")
+    if conv.bias is None:  # as in CLIP
+        conv.bias = nn.Parameter(conv.weight.new_zeros(len(conv.weight)))
     mean, std = (torch.as_tensor(x).to(conv.weight).view(1, -1, 1, 1) for x in (mean, std))
     with torch.no_grad():
         conv.weight.div_(std)  # (D, C, P, P) / (1, C, 1, 1)
@@ -204,16 +206,16 @@ def prepared(images, name, img_size=None):
     return (images.clamp(0, 1) - mean.to(images)) / std.to(images)
 
 
-def transfer(name, train, test, *, img_size=None, pretrained=True, **options):
+def transfer(name, train, test, *, img_size=None, pretrained=True, device="cpu", **options):
     """Fine-tune the weights of a name; pairs of images from 0 to 1 and int64 labels.
 
     Returns the model with its averaged weights, and its accuracy on `test`. Options are those
     of `fine_tune`, `steps` and `lr` at least.
     """
-    model = create_model(name, pretrained=pretrained, img_size=img_size)
+    model = create_model(name, pretrained=pretrained, img_size=img_size, device=device)
     model.reset_classifier(int(train[1].max()) + 1)  # a new head, also for as many classes
     model, _ = fine_tune(model, prepared(train[0], name, img_size), train[1], **options)
     with torch.no_grad():
-        answers = torch.cat([model(prepared(x, name, img_size)).argmax(-1)
+        answers = torch.cat([model(prepared(x, name, img_size).to(device)).argmax(-1).cpu()
                              for x in test[0].split(100)])
     return model, (answers == test[1]).float().mean().item()

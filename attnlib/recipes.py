@@ -4,13 +4,11 @@
 
 # %% auto #0
 __all__ = ['CIFAR_RECIPE', 'VIT', 'WORDS', 'WINDOWS', 'SMALL', 'train_classifier', 'cross_entropy', 'accuracy', 'crop_and_flip',
-           'train_small', 'small_run', 'small_convnet', 'distill', 'distill_small', 'small_backbones',
-           'without_inner_blocks', 'without_word_positions', 'small_task', 'compare_small', 'timed_run', 'number_pairs',
-           'names_right', 'train_translator', 'small_transformer', 'translator', 'train_processes']
+           'train_small', 'small_run', 'small_convnet', 'distill', 'distill_small', 'number_pairs', 'names_right',
+           'train_translator', 'small_transformer', 'translator', 'train_processes']
 
 # %% ../nbs/96_recipes.ipynb #imports
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +20,8 @@ from torch.distributed import fsdp
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from .data import (data_extra, decode, describe_scenes, draw_numbers, draw_scenes,
-                          encode, number_words, small_images, standardize, train_bpe)
+from .data import (data_extra, decode, draw_numbers, encode, number_words,
+                          small_images, train_bpe)
 from .decoding import greedy
 from .deit import DistilledVisionTransformer, hard_distillation_loss
 from .models import load_pretrained
@@ -259,116 +257,6 @@ def distill_small(data="digits", *, loss=hard_distillation_loss, folder=None, **
     half = dict(steps=(recipe["steps"] + 1) // 2, checkpoint=None)
     train_classifier(teacher, train, test, **recipe | half)
     return student, teacher, distill(student, teacher, train, test, loss=loss, **recipe)
-
-# %% ../nbs/96_recipes.ipynb #small-backbones
-def small_backbones(in_chans=1, num_classes=10):
-    """Backbones of about 0.2 million parameters for images of 16 × 16 pixels.
-
-    Returns
-    -------
-    dict of str to function
-        What makes the model of each name.
-    """
-    images = dict(img_size=16, in_chans=in_chans, num_classes=num_classes)
-    vit = partial(VisionTransformer, **VIT, **images, embed_dim=64, depth=4, num_heads=4)
-    swin = dict(patch_size=2, embed_dim=36, depths=(2, 2), num_heads=(2, 4), window_size=4,
-                drop_path_rate=0.0)
-    tnt = partial(TNT, **SMALL["tnt"][1] | images)
-    return {
-        "ViT, patches of 4": partial(vit, patch_size=4),
-        "ViT, patches of 2": partial(vit, patch_size=2),
-        "Swin": partial(SwinTransformer, **images, **swin),
-        "Swin V2": partial(SwinTransformerV2, **images, **swin),
-        "TNT": tnt,
-        "TNT, no inner blocks": lambda: without_inner_blocks(tnt()),
-        "TNT, no word positions": lambda: without_word_positions(tnt()),
-    }
-
-
-def without_inner_blocks(model):
-    """A TNT whose words stay as they were embedded; the parameters that changed them go."""
-    for block in model.blocks:
-        block.inner = lambda words: words
-        del block.norm_in, block.attn_in, block.norm_mlp_in, block.mlp_in
-    return model
-
-
-def without_word_positions(model):
-    """A TNT whose words have no position: zero for good."""
-    nn.init.zeros_(model.pixel_pos.requires_grad_(False))
-    return model
-
-# %% ../nbs/96_recipes.ipynb #small-task
-def small_task(name):
-    """Images of 16 × 16 pixels with ten classes, for training and test, standardized.
-
-    Parameters
-    ----------
-    name : {"digits", "scenes"}
-        Scanned digits, or drawn scenes of two shapes, whose class is the pair of their kinds.
-
-    Returns
-    -------
-    train, test : pairs of images (n, C, 16, 16) and int64 labels (n,)
-    """
-    if name not in ("digits", "scenes"):
-        raise ValueError(f"name ({name!r}) must be 'digits' or 'scenes'")
-    if name == "digits":
-        return small_images("digits", 16)
-    first, second = torch.triu_indices(4, 4)
-    table = torch.zeros(4, 4, dtype=torch.long)  # number of each pair, in either order
-    table[first, second] = table[second, first] = torch.arange(10)
-    found = [describe_scenes(count, seed=seed) for seed, count in enumerate((8000, 1000))]
-    x, unseen = (draw_scenes(scene, 16) for scene in found)
-    y, answers = (table[tuple(scene["kind"].T)] for scene in found)
-    return (standardize(x, x), y), (standardize(unseen, x), answers)
-
-# %% ../nbs/96_recipes.ipynb #compare-small
-def compare_small(task, steps=250, seeds=(0, 1), **options):
-    """Train all `small_backbones` alike, and other kinds once more for as long as TNT took.
-
-    Parameters
-    ----------
-    task : {"digits", "scenes"}
-    steps : int
-        Of each run.
-    seeds : sequence of int
-        One run of each kind for each.
-    **options
-        As in `train_classifier`.
-
-    Returns
-    -------
-    list of dict
-        Of each run "task", "model", "parameters", "seed", "steps", "seconds" (a CPU's own),
-        "accuracy" and "equal": "steps", or "time" where the number of steps was chosen so that
-        training takes as long as TNT's.
-    """
-    images = small_task(task)
-    makers = small_backbones(in_chans=images[0][0].shape[1])
-    options = dict(batch_size=32, lr=3e-3) | options
-
-    def run(name, seed, steps, equal):
-        result = timed_run(makers[name], images, steps=steps, seed=seed, **options)
-        return dict(task=task, model=name, seed=seed, steps=steps, equal=equal, **result)
-
-    rows = [run(name, seed, steps, "steps") for seed in seeds for name in makers]
-    seconds = {name: sum(row["seconds"] for row in rows if row["model"] == name)
-               for name in makers}
-    others = [name for name in makers if not name.startswith("TNT")]
-    as_long = {name: max(1, round(steps * seconds["TNT"] / seconds[name])) for name in others}
-    return rows + [run(name, seed, as_long[name], "time") for seed in seeds for name in others]
-
-
-def timed_run(make, images, *, seed, **options):
-    """Parameters, seconds and accuracy of one run; a GPU keeps no process busy, a CPU does."""
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    torch.manual_seed(seed)
-    model, began = make(), clock()
-    history = train_classifier(model, *images, seed=seed, **options)
-    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return dict(parameters=count, seconds=round(clock() - began, 2),
-                accuracy=round(float(history[-1]["accuracy"]), 4))
 
 # %% ../nbs/96_recipes.ipynb #number-pairs
 def number_pairs():

@@ -15,11 +15,6 @@ goes on when it is given again. With --tiny a few networks take a few steps, to 
 runs; such a record means nothing.
 """
 
-import argparse
-import json
-import time
-from pathlib import Path
-
 import nbformat
 import torch
 import torch.nn.functional as F
@@ -28,8 +23,8 @@ from torch import nn
 
 from attnlib.data import digits, scenes
 from attnlib.recipes import accuracy, train_classifier
-from attnlib.train import write_record
 from attnlib.vit import VisionTransformer
+from benchmarks.common import Bench, experiment_parser
 from tools.notebooks import NBS, code_of
 
 TASKS = {  # batch, steps of a trial and of a run, between two looks, rates, numbers of images
@@ -73,30 +68,12 @@ def loss(model, part):
     return (sum(losses) / len(part[1])).item()
 
 
-class Bench:
-    """Trains what the record does not have yet, until the time is up."""
+class Tasks(Bench):
+    """The runs of the record, and its baselines."""
 
     def __init__(self, path, minutes, tiny):
-        self.path, self.tiny = path, tiny
-        self.end = time.monotonic() + 60 * minutes
-        self.record = {"runs": [], "baselines": []}
-        if path.exists():
-            self.record = json.loads(path.read_text())
-        self.networks, self.parts = networks(), {}
-
-    def keep(self, kind, what, make):
-        """The entry of the record with these settings; `make` makes it if there is none."""
-        for entry in self.record[kind]:
-            if all(entry[key] == value for key, value in what.items()):
-                return entry
-        if time.monotonic() > self.end:
-            raise TimeoutError
-        began = time.process_time()
-        entry = {**what, **make()}
-        entry["seconds"] = round(time.process_time() - began, 1)
-        self.record[kind].append(entry)
-        write_record(self.path, self.record)
-        return entry
+        super().__init__(path, minutes, baselines=[])
+        self.tiny, self.networks, self.parts = tiny, networks(), {}
 
     def data(self, task, images):
         if task not in self.parts:
@@ -122,7 +99,7 @@ class Bench:
             }
 
         what = dict(task=task, model=name, images=images, lr=lr, steps=steps, seed=seed)
-        return self.keep("runs", what, make)
+        return self.once(what, make)
 
     def contestant(self, task, name, images):
         """The trials of a network, and its runs at the rate that was best there."""
@@ -153,23 +130,18 @@ class Bench:
             best = max(models, key=lambda model: model.score(x_valid, y_valid))
             return {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
 
-        return self.keep("baselines", dict(task=task, images=images), make)
+        return self.once(dict(task=task, images=images), make, "baselines")
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--minutes", type=float, default=1000.0)
+    parser = experiment_parser(__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--models", nargs="+", help="all by default")
     parser.add_argument("--images", nargs="+", type=int, help="all numbers by default")
-    parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    bench = Bench(arguments.out / "bias.json", arguments.minutes, arguments.tiny)
-    try:
+    bench = Tasks(arguments.out / "bias.json", arguments.minutes, arguments.tiny)
+
+    def go():
         for task in arguments.tasks:
             counts = (100,) if arguments.tiny else TASKS[task][5]
             names = list(bench.networks)[: 3 if task == "scenes" else 2]
@@ -177,10 +149,8 @@ def main():
                 for name in (name for name in names if name in (arguments.models or names)):
                     bench.contestant(task, name, images)
                 bench.baseline(task, images)
-    except TimeoutError:
-        print(f"{len(bench.record['runs'])} runs so far; give the command again to go on")
-    else:
-        print(f"{len(bench.record['runs'])} runs, recorded in {bench.path}")
+
+    bench.work(go)
 
 
 if __name__ == "__main__":

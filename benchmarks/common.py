@@ -1,8 +1,11 @@
 """What the benchmarks share: where they ran, turns, medians with quartiles, and the record."""
 
+import argparse
+import json
 import random
 import statistics
 import time
+from pathlib import Path
 
 import torch
 
@@ -73,3 +76,61 @@ def write(folder, name, device, record):
     path = folder / f"{name}_{device}.json"
     write_record(path, record, device)
     print(f"recorded in {path}")
+
+
+# --- experiments ------------------------------------------------------------------------------
+
+
+class Bench:
+    """Makes the runs that a record does not have yet, until the time is up.
+
+    Parameters
+    ----------
+    path : Path
+        The record; its lists are read if it is there.
+    minutes : float
+        After so many no further run begins.
+    **record
+        What a new record holds; its lists grow.
+    """
+
+    def __init__(self, path, minutes, **record):
+        self.path, self.end = path, time.monotonic() + 60 * minutes
+        self.record = {"runs": []} | record
+        old = json.loads(path.read_text()) if path.exists() else {}
+        self.record |= {key: old[key] for key in self.record if isinstance(old.get(key), list)}
+
+    def once(self, what, make, kind="runs"):
+        """The entry of a list with these settings; if there is none, `make` makes it."""
+        for entry in self.record[kind]:
+            if all(entry.get(key) == value for key, value in what.items()):
+                return entry
+        if time.monotonic() > self.end:
+            raise TimeoutError
+        began = time.process_time()
+        entry = {**what, **make()}
+        entry.setdefault("seconds", round(time.process_time() - began, 1))
+        self.record[kind].append(entry)
+        write_record(self.path, self.record)
+        return entry
+
+    def work(self, go):
+        """Call `go`, which asks for runs, and say how far it came."""
+        torch.set_num_threads(1)  # the networks are too small to gain from more
+        try:
+            go()
+        except TimeoutError:
+            print(f"{len(self.record['runs'])} runs so far; give the command again to go on")
+        else:
+            print(f"{len(self.record['runs'])} runs, recorded in {self.path}")
+
+
+def experiment_parser(description):
+    """The options that all experiments have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--minutes", type=float, default=1000.0, help="stop after so many")
+    parser.add_argument("--tiny", action="store_true", help="to see that all runs")
+    return parser

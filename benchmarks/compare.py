@@ -13,11 +13,9 @@ With --minutes the command stops after that time, and goes on when it is given a
 --tiny a few networks take a few steps, to see that all runs; such a record means nothing.
 """
 
-import argparse
-import json
+import itertools
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -28,8 +26,9 @@ from attnlib.data import describe_scenes, digits, draw_scenes, standardize
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
 from attnlib.tnt import TNT
-from attnlib.train import epochs, fit, write_record
+from attnlib.train import epochs, fit
 from attnlib.vit import VisionTransformer
+from benchmarks.common import Bench, experiment_parser
 
 RATES = (1e-3, 3e-3, 9e-3)
 TASKS = {  # the steps of a run, those of a run that tunes, the rates that it tries
@@ -203,15 +202,11 @@ def logistic_regression(parts):
     }
 
 
-class Bench:
-    """Trains what the record does not have yet, until the time is up."""
+class Comparison(Bench):
+    """The runs of the record; "tuning" holds the shorter ones that chose the rates."""
 
     def __init__(self, path, minutes):
-        self.path, self.end = path, time.monotonic() + 60 * minutes
-        self.record = {"batch": BATCH, "tuning": [], "rows": []}
-        if path.exists():
-            old = json.loads(path.read_text())
-            self.record = {key: old[key] for key in self.record}
+        super().__init__(path, minutes, batch=BATCH, tuning=[])
         self.parts = {}
 
     def images(self, task):
@@ -219,59 +214,39 @@ class Bench:
             self.parts[task] = PARTS[task]()
         return self.parts[task]
 
-    def run(self, kind, what, result):
-        """The row of a run: from the record, or `result()`, which is then recorded."""
-        for row in self.record[kind]:
-            if all(row.get(key) == value for key, value in what.items()):
-                return row
-        if time.monotonic() > self.end:
-            raise TimeoutError
-        row = {**what, **result()}
-        self.record[kind].append(row)
-        write_record(self.path, self.record)
-        return row
-
     def contestant(self, task, name, steps, tuning, rates, seeds):
         """Tune a network and train it with each seed."""
         if name == "logistic regression":
             what = dict(task=task, model=name)
-            return self.run("rows", what, lambda: logistic_regression(self.images(task)))
+            return self.once(what, lambda: logistic_regression(self.images(task)))
         make = backbones(3 if task == "scenes" else 1)[name]
 
         def go(kind, lr, seed, steps):
             what = dict(task=task, model=name, lr=lr, seed=seed, of=steps)
             options = dict(lr=lr, seed=seed, steps=steps, every=max(1, steps // 20))
-            return self.run(kind, what, lambda: train(make, self.images(task), **options))
+            return self.once(what, lambda: train(make, self.images(task), **options), kind)
 
         tried = [go("tuning", lr, 0, tuning) for lr in rates]
         best = min(tried, key=lambda row: row["valid_loss"][-1])["lr"]
-        return [go("rows", best, seed, steps) for seed in seeds]
+        return [go("runs", best, seed, steps) for seed in seeds]
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--minutes", type=float, default=1000.0)
+    parser, names = experiment_parser(__doc__), [*backbones(1), "logistic regression"]
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
-    names = [*backbones(1), "logistic regression"]
     parser.add_argument("--models", nargs="+", default=names, choices=names)
-    parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the networks are too small to gain from more
-    bench = Bench(arguments.out / "compare.json", arguments.minutes)
-    try:
-        for task in arguments.tasks:
-            for name in arguments.models:
-                if task == "digits, longer" and name not in LONGER:
-                    continue
-                steps, tuning, rates = (2, 1, RATES[:1]) if arguments.tiny else TASKS[task]
-                seeds = (0,) if arguments.tiny else (0, 1, 2)
-                bench.contestant(task, name, steps, tuning, rates, seeds)
-    except TimeoutError:
-        print("the time is up; give the command again to go on")
-    print(f"{len(bench.record['rows'])} runs, recorded in {bench.path}")
+    bench = Comparison(arguments.out / "compare.json", arguments.minutes)
+
+    def go():
+        for task, name in itertools.product(arguments.tasks, arguments.models):
+            if task == "digits, longer" and name not in LONGER:
+                continue
+            steps, tuning, rates = (2, 1, RATES[:1]) if arguments.tiny else TASKS[task]
+            seeds = (0,) if arguments.tiny else (0, 1, 2)
+            bench.contestant(task, name, steps, tuning, rates, seeds)
+
+    bench.work(go)
 
 
 if __name__ == "__main__":

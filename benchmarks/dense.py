@@ -19,12 +19,9 @@ begins no run after that time, and goes on when it is given again. With --tiny t
 few steps, to see that all works; such a record means nothing.
 """
 
-import argparse
 import itertools
-import json
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -32,8 +29,9 @@ import torch.nn.functional as F
 
 from attnlib.data import collages
 from attnlib.swin import SwinTransformer
-from attnlib.train import epochs, fit, write_record
+from attnlib.train import epochs, fit
 from attnlib.vit import VisionTransformer
+from benchmarks.common import Bench, experiment_parser
 from tools import torchvision_ops  # noqa: F401  before timm imports torchvision
 
 SIZE, CLASSES, BATCH = 48, 11, 32
@@ -192,60 +190,43 @@ def train(make, data, *, lr, seed, steps, every):
     }
 
 
-class Bench:
-    """Trains what the record does not have yet, until the time is up."""
+class Segmentation(Bench):
+    """The runs of the record."""
 
     def __init__(self, path, minutes, counts):
-        self.path, self.end, self.counts = path, time.monotonic() + 60 * minutes, counts
-        self.record = {"batch": BATCH, "images": counts, "size": SIZE, "runs": []}
-        if path.exists():
-            self.record["runs"] = json.loads(path.read_text())["runs"]
-        self.data = None
+        super().__init__(path, minutes, batch=BATCH, images=counts, size=SIZE)
+        self.record["images"], self.counts, self.data = counts, counts, None
 
     def run(self, name, lr, seed, steps, every):
-        what = dict(model=name, lr=lr, seed=seed, of=steps)
-        for row in self.record["runs"]:
-            if all(row[key] == value for key, value in what.items()):
-                return row
-        if time.monotonic() > self.end:
-            raise TimeoutError
-        self.data = self.data or parts(self.counts)
-        self.record["limits"] = limits(self.data[2][1])
-        options = dict(lr=lr, seed=seed, steps=steps, every=every)
-        row = {**what, **train(CONTESTANTS[name], self.data, **options)}
-        self.record["runs"].append(row)
-        write_record(self.path, self.record)
-        last = [row[key][-1] for key in ("seconds", "ink", "test")]
-        print(name, lr, seed, steps, row["valid"], *last, flush=True)
-        return row
+        def make():
+            self.data = self.data or parts(self.counts)
+            self.record["limits"] = limits(self.data[2][1])
+            options = dict(lr=lr, seed=seed, steps=steps, every=every)
+            return train(CONTESTANTS[name], self.data, **options)
+
+        return self.once(dict(model=name, lr=lr, seed=seed, of=steps), make)
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--minutes", type=float, default=1000.0)
-    names = list(CONTESTANTS)
+    parser, names = experiment_parser(__doc__), list(CONTESTANTS)
     parser.add_argument("--models", nargs="+", default=names, choices=names)
     parser.add_argument("--times", type=int, default=1, help="so many times the steps")
-    parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     steps, rates, seeds, counts = arguments.times * STEPS, RATES, (0, 1, 2), (4096, 400, 500)
     if arguments.tiny:
         steps, rates, seeds, counts = 2, RATES[:1], (0, 1), (64, 8, 8)
-    bench, every = Bench(arguments.out / "dense.json", arguments.minutes, counts), steps // 10
-    try:
+    bench = Segmentation(arguments.out / "dense.json", arguments.minutes, counts)
+    every = max(1, steps // 10)
+
+    def go():
         best = {}
         for name in arguments.models:
-            tried = [bench.run(name, lr, 0, steps, every or 1) for lr in rates]
+            tried = [bench.run(name, lr, 0, steps, every) for lr in rates]
             best[name] = max(tried, key=lambda row: row["valid"])["lr"]
         for seed, name in itertools.product(seeds[1:], arguments.models):
-            bench.run(name, best[name], seed, steps, every or 1)
-    except TimeoutError:
-        print("the time is up; give the command again to go on")
-    print(f"{len(bench.record['runs'])} runs, recorded in {bench.path}")
+            bench.run(name, best[name], seed, steps, every)
+
+    bench.work(go)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,7 @@ after that time, and goes on when it is given again. With --tiny every model tak
 to see that all runs; such a record means nothing.
 """
 
-import argparse
 import functools
-import json
-import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +25,7 @@ from attnlib.deit import (
 from attnlib.recipes import accuracy, distill, small_convnet, train_classifier
 from attnlib.train import write_record
 from attnlib.vit import VisionTransformer
+from benchmarks.common import Bench, experiment_parser
 
 RATES = (1e-3, 3e-3, 1e-2)
 STUDENT = dict(
@@ -89,13 +86,12 @@ def share(logits, labels):
     return round((logits.argmax(-1) == labels).float().mean().item(), 4)
 
 
-class Bench:
-    """Trains what the record does not have yet, until the time is up."""
+class Students(Bench):
+    """The runs of the record: a teacher of each seed, and its students."""
 
     def __init__(self, path, minutes, steps):
-        self.path, self.end, self.steps = path, time.monotonic() + 60 * minutes, steps
-        self.record = json.loads(path.read_text()) if path.exists() else {"runs": []}
-        self.record["steps"], self.teachers = steps, {}
+        super().__init__(path, minutes, steps=steps, best={})
+        self.steps, self.teachers = steps, {}
 
     def train(self, name, lr, seed):
         """A model, and what is recorded of it."""
@@ -116,8 +112,7 @@ class Bench:
             history = distill(model, self.teacher(seed), seen, valid, loss=loss, **options)
         model.cpu().eval()
         with torch.no_grad():
-            found = dict(name=name, lr=lr, seed=seed)
-            found["curve"] = [[row["step"], round(row["accuracy"], 4)] for row in history]
+            found = {"curve": [[row["step"], round(row["accuracy"], 4)] for row in history]}
             found["test"] = round(accuracy(model, test)["accuracy"].item(), 4)
             if isinstance(model, DistilledVisionTransformer):
                 found["heads"] = two_heads(model, test)
@@ -136,17 +131,8 @@ class Bench:
         return self.teachers[seed]
 
     def run(self, name, lr, seed):
-        for run in self.record["runs"]:
-            if (run["name"], run["lr"], run["seed"]) == (name, lr, seed):
-                return run
-        if time.monotonic() > self.end:
-            raise TimeoutError
-        began = time.process_time()
-        found = self.train(name, lr, seed)[1]
-        found["seconds"] = round(time.process_time() - began, 1)
-        self.record["runs"].append(found)
-        write_record(self.path, self.record)
-        return found
+        what = dict(name=name, lr=lr, seed=seed)
+        return self.once(what, lambda: self.train(name, lr, seed)[1])
 
     def tuned(self, name, rates, seeds):
         """All rates with the first seed, all seeds with the rate that was best there."""
@@ -154,7 +140,7 @@ class Bench:
         best = max(tried, key=lambda run: run["curve"][-1][1])["lr"]
         for seed in seeds:
             self.run(name, best, seed)
-        self.record.setdefault("best", {})[name] = best
+        self.record["best"][name] = best
         write_record(self.path, self.record)
 
 
@@ -170,24 +156,16 @@ def logistic(seed):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--minutes", type=float, default=1000.0)
-    parser.add_argument("--tiny", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = experiment_parser(__doc__).parse_args()
     steps, rates, seeds = (2, RATES[:1], (0,)) if arguments.tiny else (600, RATES, (0, 1, 2))
-    bench = Bench(arguments.out / "distillation.json", arguments.minutes, steps)
+    bench = Students(arguments.out / "distillation.json", arguments.minutes, steps)
     bench.record["logistic regression"] = [logistic(seed) for seed in seeds]
-    try:
+
+    def go():
         for name in ("teacher", *STUDENTS):
             bench.tuned(name, rates, seeds)
-    except TimeoutError:
-        print(f"{len(bench.record['runs'])} models so far; give the command again to go on")
-    else:
-        print(f"{len(bench.record['runs'])} models, recorded in {bench.path}")
+
+    bench.work(go)
 
 
 if __name__ == "__main__":

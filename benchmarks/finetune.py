@@ -14,12 +14,8 @@ after that time, and goes on when it is given again. With --tiny a few runs take
 see that all works; such a record means nothing.
 """
 
-import argparse
 import itertools
-import json
-import time
 from functools import cache
-from pathlib import Path
 
 import torch
 from sklearn.linear_model import LogisticRegression
@@ -28,7 +24,7 @@ from attnlib import vit  # noqa: F401  registers the model
 from attnlib.data import describe_scenes, draw_scenes
 from attnlib.models import create_model
 from attnlib.practice import fine_tune
-from attnlib.train import write_record
+from benchmarks.common import Bench, experiment_parser
 
 MODEL = "vit_collages"
 CONTESTANTS = {  # pretrained, settings of `fine_tune`, rates
@@ -72,28 +68,13 @@ def features(images):
     return torch.cat(list(parts)).numpy()
 
 
-class Bench:
-    """Trains what the record does not have yet, until the time is up."""
+class FineTuning(Bench):
+    """The runs of the record."""
 
     def __init__(self, path, minutes, tiny):
-        self.path, self.end, self.tiny = path, time.monotonic() + 60 * minutes, tiny
-        self.runs = json.loads(path.read_text())["runs"] if path.exists() else []
-        sizes = (20, 20) if tiny else (200, 600)
+        super().__init__(path, minutes)
+        self.tiny, sizes = tiny, (20, 20) if tiny else (200, 600)
         self.valid, self.test = shapes(sizes[0], 50), shapes(sizes[1], 51)
-
-    def run(self, what, train):
-        """A run of the record, or a new one: `train` returns what it found."""
-        for run in self.runs:
-            if all(run[key] == value for key, value in what.items()):
-                return run
-        if time.monotonic() > self.end:
-            raise TimeoutError
-        began = time.process_time()
-        found = train()
-        seconds = round(time.process_time() - began, 1)
-        self.runs.append({**what, **found, "seconds": seconds})
-        write_record(self.path, {"runs": self.runs})
-        return self.runs[-1]
 
     def probe(self, labels, seed):
         """Logistic regression, its strength chosen on validation images."""
@@ -107,7 +88,7 @@ class Bench:
             return dict(C=best.C, valid=round(found[0], 4), test=round(found[1], 4))
 
         what = dict(contestant="head alone", labels=labels, steps=0, lr=None, seed=seed)
-        return self.run(what, train)
+        return self.once(what, train)
 
     def network(self, name, labels, steps, lr, seed):
         def train():
@@ -130,7 +111,7 @@ class Bench:
             )
 
         what = dict(contestant=name, labels=labels, steps=steps, lr=lr, seed=seed)
-        return self.run(what, train)
+        return self.once(what, train)
 
     def contestant(self, name, labels, steps, seeds, rates):
         """All rates with the first seed, the best of them with all."""
@@ -154,21 +135,10 @@ class Bench:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--minutes", type=float, default=1000.0)
-    parser.add_argument("--tiny", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    bench = Bench(arguments.out / "finetune.json", arguments.minutes, arguments.tiny)
-    try:
-        bench.all()
-    except TimeoutError:
-        print(f"{len(bench.runs)} runs so far; give the command again to go on")
-    else:
-        print(f"{len(bench.runs)} runs, recorded in {bench.path}")
+    arguments = experiment_parser(__doc__).parse_args()
+    path = arguments.out / "finetune.json"
+    bench = FineTuning(path, arguments.minutes, arguments.tiny)
+    bench.work(bench.all)
 
 
 if __name__ == "__main__":

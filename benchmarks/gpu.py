@@ -29,13 +29,13 @@ VISION = {
     "swinv2": "swinv2_tiny_window8_256",
     "tnt": "tnt_s_patch16_224",
 }
-RUNS = ("numbers", "translator", "lengths", "digits", "backbones")
+RUNS = ("numbers", "translator", "lengths", "digits")
 NETWORK = ("cifar10", "multi30k")  # runs that fetch their data: by name only
 NEEDS = {  # packages that not every machine has
     **dict.fromkeys(
         ("run_numbers", "run_translator", "run_lengths"), ("num2words", "tokenizers")
     ),
-    **dict.fromkeys(("run_digits", "run_backbones"), ("sklearn",)),
+    "run_digits": ("sklearn",),
     **dict.fromkeys(("flash", "windows"), ("triton",)),
     **dict.fromkeys(("translation", "vit", "swin", "swinv2"), ("transformers",)),
 }

@@ -11,11 +11,7 @@ command stops after that time, and goes on when it is given again. With --tiny e
 a few steps, to see that all runs; such a record means nothing.
 """
 
-import argparse
 import copy
-import json
-import time
-from pathlib import Path
 
 import nbformat
 import torch
@@ -27,6 +23,7 @@ from attnlib.data import digits, standardize
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
 from attnlib.train import adamw, epochs, learning_rate, write_record
+from benchmarks.common import Bench, experiment_parser
 from tools.notebooks import NBS, code_of
 
 KINDS = {  # the class, and where the weights of the norms behind the branches begin
@@ -130,33 +127,25 @@ def logistic(data):
     return {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
 
 
-class Bench:
-    """Trains what the record does not have yet, until the time is up."""
+class Growth(Bench):
+    """The runs of the record."""
 
     def __init__(self, path, minutes, looks):
-        self.path, self.end, self.looks = path, time.monotonic() + 60 * minutes, looks
-        self.record = json.loads(path.read_text()) if path.exists() else {"runs": []}
-        self.data = parts()
+        super().__init__(path, minutes, best={})
+        self.looks, self.data = looks, parts()
 
     def run(self, kind, lr, seed):
-        for run in self.record["runs"]:
-            if (run["kind"], run["lr"], run["seed"]) == (kind, lr, seed):
-                return run
-        if time.monotonic() > self.end:
-            raise TimeoutError
-        began = time.process_time()
-        model, looks = train(kind, lr, seed, self.looks, self.data)
-        result = {"kind": kind, "lr": lr, "seed": seed, "looks": looks}
-        result["test"] = accuracy(model, self.data[2])
-        result["transfer"] = {"kept": transfer(model, False)}
-        if kind != "V1":
-            result["transfer"]["stretched"] = transfer(model, True)
-            norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)]
-            result["norms"] = [round(norm.weight.abs().mean().item(), 4) for norm in norms]
-        result["seconds"] = round(time.process_time() - began, 1)
-        self.record["runs"].append(result)
-        write_record(self.path, self.record)
-        return result
+        def make():
+            model, looks = train(kind, lr, seed, self.looks, self.data)
+            result = {"looks": looks, "test": accuracy(model, self.data[2])}
+            result["transfer"] = {"kept": transfer(model, False)}
+            if kind != "V1":
+                result["transfer"]["stretched"] = transfer(model, True)
+                norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)]
+                result["norms"] = [round(norm.weight.abs().mean().item(), 4) for norm in norms]
+            return result
+
+        return self.once(dict(kind=kind, lr=lr, seed=seed), make)
 
     def tuned(self, kind, rates, seeds):
         """All rates with the first seed, all seeds with the rate that was best there."""
@@ -164,31 +153,23 @@ class Bench:
         best = max(tried, key=lambda run: run["looks"][-1]["valid"])["lr"]
         for seed in seeds:
             self.run(kind, best, seed)
-        self.record.setdefault("best", {})[kind] = best
+        self.record["best"][kind] = best
         write_record(self.path, self.record)
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--minutes", type=float, default=1000.0)
-    parser.add_argument("--tiny", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = experiment_parser(__doc__).parse_args()
     looks, rates, seeds = (
         ((0, 2), RATES[:1], (0,)) if arguments.tiny else (LOOKS, RATES, (0, 1, 2))
     )
-    bench = Bench(arguments.out / "growth.json", arguments.minutes, looks)
+    bench = Growth(arguments.out / "growth.json", arguments.minutes, looks)
     bench.record["logistic regression"] = logistic(bench.data)
-    try:
+
+    def go():
         for kind in KINDS:
             bench.tuned(kind, rates, seeds)
-    except TimeoutError:
-        print(f"{len(bench.record['runs'])} models so far; give the command again to go on")
-    else:
-        print(f"{len(bench.record['runs'])} models, recorded in {bench.path}")
+
+    bench.work(go)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The chapters' full training runs: `python -m benchmarks.runs PART ... --out FOLDER`.
 
 Each part is a function of the library; this file calls it and records what it gives, as
-FOLDER/PART.json. With --checkpoints an interrupted run of any part but `lengths` and
-`backbones`, whose runs are short, goes on when the command is given again. With --tiny every
-part runs in seconds, to see that it works; such a record means nothing.
+FOLDER/PART.json. With --checkpoints an interrupted run of any part but `lengths`, whose runs
+are short, goes on when the command is given again. With --tiny every part runs in seconds, to
+see that it works; such a record means nothing.
 """
 
 import argparse
@@ -104,16 +104,6 @@ def small(data, folder, tiny):
     return {"data": data, "runs": runs}
 
 
-def backbones(folder, tiny):
-    """The same sizes of all backbones on two small tasks, with words and without."""
-    size = dict(steps=2, seeds=[0]) if tiny else {}
-    return {
-        "rows": [
-            row for task in ("digits", "scenes") for row in recipes.compare_small(task, **size)
-        ]
-    }
-
-
 BACKBONES = ("vit", "deit", "swin", "swinv2", "tnt")
 ALL = [pair for pair in translation.DIRECTIONS if pair not in translation.HELD_OUT]
 PARTS = {
@@ -121,7 +111,6 @@ PARTS = {
     "translator": translator,
     "lengths": lengths,
     "digits": functools.partial(small, "digits"),
-    "backbones": backbones,
     # these need a network, or the archives where attnlib.data looks for them
     "cifar10": functools.partial(small, "cifar10"),
     "multi30k": multi30k,

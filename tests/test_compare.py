@@ -19,28 +19,28 @@ def test_a_tiny_record(tmp_path, monkeypatch):
     record = run(tmp_path, monkeypatch)
     assert {"device", "torch", "date", "commit", "threads", "batch"} <= set(record)
     names = [*compare.backbones(1), "logistic regression"]
-    assert [row["model"] for row in record["rows"]] == names
+    assert [row["model"] for row in record["runs"]] == names
     assert [row["model"] for row in record["tuning"]] == names[:-1]
-    for row in record["rows"][:-1]:
+    for row in record["runs"][:-1]:
         assert {"task", "model", "parameters", "lr", "seed"} <= set(row)
         assert row["steps"] == [1, 2] and len(row["accuracy"]) == len(row["seconds"]) == 2
         assert 0 < row["seconds"][0] < row["seconds"][1]
-    for row in record["rows"][:-1]:
+    for row in record["runs"][:-1]:
         assert ("spread" in row) == (row["model"] in ("TNT", "TNT, no word positions"))
         assert all(
             15 < words <= 16.001 for words in row.get("spread", ())
         )  # it has learned nothing
-    assert run(tmp_path, monkeypatch, "--tasks", "digits, longer")["rows"][-1]["model"] == (
+    assert run(tmp_path, monkeypatch, "--tasks", "digits, longer")["runs"][-1]["model"] == (
         "TNT, no inner blocks"
     )
     again = run(tmp_path, monkeypatch, "--models", "TNT")
-    assert again["rows"][: len(names)] == record["rows"]  # what is there is not trained again
+    assert again["runs"][: len(names)] == record["runs"]  # what is there is not trained again
 
 
 def test_time_ends_a_command(tmp_path, monkeypatch, capsys):
     run(tmp_path, monkeypatch, "--models", "logistic regression")
     record = run(tmp_path, monkeypatch, "--models", "TNT", "--minutes", "0")
-    assert len(record["rows"]) == 1 and not record["tuning"]
+    assert len(record["runs"]) == 1 and not record["tuning"]
     assert "give the command again" in capsys.readouterr().out
 
 

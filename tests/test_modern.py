@@ -1,5 +1,6 @@
 """The options of today's ViT: timm's names and numbers, positions in the plane, bad input."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -19,7 +20,7 @@ from attnlib.modern import (
     apply_rotary_2d,
     use_rotary,
 )
-from attnlib.vit import Attention, Mlp, VisionTransformer
+from attnlib.vit import Attention, Mlp, PatchEmbed, VisionTransformer
 from helpers import build, close, images
 
 GATED = dict(mlp_layer=SwiGLU), dict(mlp_layer=SwiGLUPacked, act_layer=nn.SiLU)
@@ -196,13 +197,13 @@ def test_a_logit_depends_on_both_offsets_alone(places, shift):
 
 def test_rotary_attention_turns_patches_alone():
     torch.manual_seed(0)
-    layer = RotaryAttention(2, 16, num_heads=2).double()
-    x = torch.randn(1, 2, 2 + 9, 8, dtype=torch.float64)
+    layer = RotaryAttention(PatchEmbed((8, 16), 4), 2, 16, num_heads=2).double()
+    x = torch.randn(1, 2, 2 + 8, 8, dtype=torch.float64)
     y = layer.turn(x)
     assert torch.equal(y[:, :, :2], x[:, :, :2])  # no position
     assert torch.equal(y[:, :, 2], x[:, :, 2])  # row 0, column 0
     close(y.norm(dim=-1), x.norm(dim=-1), 1e-12)
-    close(y[:, :, 2:], apply_rotary_2d(x[:, :, 2:], *grid(3, 3)), 0)
+    close(y[:, :, 2:], apply_rotary_2d(x[:, :, 2:], *grid(2, 4)), 0)
 
 
 def test_a_rotary_model():
@@ -218,6 +219,12 @@ def test_a_rotary_model():
     assert model.blocks[0].attn.qkv.weight.grad.abs().max() > 0
     moved = model(x.flip(-1))  # places matter
     assert (out - moved).abs().max() > 1e-6
+    model.set_input_size((16, 64))  # a copy follows its own grid
+    wide = copy.deepcopy(model)
+    model.set_input_size(32)
+    assert wide(torch.zeros(1, 3, 16, 64)).shape == model(torch.zeros(1, 3, 32, 32)).shape
+    with pytest.raises(ValueError, match="dynamic_img_size"):
+        use_rotary(build("vit", dynamic_img_size=True))
 
 
 # --- bad input --------------------------------------------------------------------------------

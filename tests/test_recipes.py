@@ -1,7 +1,6 @@
-"""The training runs: their loop, their table, the teacher, the comparison, processes."""
+"""The training runs: their loop, their table, the teacher, processes."""
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
@@ -9,18 +8,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnlib.data import describe_scenes
 from attnlib.deit import hard_distillation_loss, soft_distillation_loss
 from attnlib.recipes import (
     SMALL,
-    compare_small,
     crop_and_flip,
     distill,
     distill_small,
-    small_backbones,
     small_convnet,
     small_run,
-    small_task,
     train_classifier,
     train_processes,
     train_small,
@@ -104,13 +99,9 @@ def test_every_row_of_the_table_trains(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_rows_are_as_large_as_when_they_were_recorded(name):
-    record = json.loads((ROOT / "benchmarks/results/digits.json").read_text())
-    (count,) = {run["parameters"] for run in record["runs"] if run["model"] == name}
+def test_rows_fit_their_images(name):
     make, ((x, y), (unseen, _)), _ = small_run(name, "digits")
-    model = make()
-    assert sum(p.numel() for p in model.parameters()) == count
-    assert model(x[:2]).shape == (2, 10) and (len(x), len(unseen)) == (1437, 360)
+    assert make()(x[:2]).shape == (2, 10) and (len(x), len(unseen)) == (1437, 360)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -171,50 +162,6 @@ def test_distill_small_trains_both():
     assert history[-1]["step"] == 2
 
 
-# --- the comparison ---------------------------------------------------------------------------
-
-
-def test_small_tasks_have_ten_classes():
-    for name, channels, counts in (("digits", 1, (1437, 360)), ("scenes", 3, (8000, 1000))):
-        (x, y), (unseen, answers) = small_task(name)
-        assert x.shape == (counts[0], channels, 16, 16)
-        assert unseen.shape == (counts[1], channels, 16, 16)
-        assert set(y.tolist()) == set(answers.tolist()) == set(range(10))
-        assert len(y) == counts[0] and abs(x.mean()) < 1e-3 and abs(x.std() - 1) < 0.05
-
-
-def test_a_scenes_class_is_the_unordered_pair_of_its_kinds():
-    kinds, ((_, labels), _) = describe_scenes(8000, seed=0)["kind"], small_task("scenes")
-    pairs = {(*sorted(k), label) for k, label in zip(kinds.tolist(), labels.tolist())}
-    assert len(pairs) == 10
-
-
-def test_small_backbones_are_of_one_size_and_lack_what_they_say():
-    models = {name: make() for name, make in small_backbones().items()}
-    counts = [
-        sum(p.numel() for p in model.parameters() if p.requires_grad)
-        for model in models.values()
-    ]
-    assert max(counts) < 1.35 * min(counts)
-    for model in models.values():
-        assert model(torch.zeros(2, 1, 16, 16)).shape == (2, 10)
-    bare, words = models["TNT, no inner blocks"], torch.randn(16, 16, 8)
-    assert bare.blocks[0].inner(words) is words
-    assert not any("attn_in" in name for name, _ in bare.named_parameters())
-    model = models["TNT, no word positions"]
-    assert (model.pixel_pos == 0).all() and not model.pixel_pos.requires_grad
-
-
-def test_the_comparison_runs_everything_twice_but_tnt():
-    rows = compare_small("digits", steps=1, seeds=[3], batch_size=4)
-    assert [row["model"] for row in rows[:7]] == list(small_backbones())
-    assert [row["model"] for row in rows[7:]] == list(small_backbones())[:4]
-    assert [row["equal"] for row in rows] == ["steps"] * 7 + ["time"] * 4
-    assert {row["seed"] for row in rows} == {3} and {row["task"] for row in rows} == {"digits"}
-    for row in rows:
-        assert 0 <= row["accuracy"] <= 1 and row["steps"] >= 1 and row["seconds"] > 0
-
-
 # --- several processes ------------------------------------------------------------------------
 
 
@@ -246,8 +193,6 @@ def test_two_processes_share_what_they_are_told_to():
         (lambda: train_small("vit", steps=0), r"steps \(0\) must be an integer of at least 1"),
         (lambda: train_small("vit", lr=0), r"lr \(0\) must be positive"),
         (lambda: train_small("vit", batch_size=2000), r"batch_size \(2000\) must be between 1"),
-        (lambda: small_task("cats"), r"name \('cats'\) must be 'digits' or 'scenes'"),
-        (lambda: compare_small("cats"), r"name \('cats'\) must be 'digits' or 'scenes'"),
         (lambda: train_processes(2, "weights"), r"shard \('weights'\) must be False, True or"),
     ],
 )
