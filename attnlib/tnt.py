@@ -307,3 +307,6 @@ for name, size, legacy in (("tnt_s", "s", False), ("tnt_b", "b", False),
                            ("tnt_s_legacy", "s", True)):
     register_model(f"{name}_patch16_224", TNT, hub=f"timm/{name}_patch16_224.in1k",
                    legacy=legacy, **SIZES[size])
+register_model("tnt_collages", TNT, hub="attnlib/tnt_collages", num_classes=10, img_size=64,
+               patch_size=8, embed_dim=64, inner_dim=8, depth=4, num_heads_inner=2,
+               num_heads_outer=4, first_stride=2)

@@ -180,19 +180,24 @@ def load_checkpoint(path):
         raise ValueError(f"{file} is truncated or no safetensors file ({error})") from None
 
 # %% ../nbs/91_train.ipynb #adamw
-def adamw(model, lr, betas, weight_decay):
+def adamw(model, lr, betas, weight_decay, lr_scale=None):
     """AdamW in which biases, norms and what `model.no_weight_decay()` names do not decay.
 
-    Biases and norms are the parameters with fewer than two axes.
+    Biases and norms are the parameters with fewer than two axes. `lr_scale` gives some of the
+    parameters, by name, another rate: so many times `lr`.
     """
-    spared = getattr(model, "no_weight_decay", set)()
-    decaying, others = [], []
+    spared, scale = getattr(model, "no_weight_decay", set)(), lr_scale or {}
+    if unknown := scale.keys() - {name for name, _ in model.named_parameters()}:
+        raise ValueError(f"lr_scale names {sorted(unknown)}, which are no parameters of model")
+    groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            (decaying if p.ndim >= 2 and name not in spared else others).append(p)
-    groups = [dict(params=decaying, weight_decay=weight_decay),
-              dict(params=others, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas)
+            decays, factor = p.ndim >= 2 and name not in spared, scale.get(name, 1.0)
+            settings = dict(weight_decay=weight_decay if decays else 0.0, lr_scale=factor,
+                            lr=lr * factor)
+            groups.setdefault((decays, factor), dict(params=[], **settings))["params"].append(p)
+    ordered = [groups[key] for key in sorted(groups, reverse=True)]  # what decays comes first
+    return torch.optim.AdamW(ordered, lr=lr, betas=betas)
 
 # %% ../nbs/91_train.ipynb #step
 def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip, look):
@@ -201,7 +206,7 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
     Returns the loss of this process, summed over its terms, and the number of terms of all.
     """
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
     device, rank = accelerator.device, accelerator.process_index
     processes = accelerator.num_processes
     batch = tuple(x[rank::processes].to(device, non_blocking=True) for x in batch)
@@ -317,7 +322,7 @@ def _evaluated(evaluate, model):
 # %% ../nbs/91_train.ipynb #fit
 def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
         betas=(0.9, 0.98), weight_decay=0.01, clip=1.0, evaluate=None, every=100,
-        checkpoint=None, stop_after=None, seed=0, accelerator=None):
+        checkpoint=None, stop_after=None, seed=0, lr_scale=None, accelerator=None):
     """Train a model with AdamW, from its last checkpoint if there is one.
 
     Parameters
@@ -347,6 +352,8 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
         Stop after this step as if interrupted; a multiple of `every`.
     seed : int
         Fixes the dropout of every step.
+    lr_scale : dict of str to float, optional
+        Some parameters' names, and how many times `lr` each of them learns with.
     accelerator : accelerate.Accelerator, optional
         One with other settings.
 
@@ -366,10 +373,10 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
     checkpoint = None if checkpoint is None else _json_path(checkpoint)
     bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     accelerator = accelerator or Accelerator(mixed_precision="bf16" if bf16 else "no")
-    optimizer = adamw(model, lr, betas, weight_decay)
+    optimizer = adamw(model, lr, betas, weight_decay, lr_scale)
     plain, (model, optimizer) = model, accelerator.prepare(model, optimizer)
     settings = dict(steps=steps, lr=lr, warmup=warmup, schedule=schedule, betas=list(betas),
-                    weight_decay=weight_decay, clip=clip, seed=seed,
+                    weight_decay=weight_decay, clip=clip, seed=seed, lr_scale=lr_scale,
                     trained=[name for name, p in plain.named_parameters() if p.requires_grad])
     start, history = resume(checkpoint, plain, optimizer, settings)
 

@@ -1,4 +1,4 @@
-"""Train the small models that come with the library: a ViT and a Swin on collages.
+"""Train the small models that come with the library: a ViT, a Swin and a TNT on collages.
 
     python -m benchmarks.collages vit_collages --out benchmarks/results
 
@@ -23,7 +23,7 @@ from attnlib.models import create_model
 from attnlib.recipes import accuracy
 from attnlib.train import epochs, fit, write_record
 
-STEPS = {"vit_collages": 6000, "swin_collages": 3600}
+STEPS = {"vit_collages": 6000, "swin_collages": 3600, "tnt_collages": 6000}
 
 
 def shares(mask, side):

@@ -16,8 +16,8 @@ from attnlib.practice import (
     fold_normalization,
     gradient_map,
     hide,
-    layer_decay,
     layer_numbers,
+    layer_scales,
     mixup,
     moving_average,
     occlusion_map,
@@ -27,6 +27,7 @@ from attnlib.practice import (
 )
 from attnlib.swin import SwinTransformer
 from attnlib.tnt import TNT
+from attnlib.train import adamw
 from attnlib.vit import VisionTransformer
 
 SMALL = dict(img_size=16, patch_size=4, num_classes=3, embed_dim=12, depth=3, num_heads=3)
@@ -68,23 +69,21 @@ def test_rates_are_timms(name, cls, pool):
         theirs, 0.05, no_weight_decay_list=theirs.no_weight_decay(), layer_decay=0.6
     )
     wanted = rates([{**group, "lr": 0.1 * group["lr_scale"]} for group in groups], theirs)
-    found = rates(layer_decay(ours, 0.1, 0.6, 0.05), ours)
+    optimizer = adamw(ours, 0.1, (0.9, 0.98), 0.05, lr_scale=layer_scales(ours, 0.6))
+    found = rates(optimizer.param_groups, ours)
     assert found.keys() == wanted.keys()
     for key, pair in wanted.items():
         assert found[key] == pytest.approx(pair), key
 
 
-def test_every_parameter_has_one_group():
+def test_every_parameter_has_a_layer():
     swin = SwinTransformer(
         32, 4, num_classes=3, embed_dim=8, depths=(1, 2), num_heads=(1, 2), window_size=4
     )
     tnt = TNT(16, 4, num_classes=3, embed_dim=12, inner_dim=4, depth=2, num_heads_outer=3)
     for model in (small(), swin, tnt):
-        groups = layer_decay(model, 1.0, 0.5)
-        grouped = [p for group in groups for p in group["params"]]
-        assert {*map(id, grouped)} == {*map(id, model.parameters())}
-        assert len(grouped) == len(list(model.parameters()))
         numbers = layer_numbers(model)
+        assert numbers.keys() == {name for name, _ in model.named_parameters()}
         first = {name for name, number in numbers.items() if number == 0}
         last = {name for name, number in numbers.items() if number == max(numbers.values())}
         assert any(name.startswith(("patch_embed", "pixel_embed")) for name in first)
@@ -93,9 +92,9 @@ def test_every_parameter_has_one_group():
 
 def test_without_decay_one_rate_and_with_zero_the_head_alone():
     model = small()
-    assert {group["lr"] for group in layer_decay(model, 0.3, 1.0)} == {0.3}
-    moving = {group["layer"] for group in layer_decay(model, 0.3, 0.0) if group["lr"] > 0}
-    assert moving == {4}
+    assert set(layer_scales(model, 1.0).values()) == {1.0}
+    moving = {name for name, scale in layer_scales(model, 0.0).items() if scale > 0}
+    assert moving == {"head.weight", "head.bias"}
     before = copy.deepcopy(model.state_dict())
     fine_tune(model, images(8), torch.arange(8) % 3, steps=3, lr=0.1, decay=0.0, batch_size=4)
     changed = {key for key, x in model.state_dict().items() if not torch.equal(x, before[key])}

@@ -157,6 +157,24 @@ def test_biases_and_norms_do_not_decay():
     assert {p.ndim for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0
 
 
+def test_parameters_learn_with_their_own_rates():
+    """A scale of 0 leaves the weights where they are; of 2 it equals twice the rate."""
+    batches = epochs(*data(), batch_size=16)
+    scaled, twice = network(), network()
+    run = dict(steps=5, every=5, clip=None, weight_decay=0.0)
+    names = [name for name, _ in scaled.named_parameters()]
+    before = {name: p.detach().clone() for name, p in scaled.named_parameters()}
+    scale = dict.fromkeys(names[1:], 2.0) | {names[0]: 0.0}
+    fit(scaled, loss_fn, batches, lr=1e-2, lr_scale=scale, **run)
+    twice.get_parameter(names[0]).requires_grad_(False)
+    fit(twice, loss_fn, batches, lr=2e-2, **run)
+    for name, p in scaled.named_parameters():
+        torch.testing.assert_close(p, twice.get_parameter(name), atol=1e-6, rtol=0)
+        assert torch.equal(p, before[name]) == (name == names[0])
+    with pytest.raises(ValueError, match=r"lr_scale names \['no'\]"):
+        fit(scaled, loss_fn, batches, lr_scale={"no": 1.0}, **run)
+
+
 @pytest.mark.parametrize("stop", [10, 20])
 def test_resumed_run_equals_the_whole_one_bit_for_bit(tmp_path, stop):
     batches = epochs(*data(), batch_size=16)
