@@ -11,7 +11,9 @@ from .attention import (
     record_attention,
     register_backend,
 )
+from .beit import Beit, BeitForMaskedImageModeling
 from .deit import DistilledVisionTransformer
+from .mae import MaskedAutoencoder
 from .models import create_model, list_models, load_pretrained
 from .modern import SwiGLU, apply_rotary_2d, use_rotary
 from .multihead import MultiHeadAttention
@@ -32,8 +34,11 @@ from .vit import VisionTransformer
 
 __all__ = [
     "AdditiveAttention",
+    "Beit",
+    "BeitForMaskedImageModeling",
     "DistilledVisionTransformer",
     "LearnedPositionalEmbedding",
+    "MaskedAutoencoder",
     "MultiHeadAttention",
     "RelativePositionBias",
     "Seq2Seq",

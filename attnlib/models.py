@@ -86,7 +86,9 @@ IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), crop_pct=
 HALF = dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))  # channels from -1 to 1
 CLIP = dict(mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711))
 DATA = (  # names, and how they differ from IMAGENET; of several that fit the last one wins
-    ("vit_*_patch??_224", HALF), ("tnt_*", HALF), ("*384", dict(crop_pct=1.0)),
+    ("vit_*_patch??_224", HALF), ("tnt_*", HALF), ("beit_*", HALF),
+    ("*384", dict(crop_pct=1.0)), ("beit_*_512", dict(crop_pct=1.0)),
+    ("beitv2_large_*", dict(crop_pct=0.95)),
     ("vit_*_clip_*", CLIP), ("vit_*_dinov2", dict(crop_pct=1.0)),
     ("vit_large_*_clip_*", dict(crop_pct=1.0)),
     ("*_collages", HALF | dict(crop_pct=1.0, interpolation="bilinear")),
@@ -276,7 +278,7 @@ def unwrap_state_dict(source):
     """The tensors of a file, a repository or a dictionary, by name.
 
     Training scripts wrap the weights: what is stored under "state_dict_ema", "model_ema",
-    "state_dict" or "model" is taken, in this order as in timm, and the prefixes that
+    "state_dict", "model" or "module" is taken, in this order as in timm, and the prefixes that
     data-parallel and compiled models add are removed.
 
     Parameters
@@ -291,7 +293,7 @@ def unwrap_state_dict(source):
     """
     if not isinstance(source, dict):
         source = read_weights(_path_of(source))
-    for wrapper in ("state_dict_ema", "model_ema", "state_dict", "model"):
+    for wrapper in ("state_dict_ema", "model_ema", "state_dict", "model", "module"):
         if isinstance(source, dict) and isinstance(source.get(wrapper), dict):
             source = source[wrapper]
             break

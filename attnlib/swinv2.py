@@ -102,7 +102,7 @@ def sequential_attention(q, k, v, bias, mask, windows_at_once=1, dropout_p=0.0):
 
 # %% ../nbs/33_swinv2.ipynb #attention-class
 class WindowAttentionV2(nn.Module):
-    """Cosine attention in shifted windows, continuous bias (Liu et al. 2022, 3.3 and 3.4).
+    """Cosine attention in shifted windows, continuous bias (Liu et al. 2022, 3.2 and 3.3).
 
     Parameters
     ----------
