@@ -36,7 +36,7 @@ def conv_encoder(in_chans, dim, out_dim, patch_size):
 
 
 def conv_decoder(in_dim, dim, out_chans, patch_size):
-    """The other way: maps (B, in_dim, H', W') to images (B, out_chans, H, W)."""
+    """The way back: maps (B, in_dim, H', W') to images (B, out_chans, H, W)."""
     return nn.Sequential(nn.Conv2d(in_dim, dim, 3, padding=1), nn.GELU(),
                          nn.ConvTranspose2d(dim, dim, patch_size, stride=patch_size), nn.GELU(),
                          nn.Conv2d(dim, out_chans, 3, padding=1))
@@ -111,7 +111,7 @@ def dvae_loss(x, reconstruction, logits, beta=0.0):
 
 # %% ../nbs/41_beit.ipynb #perplexity
 def perplexity(tokens, num_embeddings):
-    """exp of the entropy of how often each token occurs: from 1 to K, and K if all equally."""
+    """exp of the entropy of how often each token occurs: from 1 to K (all alike)."""
     share = torch.bincount(tokens.flatten(), minlength=num_embeddings) / tokens.numel()
     return torch.special.entr(share).sum().exp().item()
 
@@ -119,7 +119,7 @@ def perplexity(tokens, num_embeddings):
 class VectorQuantizer(nn.Module):
     """The nearest of K unit vectors (van den Oord et al. 2017, 3.1; Peng et al. 2022, 3.1).
 
-    The codes are no parameters: each is moved towards the mean of the vectors that chose it.
+    The codes are not parameters: each is moved towards the mean of the vectors that chose it.
 
     Parameters
     ----------
@@ -128,8 +128,8 @@ class VectorQuantizer(nn.Module):
     decay : float
         What a code keeps of itself at each training step.
     kmeans_steps : int
-        The first batch in training sets the codes: as many of its vectors, and so many steps of
-        k-means; with 0 they stay the random vectors that they were.
+        Steps of k-means on the first batch in training, begun from K of its vectors, that set
+        the codes; with 0 they start as random vectors.
 
     Raises
     ------
@@ -157,7 +157,7 @@ class VectorQuantizer(nn.Module):
             self.start(z.detach())
         tokens = self.tokens(z)
         codes = self.embedding[tokens]
-        loss = F.mse_loss(z, codes)  # the encoder commits itself to its code
+        loss = F.mse_loss(z, codes)  # commitment: codes have no gradient
         if self.training:
             self.move(z.detach(), tokens, self.decay)
         return z + (codes - z).detach(), tokens, loss  # straight through to the encoder
@@ -180,7 +180,7 @@ class VectorQuantizer(nn.Module):
 
 # %% ../nbs/41_beit.ipynb #vq-autoencoder
 class VQAutoencoder(nn.Module):
-    """An encoder, a `VectorQuantizer` and a decoder: what it quantizes to are the tokens.
+    """An encoder, a `VectorQuantizer` and a decoder; tokens are the numbers of the codes.
 
     Parameters
     ----------
@@ -217,14 +217,14 @@ def check_masked(num_masked, num_patches):
 
 
 def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=random):
-    """A mask of rectangles, each of any shape, that overlap (Bao et al. 2022, algorithm 1).
+    """A mask of random rectangles that may overlap (Bao et al. 2022, algorithm 1).
 
     Parameters
     ----------
     grid_size : (int, int)
         Rows and columns of patches.
     num_masked : int
-        How many are to be hidden; never more are, and sometimes a few less.
+        How many to hide at most; sometimes it is a few less.
     min_patches : int
         The smallest area that a rectangle is drawn with.
     min_aspect : float
@@ -244,7 +244,7 @@ def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=random
     height, width = grid_size
     check_masked(num_masked, height * width)
     mask, left, tries = torch.zeros(height, width, dtype=torch.bool), num_masked, 0
-    while left > 0 and tries < 10:  # so often in vain
+    while left > 0 and tries < 10:  # give up after ten vain tries
         area = rng.uniform(min_patches, left)
         aspect = math.exp(rng.uniform(math.log(min_aspect), -math.log(min_aspect)))
         h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
@@ -260,7 +260,7 @@ def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=random
 
 # %% ../nbs/41_beit.ipynb #position-index
 def beit_position_index(window_size, device=None):
-    """For each pair of tokens, the class token first, the row of the bias table.
+    """The row of the bias table for each pair of tokens; the class token comes first.
 
     Parameters
     ----------
@@ -284,19 +284,19 @@ def beit_position_index(window_size, device=None):
 
 # %% ../nbs/41_beit.ipynb #resize-table
 def resize_beit_table(table, new_window, old_window=None):
-    """A bias table for another window: `swin.resize_rel_pos_bias_table`, but for three rows."""
+    """A bias table for another window: `swin.resize_rel_pos_bias_table` but for 3 rows."""
     offsets = resize_rel_pos_bias_table(table[:-3], new_window, old_window)
     return torch.cat([offsets, table[-3:]])
 
 # %% ../nbs/41_beit.ipynb #position-bias
 def bias_table(window_size, num_heads, device=None, dtype=None):
-    """A learned number for each offset, three rows for the class token, and each head."""
+    """A learned table (rows, h): a row for each offset, and three for the class token."""
     rows = math.prod(2 * w - 1 for w in window_size) + 3
     return nn.Parameter(torch.zeros(rows, num_heads, device=device, dtype=dtype))
 
 
 def position_bias(table, index):
-    """What is added to the logits, (h, 1 + N, 1 + N), of a table (rows, h) and an index."""
+    """What is added to the logits, (h, 1 + N, 1 + N), from a table (rows, h) and an index."""
     bias = table.T.index_select(1, index.flatten())  # (h, rows) -> (h, (1 + N)²)
     return bias.unflatten(1, index.shape)  # -> (h, 1 + N, 1 + N)
 
@@ -331,7 +331,7 @@ class BeitAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x, bias=None):
-        """Tokens (B, 1 + N, dim) to tokens, with a bias of its own unless one is given."""
+        """Tokens (B, 1 + N, dim) to tokens, with its own table's bias unless one is given."""
         qkv = self.qkv(x)  # (B, 1 + N, 3 dim)
         if self.q_bias is not None:
             qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
@@ -345,7 +345,7 @@ class BeitAttention(nn.Module):
 
     def set_window_size(self, window_size):
         """Expect another grid of patches from now on; the table is interpolated."""
-        if window_size != self.window_size:  # else an optimizer may hold the table
+        if window_size != self.window_size:  # else keep it: an optimizer may hold it
             old = self.relative_position_bias_table
             table = resize_beit_table(old.detach(), window_size, self.window_size)
             self.relative_position_bias_table = nn.Parameter(table, old.requires_grad)
@@ -393,7 +393,7 @@ class BeitBlock(nn.Module):
 
 
 def init_beit(model):
-    """Start as the authors do: branch ends of block ℓ are divided by √(2ℓ)."""
+    """Start as the authors do: both output layers of block ℓ are divided by √(2ℓ)."""
     model.apply(init_weights)
     nn.init.trunc_normal_(model.cls_token, std=0.02)
     with torch.no_grad():
@@ -406,7 +406,7 @@ class Beit(Backbone):
     """BEiT's backbone with a classifier (Bao et al. 2022); names and weights' keys are timm's.
 
     Positions enter through the biases of the attention alone. `Backbone` brings pooling,
-    checkpoints, attention maps and the maps on the way.
+    checkpoints, attention maps and intermediate maps.
 
     Parameters
     ----------
@@ -473,7 +473,7 @@ class Beit(Backbone):
         return self.pos_drop(torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1))
 
     def forward_features(self, x):
-        """All tokens (B, 1 + N, D), normalized unless the mean of the patches is to be."""
+        """All tokens (B, 1 + N, D), normalized unless `fc_norm` will do it after the mean."""
         x = self.embed(x)
         for block in self.blocks:
             x = self.checkpointed(block, x)
@@ -491,8 +491,8 @@ class Beit(Backbone):
             block.attn.set_window_size(self.patch_embed.grid_size)
 
     def resample_state_dict(self, state_dict):
-        """Weights whose tables, of another grid or shared by all blocks, are made this model's;
-        of a file from pre-training the norm starts anew, as in the authors' fine-tuning."""
+        """Weights made to fit this model: tables of another grid are interpolated, a table that
+        all blocks share is copied to each; after pre-training the last norm starts anew."""
         return adapt_tables(without_pretraining(state_dict, self), self)
 
     def no_weight_decay(self):
@@ -504,7 +504,7 @@ TABLE = "relative_position_bias_table"
 
 
 def adapt_tables(state_dict, model):
-    """A state dict with the bias tables of another grid interpolated for a model's."""
+    """A state dict whose bias tables of another grid are interpolated for the model's."""
     grid = model.patch_embed.grid_size
     rows = math.prod(2 * n - 1 for n in grid) + 3
     other = {key: resize_beit_table(x, grid) for key, x in state_dict.items()
@@ -546,7 +546,7 @@ class BeitPositionBias(nn.Module):
 
 # %% ../nbs/41_beit.ipynb #masked-model
 class BeitForMaskedImageModeling(nn.Module):
-    """BEiT's pre-training: tokens of the hidden patches from the others (Bao et al. 2022, 2.3).
+    """BEiT's pre-training: guess the tokens of hidden patches (Bao et al. 2022, 2.3).
 
     The weights have the authors' keys. All blocks share one table of position biases.
 
@@ -583,7 +583,7 @@ class BeitForMaskedImageModeling(nn.Module):
                       init_values=init_values, **options)
             for rate in drop_path_rates(drop_path_rate, depth))
         for block in self.blocks:
-            block.attn.relative_position_bias_table = None  # they are given the shared bias
+            block.attn.relative_position_bias_table = None  # each is given the shared bias
         self.norm = LayerNorm(embed_dim, **options)
         self.lm_head = nn.Linear(embed_dim, vocab_size, **options)
         init_beit(self)

@@ -30,14 +30,15 @@ VISION = {
     "tnt": "tnt_s_patch16_224",
 }
 RUNS = ("numbers", "translator", "lengths", "digits")
-NETWORK = ("cifar10", "multi30k")  # runs that fetch their data: by name only
+NETWORK = ("cifar10", "mae_cifar", "multi30k")  # runs that fetch their data: by name only
 NEEDS = {  # packages that not every machine has
     **dict.fromkeys(
         ("run_numbers", "run_translator", "run_lengths"), ("num2words", "tokenizers")
     ),
     "run_digits": ("sklearn",),
+    "run_mae_cifar": ("sklearn",),
     **dict.fromkeys(("flash", "windows"), ("triton",)),
-    **dict.fromkeys(("translation", "vit", "swin", "swinv2"), ("transformers",)),
+    **dict.fromkeys(("translation", "vit", "swin", "swinv2", "mae_speed"), ("transformers",)),
 }
 LIMIT = 540  # seconds for a command: a part must end within nine minutes
 
@@ -99,6 +100,7 @@ PARTS = {
     **{name: benchmark(name) for name in ("attention", "flash", "windows")},
     "translation": benchmark("translation", "--dropout", "0", "0.1"),
     **{name: vision(name) for name in VISION},
+    "mae_speed": benchmark("mae_speed"),
     **{f"run_{name}": run(name) for name in RUNS + NETWORK},
 }
 

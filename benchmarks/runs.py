@@ -104,6 +104,13 @@ def small(data, folder, tiny):
     return {"data": data, "runs": runs}
 
 
+def mae_cifar(folder, tiny):
+    """Pre-training on CIFAR-10 without labels, and a probe of what it has learned."""
+    from benchmarks import mae  # needs scikit-learn, which not every machine has
+
+    return mae.cifar(folder, tiny)
+
+
 BACKBONES = ("vit", "deit", "swin", "swinv2", "tnt")
 ALL = [pair for pair in translation.DIRECTIONS if pair not in translation.HELD_OUT]
 PARTS = {
@@ -113,6 +120,7 @@ PARTS = {
     "digits": functools.partial(small, "digits"),
     # these need a network, or the archives where attnlib.data looks for them
     "cifar10": functools.partial(small, "cifar10"),
+    "mae_cifar": mae_cifar,
     "multi30k": multi30k,
 }
 

@@ -35,6 +35,7 @@ TINY = {  # of each family; windows divide every map, where all libraries agree
     "swin": dict(img_size=64, window_size=2, depths=(2, 1, 1, 1)),
     "swinv2": dict(img_size=64, window_size=2, depths=(2, 1, 1, 1)),
     "tnt": dict(img_size=32, depth=2),
+    "beit": dict(img_size=32, depth=2),
 }
 
 
