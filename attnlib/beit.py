@@ -216,7 +216,7 @@ def check_masked(num_masked, num_patches):
                          f"{num_patches - 1}: a mask hides some of {num_patches} patches")
 
 
-def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=random):
+def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=None):
     """A mask of random rectangles that may overlap (Bao et al. 2022, algorithm 1).
 
     Parameters
@@ -229,8 +229,8 @@ def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=random
         The smallest area that a rectangle is drawn with.
     min_aspect : float
         The smallest ratio of height to width; its inverse is the largest.
-    rng : random.Random
-        Where the numbers come from.
+    rng : random.Random, optional
+        Where the numbers come from; the module `random` by default.
 
     Returns
     -------
@@ -241,7 +241,7 @@ def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=random
     ValueError
         If nothing or everything would be hidden.
     """
-    height, width = grid_size
+    (height, width), rng = grid_size, rng or random
     check_masked(num_masked, height * width)
     mask, left, tries = torch.zeros(height, width, dtype=torch.bool), num_masked, 0
     while left > 0 and tries < 10:  # give up after ten vain tries
