@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from attnlib import train
+from attnlib import recipes, train
 from attnlib.train import write_record
 from tools import torchvision_ops  # noqa: F401  before any peer that imports torchvision
 
@@ -79,6 +79,12 @@ def write(folder, name, device, record):
 
 
 # --- experiments ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def accuracy(model, data):
+    """The share of images that a classifier names right; it is put into evaluation mode."""
+    return round(recipes.accuracy(model.eval(), data)["accuracy"].item(), 4)
 
 
 class Bench:

@@ -21,13 +21,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 
-from attnlib.data import digits, standardize
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
 from attnlib.tnt import TNT
 from attnlib.train import epochs, fit
 from attnlib.vit import VisionTransformer
 from benchmarks.common import Bench, experiment_parser
+from benchmarks.hidden import digit_parts
 
 RATES = (1e-3, 3e-3, 9e-3)
 TASKS = {  # the steps of a run, those of a run that tunes, the rates that it tries
@@ -99,16 +99,6 @@ def backbones():
         "TNT, no word positions": lambda: without_word_positions(tnt()),
         "residual CNN": residual_network,
     }
-
-
-# --- the images -------------------------------------------------------------------------------
-
-
-def digit_parts():
-    """1,200 images of the training part, its other 237 for validation, 360 for the test."""
-    (x, y), (unseen, answers) = (digits(split, 16) for split in ("train", "test"))
-    parts = [(x[:1200], y[:1200]), (x[1200:], y[1200:]), (unseen, answers)]
-    return [(standardize(images, x[:1200]), labels) for images, labels in parts]
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -191,7 +181,7 @@ class Comparison(Bench):
 
     def __init__(self, path, minutes):
         super().__init__(path, minutes, batch=BATCH, tuning=[])
-        self.parts = digit_parts()
+        self.parts = [*digit_parts(16).values()]  # training, validation, test
 
     def contestant(self, task, name, steps, tuning, rates, seeds):
         """Tune a network and train it with each seed."""

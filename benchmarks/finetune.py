@@ -24,7 +24,7 @@ from attnlib import vit  # noqa: F401  registers the model
 from attnlib.data import describe_scenes, draw_scenes
 from attnlib.models import create_model
 from attnlib.practice import fine_tune
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.common import Bench, accuracy, experiment_parser
 
 MODEL = "vit_collages"
 CONTESTANTS = {  # pretrained, settings of `fine_tune`, rates
@@ -51,13 +51,6 @@ def network(pretrained):
     model = create_model(MODEL, pretrained=pretrained)
     model.reset_classifier(10)
     return model
-
-
-@torch.no_grad()
-def accuracy(model, data):
-    images, labels = data
-    answers = torch.cat([model(x).argmax(-1) for x in images.split(100)])
-    return round((answers == labels).float().mean().item(), 4)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from attnlib.data import digits, standardize
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
 from attnlib.train import adamw, epochs, learning_rate, write_record
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.common import Bench, accuracy, experiment_parser
 from tools.notebooks import NBS, code_of
 
 KINDS = {  # the class, and where the weights of the norms behind the branches begin
@@ -63,12 +63,6 @@ def new_model(kind):
             nn.init.constant_(block.norm2.weight, start),
         )
     return model
-
-
-@torch.no_grad()
-def accuracy(model, part):
-    model.eval()
-    return round((model(part[0]).argmax(-1) == part[1]).float().mean().item(), 4)
 
 
 def stream_function():

@@ -19,6 +19,7 @@ from sklearn.linear_model import LogisticRegression
 
 from attnlib.data import digits, standardize
 from attnlib.practice import fine_tune
+from benchmarks.common import accuracy
 
 COUNTS = 20, 50, 100, 1200  # labels; 1,200 are all
 STEPS = {20: 150, 50: 150, 100: 200, 1200: 400}  # of fine-tuning
@@ -28,15 +29,16 @@ SEEDS = 0, 1, 2
 
 
 @cache
-def digit_parts():
-    """Scanned digits of 8 × 8 pixels, standardized by the training part.
+def digit_parts(size=8):
+    """Scanned digits of so many pixels a side, standardized by the training part.
 
     Returns
     -------
     dict
-        "train", 1,200, "valid", 237, and "test", 360: images (n, 1, 8, 8) and labels (n,).
+        "train", 1,200, "valid", 237, and "test", 360: images (n, 1, size, size) and their
+        labels (n,).
     """
-    (x, y), (unseen, answers) = digits("train"), digits("test")
+    (x, y), (unseen, answers) = digits("train", size), digits("test", size)
     parts = {
         "train": (x[:1200], y[:1200]),
         "valid": (x[1200:], y[1200:]),
@@ -56,14 +58,6 @@ def few(data, count, seed):
     rank = (classes.cumsum(0) * classes).sum(1)  # the how-manieth of its class each image is
     rows = order[rank.argsort(stable=True)[:count]]
     return images[rows], labels[rows]
-
-
-@torch.no_grad()
-def accuracy(model, data):
-    """The share of right answers of a classifier in evaluation mode."""
-    images, labels = data
-    answers = torch.cat([model(x).argmax(-1) for x in images.split(256)])
-    return round((answers == labels).float().mean().item(), 4)
 
 
 def probe(features, parts, labels, seed):
