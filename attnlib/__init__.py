@@ -13,6 +13,7 @@ from .attention import (
 )
 from .beit import Beit, BeitForMaskedImageModeling
 from .deit import DistilledVisionTransformer
+from .detr import DETR
 from .mae import MaskedAutoencoder
 from .models import create_model, list_models, load_pretrained
 from .modern import SwiGLU, apply_rotary_2d, use_rotary
@@ -36,6 +37,7 @@ __all__ = [
     "AdditiveAttention",
     "Beit",
     "BeitForMaskedImageModeling",
+    "DETR",
     "DistilledVisionTransformer",
     "LearnedPositionalEmbedding",
     "MaskedAutoencoder",

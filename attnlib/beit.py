@@ -134,7 +134,7 @@ class VectorQuantizer(nn.Module):
     Raises
     ------
     ValueError
-        If there are fewer than two codes.
+        If there are fewer than two codes, or if k-means is given fewer vectors than codes.
     """
 
     def __init__(self, num_embeddings, embedding_dim, decay=0.99, kmeans_steps=10):
@@ -172,7 +172,10 @@ class VectorQuantizer(nn.Module):
 
     def start(self, z):
         """Codes from the vectors of a batch, by spherical k-means."""
-        rows = torch.randint(len(z), (len(self.embedding),), device=z.device)
+        if len(z) < len(self.embedding):
+            raise ValueError(f"the first batch has {len(z)} vectors; k-means needs at least "
+                             f"num_embeddings ({len(self.embedding)})")
+        rows = torch.randperm(len(z), device=z.device)[:len(self.embedding)]
         self.embedding = z[rows]
         for _ in range(self.kmeans_steps):
             self.move(z, self.tokens(z), 0.0)
@@ -470,7 +473,7 @@ class Beit(Backbone):
     def embed(self, x):
         """Images (B, C, H, W) to tokens (B, 1 + N, D), the class token first; no positions."""
         x = self.patch_embed(x)  # (B, N, D)
-        return self.pos_drop(torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1))
+        return self.pos_drop(torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1))
 
     def forward_features(self, x):
         """All tokens (B, 1 + N, D), normalized unless `fc_norm` will do it after the mean."""
@@ -491,8 +494,8 @@ class Beit(Backbone):
             block.attn.set_window_size(self.patch_embed.grid_size)
 
     def resample_state_dict(self, state_dict):
-        """Weights made to fit this model: tables of another grid are interpolated, a table that
-        all blocks share is copied to each; after pre-training the last norm starts anew."""
+        """Weights made to fit this model: tables of another grid are interpolated, one that all
+        blocks share is copied to each; the norm of a mean starts anew after pre-training."""
         return adapt_tables(without_pretraining(state_dict, self), self)
 
     def no_weight_decay(self):
@@ -504,11 +507,14 @@ TABLE = "relative_position_bias_table"
 
 
 def adapt_tables(state_dict, model):
-    """A state dict whose bias tables of another grid are interpolated for the model's."""
+    """A state dict whose bias tables of another grid are interpolated for the model's.
+
+    A table with as many rows as the model's is taken as it is.
+    """
     grid = model.patch_embed.grid_size
     rows = math.prod(2 * n - 1 for n in grid) + 3
     other = {key: resize_beit_table(x, grid) for key, x in state_dict.items()
-             if key.endswith(TABLE) and (len(x) != rows or grid[0] != grid[1])}
+             if key.endswith(TABLE) and len(x) != rows}
     return state_dict | other
 
 
@@ -517,12 +523,12 @@ def without_pretraining(state_dict, model):
     if f"rel_pos_bias.{TABLE}" not in state_dict:
         return dict(state_dict)
     table, own = state_dict[f"rel_pos_bias.{TABLE}"], model.state_dict()
-    only_there = ("rel_pos_bias.", "mask_token", "lm_head.", "norm.")
-    kept = {key: x for key, x in state_dict.items() if not key.startswith(only_there)}
-    kept |= {f"blocks.{i}.attn.{TABLE}": table.clone() for i in range(len(model.blocks))}
-    norm = "norm" if "norm.weight" in own else "fc_norm"
-    kept |= {f"{norm}.{name}": own[f"{norm}.{name}"] for name in ("weight", "bias")}
-    return kept
+    dropped = ("rel_pos_bias.", "mask_token", "lm_head.")
+    kept = {f"blocks.{i}.attn.{TABLE}": table.clone() for i in range(len(model.blocks))}
+    if "fc_norm.weight" in own:  # the norm of the mean starts anew
+        dropped += ("norm.",)
+        kept |= {f"fc_norm.{name}": own[f"fc_norm.{name}"] for name in ("weight", "bias")}
+    return kept | {key: x for key, x in state_dict.items() if not key.startswith(dropped)}
 
 # %% ../nbs/41_beit.ipynb #shared-bias
 class BeitPositionBias(nn.Module):
@@ -593,7 +599,7 @@ class BeitForMaskedImageModeling(nn.Module):
         """Tokens (B, 1 + N, D) of images with patches hidden where `mask` (B, N) is True."""
         x = self.patch_embed(x)  # (B, N, D)
         x = torch.where(mask[..., None], self.mask_token, x)
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         bias = self.rel_pos_bias()  # (h, 1 + N, 1 + N)
         for block in self.blocks:
             x = block(x, bias)

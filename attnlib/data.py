@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LANGUAGES', 'PAD', 'BOS', 'EOS', 'UNK', 'MULTI30K', 'KINDS', 'data_extra', 'number_words', 'draw_numbers',
            'train_bpe', 'encode', 'decode', 'fetch', 'multi30k', 'digits', 'describe_scenes', 'draw_scenes', 'scenes',
-           'collages', 'cifar', 'standardize', 'small_images']
+           'collages', 'detection_scenes', 'box_targets', 'cifar', 'standardize', 'small_images']
 
 # %% ../nbs/90_data.ipynb #imports
 import hashlib
@@ -492,19 +492,23 @@ def _lay_out(lots, count, tries=64):
     return side * there, corner[torch.arange(count), free.int().argmax(1)]
 
 
-def _pieces(lots, count, split, size):
-    """Pieces (count, 3, size, size) of the photographs at three scales, half mirrored."""
+def _pieces(lots, count, split, size, photograph=None):
+    """Pieces (count, 3, size, size) of the photographs at three scales, half mirrored.
+
+    They are of both photographs, or all of number `photograph`.
+    """
     with data_extra():
         from sklearn.datasets import load_sample_images
     (source, zoom, top, left, mirror), views = lots(5, count), []
-    for photograph in load_sample_images().images:  # two of them, (427, 640, 3)
-        x = torch.tensor(photograph).permute(2, 0, 1)[None] / 255
+    for picture in load_sample_images().images:  # two of them, (427, 640, 3)
+        x = torch.tensor(picture).permute(2, 0, 1)[None] / 255
         x = x[..., :448] if split == "train" else x[..., 448:]
         for scale in (size / 192, size / 96, size / 64):
             shape = round(427 * scale), round(x.shape[3] * scale)
             views.append(F.interpolate(x, shape, mode="bilinear", antialias=True)[0])
     images = torch.empty(count, 3, size, size)
-    which = 3 * (2 * source).long() + (3 * zoom).long()
+    source = (2 * source).long() if photograph is None else photograph
+    which = 3 * source + (3 * zoom).long()
     for i, view in enumerate(views):
         rows, windows = which == i, view.unfold(1, size, 1).unfold(2, size, 1)  # all of them
         y, x = ((t[rows] * n).long() for t, n in zip((top, left), windows.shape[1:3]))
@@ -592,6 +596,138 @@ def collages(count, split="train", size=64, *, seed=0):
         parts.append(dict(image=images.clamp(0, 1), label=kind[:, 0], kind=kind, box=box,
                           mask=mask))
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+# %% ../nbs/90_data.ipynb #detection-places
+def _scatter(lots, count, most, tries=32):
+    """Squares that do not overlap, as in `_lay_out`: sides (count, most), corners with y, x.
+
+    Each takes the first of some places that is free; if there is none, it is left out.
+    """
+    number, side = 1 + (most * lots(count)).long(), 0.25 + 0.25 * lots(count, most)
+    places = lots(count, most, tries, 2) * (1 - side[:, :, None, None])
+    corner = places[:, :, 0].clone()
+    for k in range(most):
+        place, end = places[:, k, :, None], places[:, k, :, None] + side[:, k, None, None, None]
+        before, length = corner[:, None, :k], side[:, None, :k, None]  # (count, 1, k, 2 or 1)
+        apart = (before >= end) | (place >= before + length) | (length == 0)
+        free = apart.any(-1).all(-1)  # (count, tries, k, 2) -> (count, tries)
+        corner[:, k] = places[torch.arange(count), k, free.int().argmax(1)]
+        side[:, k] *= free.any(1) & (k < number)
+    return side, corner
+
+
+def _halves(lots, count, size):
+    """On which side of a random line each pixel lies: 0 or 1, (count, size, size)."""
+    pixel, (turn, offset) = (torch.arange(size) + 0.5) / size - 0.5, lots(2, count, 1, 1)
+    angle = 2 * math.pi * turn
+    return (angle.cos() * pixel + angle.sin() * pixel[:, None] > 0.4 * offset - 0.2).long()
+
+# %% ../nbs/90_data.ipynb #detection-scenes
+def detection_scenes(count, split="train", size=48, *, kinds="shapes", objects=3,
+                     photographs=1, seed=0):
+    """Colored objects on pieces of photographs, none of which hides another.
+
+    Parameters
+    ----------
+    count : int
+    split : {"train", "test"}
+        Decides which parts of the photographs are used, and which digits.
+    size : int
+        Height and width in pixels; an object has a quarter to a half of it.
+    kinds : {"shapes", "digits"}
+        Four kinds, the numbers of `KINDS`, or ten.
+    objects : int
+        The largest number of them; each number from 1 on is drawn equally often, but an object
+        that finds no place is left out.
+    photographs : {1, 2}
+        Of how many the ground is made; two meet at a random line.
+    seed : int
+
+    Returns
+    -------
+    dict of str to Tensor
+        "image" (count, 3, size, size), from 0 to 1; "kind" (count, objects), -1 where there is
+        none; "box" (count, objects, 4), x₀, y₀, x₁, y₁ in pixels; "mask", bool (count, objects,
+        size, size); "stuff" (count, size, size), the photograph of each pixel of the ground, 0
+        or 1, also under the objects (all 0 with one photograph).
+
+    Raises
+    ------
+    ValueError
+        If an argument is none of these, or a number is not positive.
+    """
+    _check_split(split), _check_scenes(kinds, photographs)
+    for name, number in dict(count=count, size=size, objects=objects).items():
+        _check_positive(name, number)
+    generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
+
+    def lots(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    settings = split, size, kinds, objects, photographs
+    parts = [_detection_part(lots, min(256, count - i), *settings)
+             for i in range(0, count, 256)]
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+def _detection_part(lots, n, split, size, kinds, objects, photographs):
+    side, corner = _scatter(lots, n, objects)
+    pick, turn, color = lots(n, objects), lots(objects, n), 0.55 + 0.45 * lots(n, objects, 3)
+    image, stuff = _pieces(lots, n, split, size), torch.zeros(n, size, size, dtype=torch.long)
+    if photographs == 2:
+        stuff = _halves(lots, n, size)
+        pieces = [_pieces(lots, n, split, size, i) for i in (0, 1)]
+        image = torch.where(stuff[:, None] == 0, *pieces)
+    image, ink, kind = 0.6 * image, [], (4 * pick).long()
+    if kinds == "digits":
+        images, labels = digits(split)
+        rows = (pick * len(images)).long()
+        kind, ink = labels[rows], [images[row] for row in rows.T]
+    covered = [_place_ink(ink[k], side[:, k], corner[:, k], turn[k], size) if ink else
+               _place_shape(kind[:, k], side[:, k], corner[:, k], size) for k in range(objects)]
+    for k, alpha in enumerate(covered):  # (n, size, size) each
+        image = image + alpha[:, None] * (color[:, k, :, None, None] - image)
+    mask = torch.stack(covered, 1) > 0.5
+    box = _bounds(mask.flatten(0, 1)).view(n, objects, 4)
+    kind = torch.where(box[..., 2] > 0, kind, -1)
+    return dict(image=image, kind=kind, box=box, mask=mask, stuff=stuff)
+
+
+def _place_shape(kind, side, corner, size):
+    """The part of each pixel that shapes in squares cover: (n, size, size), 0 without side."""
+    center, radius = (corner + side[:, None] / 2).flip(1), side.clamp(min=1e-6) / 2  # x, y
+    pixel = (torch.arange(size) + 0.5) / size
+    return _covered(kind, center, radius, pixel) * (side > 0)[:, None, None]
+
+
+def _check_scenes(kinds, photographs):
+    if kinds not in ("shapes", "digits"):
+        raise ValueError(f"kinds ({kinds!r}) must be 'shapes' or 'digits'")
+    if photographs not in (1, 2):
+        raise ValueError(f"photographs ({photographs!r}) must be 1 or 2")
+
+# %% ../nbs/90_data.ipynb #detection-targets
+def box_targets(kind, box, size):
+    """What a detector is to find: for each scene a dict of its objects.
+
+    Parameters
+    ----------
+    kind : int64 Tensor, shape (B, objects)
+        -1 where there is none, as `detection_scenes` gives it.
+    box : Tensor, shape (B, objects, 4)
+        x₀, y₀, x₁, y₁ in pixels.
+    size : int
+        The image's height and width.
+
+    Returns
+    -------
+    list of dict of str to Tensor
+        "labels" (n,) and "boxes" (n, 4): center x, center y, width, height from 0 to 1.
+    """
+    low, high = (box / size).split(2, -1)  # (B, objects, 2) each
+    boxes = torch.cat([(low + high) / 2, high - low], dim=-1)
+    there = kind >= 0
+    return [dict(labels=k[t], boxes=b[t]) for k, b, t in zip(kind, boxes, there)]
 
 # %% ../nbs/90_data.ipynb #cifar
 def cifar(name="cifar10", split="train", folder=None):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FUNCTIONS', 'REPLACEMENTS', 'PLAIN', 'can_pack', 'PackedLinear', 'attend', 'pack', 'FastWindowAttention',
-           'FastSelfAttention', 'FastCrossAttention', 'decode', 'first_tokens', 'forward_short', 'pack_mlp',
-           'pack_feed_forward', 'replace', 'no_maps', 'optimize_for_inference']
+           'FastSelfAttention', 'FastCrossAttention', 'decode', 'PackedConv', 'FastBlock', 'FastResNet', 'first_tokens',
+           'forward_short', 'pack_mlp', 'pack_feed_forward', 'replace', 'no_maps', 'optimize_for_inference']
 
 # %% ../nbs/53_inference.ipynb #imports
 import copy
@@ -14,9 +14,11 @@ from functools import partial
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.utils import fuse_conv_bn_eval
 
 from .attention import attention, fastest_backend
 from .deit import DistilledVisionTransformer
+from .detr import ResNet
 from .multihead import merge_heads, split_heads
 from attnlib.swin import (
     WindowAttention, cyclic_shift, pad_map, reverse_cyclic_shift, window_partition,
@@ -191,6 +193,75 @@ def decode(model, tgt, memory, src_mask=None, cache=None):
     x, mask = model.embed(tgt, model.tgt_embed, past), "causal" if n > 1 else None
     return model.packed_output(model.decoder(x, memory, mask, src_mask, bias, cache))
 
+# %% ../nbs/53_inference.ipynb #convolution
+class PackedConv(nn.Module):
+    """A convolution and the frozen norm behind it in one call, with shortcut and ReLU.
+
+    Parameters
+    ----------
+    conv : nn.Conv2d
+    norm : nn.Module
+        A batch norm in evaluation mode, or a frozen one.
+    relu : bool
+    """
+
+    def __init__(self, conv, norm, relu=True):
+        super().__init__()
+        conv = fuse_conv_bn_eval(conv, norm).requires_grad_(False)
+        self.conv, self.relu = conv.to(memory_format=torch.channels_last), relu
+        self.where = list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups
+
+    def forward(self, x, shortcut=None):
+        """A map (B, C, H, W) to relu(norm(conv(x)) + shortcut), each if it is asked for."""
+        weight, bias = self.conv.weight, self.conv.bias
+        if not can_pack(x.dtype):
+            y = self.conv(x) if shortcut is None else self.conv(x) + shortcut
+            return y.relu() if self.relu else y
+        if shortcut is None:
+            last = "relu" if self.relu else "none"
+            return _onednn._convolution_pointwise(x, weight, bias, *self.where, last, [], "")
+        sum_and_relu = "add", None, "relu", [], None
+        return _onednn._convolution_pointwise(x, shortcut, weight, bias, *self.where,
+                                              *sum_and_relu)
+
+
+class FastBlock(nn.Module):
+    """What takes the place of a block of a ResNet."""
+
+    def __init__(self, block):
+        super().__init__()
+        norms = [name for name, _ in block.named_children() if name.startswith("bn")]
+        self.convs = nn.ModuleList(
+            PackedConv(getattr(block, name.replace("bn", "conv")), getattr(block, name))
+            for name in norms)
+        down = block.downsample
+        self.downsample = nn.Identity() if down is None else PackedConv(*down, relu=False)
+
+    def forward(self, x):
+        shortcut = self.downsample(x)
+        for conv in self.convs[:-1]:
+            x = conv(x)
+        return self.convs[-1](x, shortcut)
+
+
+class FastResNet(nn.Module):
+    """What takes the place of a `ResNet`."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.num_channels, self.maxpool = model.num_channels, model.maxpool
+        self.stem = PackedConv(model.conv1, model.bn1)
+        layers = model.layer1, model.layer2, model.layer3, model.layer4
+        self.layers = nn.ModuleList(nn.Sequential(*map(FastBlock, layer)) for layer in layers)
+
+    def forward(self, x):
+        """Images (B, 3, H, W) to four maps."""
+        x, maps = self.maxpool(self.stem(x)), []
+        for layer in self.layers:
+            x = layer(x)
+            maps.append(x)
+        return maps
+
 # %% ../nbs/53_inference.ipynb #last
 def first_tokens(attn, x, count):
     """The first `count` tokens of ``attn(x)``, attention of ViT or TNT: (B, count, dim)."""
@@ -238,6 +309,8 @@ PLAIN = {nn.Linear, nn.GELU, nn.Dropout, nn.Sequential}  # what such layers hold
 
 def replace(module):
     """The module, or what takes its place, with all that is in it replaced likewise."""
+    if type(module) is ResNet:
+        return FastResNet(module)
     faster, new = REPLACEMENTS.get(type(module)), None
     if faster is not None and {type(child) for child in module.children()} <= PLAIN:
         new = faster(module)

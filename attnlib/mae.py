@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['pieces', 'harmonic_fill', 'hidden_pixels', 'random_masking', 'patchify', 'unpatchify', 'normalized',
            'MaskedAutoencoder', 'positions', 'stack', 'init_weights', 'check_noise', 'check_hidden', 'kernel_fill',
-           'linear_fill', 'masked_loss']
+           'linear_fill', 'masked_loss', 'last_block', 'lean_loss']
 
 # %% ../nbs/40_mae.ipynb #imports
 import torch
@@ -16,6 +16,7 @@ from .attention import attention
 from .backbone import check_rates, to_2tuple
 from .data import data_extra
 from .models import register_model
+from .multihead import merge_heads, split_heads
 from .position import sincos_2d
 from .tnt import patchify as cut, unpatchify as put_together
 from .vit import SIZES, Block, LayerNorm, PatchEmbed, VisionTransformer, check_divides
@@ -350,3 +351,38 @@ def masked_loss(model, batch, mask_ratio=0.75):
     that the batch has, and their number."""
     (images,) = batch
     return model(images, mask_ratio)[0] * len(images), len(images)
+
+# %% ../nbs/40_mae.ipynb #lean-step
+def last_block(block, x, m):
+    """A block's output for the first m of its tokens only."""
+    layer, y = block.attn, block.norm1(x)
+    q, k, v = layer.qkv(y).chunk(3, dim=-1)
+    q, k, v = (split_heads(part, layer.num_heads) for part in (q[:, :m], k, v))
+    x = x[:, :m] + layer.proj(merge_heads(attention(q, k, v)))
+    return x + block.mlp(block.norm2(x))
+
+
+def lean_loss(model, images, noise, mask_ratio=0.75):
+    """The loss of a `MaskedAutoencoder`, without what it does not need.
+
+    Pixels are predicted for hidden patches only, and only visible patches are projected. The
+    value and the gradients are those of ``model(images, mask_ratio, noise)[0]``.
+    """
+    patches, order = patchify(images, model.patch_size), noise.argsort(1)
+    k = random_masking(noise, mask_ratio)[0].shape[1]
+    keep, gone = order[:, :k], order[:, k:]
+    proj = model.patch_embed.proj
+    weight = proj.weight.permute(0, 2, 3, 1).flatten(1)  # (D, C, p, q) -> (D, p q C)
+    seen = F.linear(patches.take_along_dim(keep[..., None], 1), weight, proj.bias)
+    first, places = model.cls_token + model.pos_embed[:, :1], model.pos_embed[0, 1:]
+    x = torch.cat([first.expand(len(seen), -1, -1), seen + places[keep]], 1)
+    first, seen = model.decoder_embed(model.norm(model.blocks(x))).split([1, k], 1)
+    first, places = first + model.decoder_pos_embed[:, :1], model.decoder_pos_embed[0, 1:]
+    x = torch.cat([model.mask_token + places[gone], first, seen + places[keep]], 1)
+    for block in model.decoder_blocks[:-1]:
+        x = block(x)
+    x = last_block(model.decoder_blocks[-1], x, gone.shape[1])
+    prediction = model.decoder_pred(model.decoder_norm(x))  # (B, m, p q C)
+    target = patches.take_along_dim(gone[..., None], 1)
+    target = normalized(target) if model.norm_pix_loss else target
+    return (prediction - target).square().mean()

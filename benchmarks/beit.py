@@ -3,10 +3,11 @@
 Part "main", recorded as FOLDER/beit.json: a vector quantizer makes 64 tokens of patches of
 2 × 2 pixels; BEiT, 64 wide with 4 blocks, learns to guess the tokens of 6 hidden patches of 16,
 with blocks of patches hidden; then what its features are worth with 20, 50, 100 and 1,200
-labels, frozen and fine-tuned, beside raw pixels, an untrained network and one from scratch, for
-100 labels also at equal time. The learning rate of pre-training is the best of three on
-validation images after a short run. FOLDER/beit_digits.safetensors has tokenizer and network of
-the first seed.
+labels, frozen and fine-tuned, beside raw pixels, an untrained network and one from scratch, the
+latter also at equal time. The learning rate of pre-training is the best of four on validation
+images after a shorter run. FOLDER/beit_digits.safetensors has tokenizer and network of the
+first seed. Tokenizer and network together are to take the time of the masked autoencoder of
+`benchmarks.mae`; the list "pace" has the time of a step of each.
 
 Part "variants", recorded as FOLDER/beit_variants.json: other tokenizers, and shorter
 pre-training with other tokens and with patches hidden at random. The tokenizer with a teacher
@@ -20,6 +21,7 @@ a record means nothing.
 import itertools
 import math
 import random
+import statistics
 import time
 
 import torch
@@ -44,7 +46,7 @@ from attnlib.beit import (
 )
 from attnlib.train import epochs, fit
 from benchmarks import mae
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.common import Bench, experiment_parser, ratio, take_turns
 from benchmarks.hidden import (
     COUNTS,
     SEEDS,
@@ -59,30 +61,33 @@ from benchmarks.hidden import (
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=4, num_heads=4)
 SCALE = dict(init_values=0.1)  # LayerScale
 VOCABULARY, HIDDEN, SMALLEST = 64, 6, 2  # tokens; hidden patches, and of the smallest block
-LONG, SHORT, TUNING, TOKENIZING = 2000, 600, 200, 600  # steps
-RATES = 1e-3, 2e-3, 4e-3  # of pre-training and of fine-tuning
+LONG, SHORT, TUNING, TOKENIZING = 2800, 1000, 600, 600  # steps
+RATES = 2e-3, 4e-3, 8e-3, 1.6e-2  # of pre-training
 TOKENIZERS = {  # what differs: the start of the codes, the weight of the divergence
     "VQ": dict(kmeans_steps=10),
     "VQ, random start": dict(kmeans_steps=0),
     "dVAE": dict(beta=0.0),
     "dVAE with KL": dict(beta=0.1),
 }
+BEST = 8e-3  # of these rates, found by "main"
 VARIANTS = {  # tokens, and how patches are hidden
     "blocks": ("VQ", "blocks"),
-    "random": ("VQ", "random"),
+    "random": ("VQ", "random"),  # as many patches, one by one
     "dVAE tokens": ("dVAE", "blocks"),
     "teacher": ("teacher", "blocks"),
 }
 
 
 def masks(kind, count=4000, seed=0):
-    """Masks (count, 4, 4) that hide `HIDDEN` patches, in blocks or at random."""
+    """Masks (count, 4, 4) that hide at most `HIDDEN` patches: blocks, or as many at random."""
     rng = random.Random(seed)
+    draw = [block_mask((4, 4), HIDDEN, SMALLEST, rng=rng) for _ in range(count)]
+    blocks = torch.stack(draw)
     if kind == "blocks":
-        draw = [block_mask((4, 4), HIDDEN, SMALLEST, rng=rng) for _ in range(count)]
-        return torch.stack(draw)
+        return blocks
     noise = torch.rand(count, 16, generator=torch.Generator().manual_seed(seed))
-    return (noise.argsort(1).argsort(1) < HIDDEN).unflatten(1, (4, 4))
+    ranks = noise.argsort(1).argsort(1)
+    return (ranks < blocks.flatten(1).sum(1, keepdim=True)).unflatten(1, (4, 4))
 
 
 def vq(kmeans_steps=10):
@@ -111,7 +116,7 @@ class Tokens(Bench):
     """The runs of a record; what was trained is kept."""
 
     def __init__(self, path, minutes, tiny):
-        super().__init__(path, minutes, tokenizers=[], rates=[], probes=[], tuning=[])
+        super().__init__(path, minutes, tokenizers=[], rates=[], probes=[], tuning=[], pace=[])
         self.parts, self.tiny, self.kept = digit_parts(), tiny, {}
         if tiny:
             self.parts = {name: (x[:100], y[:100]) for name, (x, y) in self.parts.items()}
@@ -326,8 +331,7 @@ class Tokens(Bench):
         for name in ("BEiT", "from scratch"):
             rate, entries = tuned(
                 lambda seed, lr, name=name: self.fine_tune(name, labels, steps, lr, seed),
-                RATES[:1] if self.tiny else RATES,
-                self.seeds,
+                **(dict(rates=(1e-3,), seeds=self.seeds) if self.tiny else {}),
             )
         return steps, rate, sum(entry["seconds"] for entry in entries) / len(entries)
 
@@ -344,9 +348,32 @@ class Tokens(Bench):
         for seed in self.seeds:
             self.fine_tune("from scratch", labels, more, rate, seed)
 
+    def pace(self):
+        """Milliseconds of a training step of the tokenizer, of BEiT and of the autoencoder."""
+        x, steps = self.parts["train"][0], 1 if self.tiny else 10
+        model = BeitForMaskedImageModeling(**SHAPE, **SCALE, vocab_size=VOCABULARY)
+        wanted = torch.randint(VOCABULARY, (len(x), 4, 4))
+        both = self.batches(0, x, wanted, self.masks["blocks"][: len(x)])
+        wide = epochs(x, batch_size=4 if self.tiny else 128)
+        what = {
+            "tokenizer": (vq(), vq_loss, self.batches(0, x)),
+            "BEiT": (model, lambda model, batch: masked_loss(model, *batch), both),
+            "MAE": (mae.network(), mae.masked_loss, wide),
+        }
+        calls = {
+            name: lambda run=run: fit(*run, steps=steps, lr=1e-3, every=steps)
+            for name, run in what.items()
+        }
+        take_turns(calls, 1, "cpu")  # a first round is not counted
+        times = take_turns(calls, 2 if self.tiny else 9, "cpu")
+        return {name: round(statistics.median(ms) / steps, 2) for name, ms in times.items()} | {
+            "BEiT / MAE": ratio(times["BEiT"], times["MAE"])
+        }
+
     # --- the parts ----------------------------------------------------------------------------
 
     def main(self):
+        self.once(dict(), self.pace, "pace")
         self.lr = self.best_rate()
         for seed in self.seeds:
             model = self.model("blocks", seed, self.long, self.lr)
@@ -363,7 +390,8 @@ class Tokens(Bench):
             self.probes(contestants, seed, COUNTS[:1] if self.tiny else COUNTS)
         for labels in COUNTS[:1] if self.tiny else (100, 20, 1200, 50):
             self.tuning(labels)
-        self.equal_time(COUNTS[0] if self.tiny else 100)
+        for labels in COUNTS[:1] if self.tiny else (100, 1200, 50, 20):
+            self.equal_time(labels)
 
     def variants(self):
         for seed in self.seeds:
@@ -373,7 +401,7 @@ class Tokens(Bench):
                     self.tokenizer(name, seed)
             self.clusters(seed)
         for variant, seed in itertools.product(VARIANTS, self.seeds):
-            model = self.model(variant, seed, self.short, 4e-3)  # the best rate of "main"
+            model = self.model(variant, seed, self.short, BEST)
             counts = COUNTS[:1] if self.tiny else (100, 1200)
             self.probes({variant: pooled(model.encoder())}, seed, counts)
 

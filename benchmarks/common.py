@@ -21,21 +21,22 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
-def take_turns(calls, repeats, device, seed=0):
+def take_turns(calls, repeats, device, seed=0, clock=time.perf_counter):
     """Milliseconds of some functions, {name: [one for each round]}.
 
     A round calls each of them once, in an order drawn anew: a busy machine slows all alike, and
-    none always runs behind the same other, whose data are still in the cache.
+    none always runs behind the same other, whose data are still in the cache. With
+    ``clock=time.process_time`` the time in which other programs have the processor is left out.
     """
     times, names, draw = {name: [] for name in calls}, list(calls), random.Random(seed)
     for _ in range(repeats):
         draw.shuffle(names)
         for name in names:
             synchronize(device)
-            began = time.perf_counter()
+            began = clock()
             calls[name]()
             synchronize(device)
-            times[name].append(1000 * (time.perf_counter() - began))
+            times[name].append(1000 * (clock() - began))
     return times
 
 

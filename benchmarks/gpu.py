@@ -4,7 +4,7 @@ Checks the library on CUDA, times it beside its peers and makes the chapters' fu
 runs, with the PyTorch that is there and without a network. Each part is a list of commands;
 `--part NAME` runs one. A part that is finished leaves a mark in the folder of the records and
 is not run again for the same commit, so an interrupted command can be given again; the runs
-`numbers` and `digits` go on from their last checkpoint. With --tiny and
+`numbers`, `digits` and `detr` go on from their last checkpoint. With --tiny and
 --device cpu all parts run at a size that means nothing, to see that they work before a GPU is
 paid for.
 """
@@ -29,16 +29,19 @@ VISION = {
     "swinv2": "swinv2_tiny_window8_256",
     "tnt": "tnt_s_patch16_224",
 }
-RUNS = ("numbers", "translator", "lengths", "digits")
+RUNS = ("numbers", "translator", "lengths", "digits", "detr")
 NETWORK = ("cifar10", "mae_cifar", "multi30k")  # runs that fetch their data: by name only
 NEEDS = {  # packages that not every machine has
     **dict.fromkeys(
         ("run_numbers", "run_translator", "run_lengths"), ("num2words", "tokenizers")
     ),
     "run_digits": ("sklearn",),
+    "run_detr": ("sklearn", "scipy", "pycocotools"),
     "run_mae_cifar": ("sklearn",),
     **dict.fromkeys(("flash", "windows"), ("triton",)),
     **dict.fromkeys(("translation", "vit", "swin", "swinv2", "mae_speed"), ("transformers",)),
+    "detr_speed": ("transformers", "timm", "scipy", "torchvision"),
+    "panoptic_speed": ("transformers", "timm", "scipy", "torchvision"),
 }
 LIMIT = 540  # seconds for a command: a part must end within nine minutes
 
@@ -100,7 +103,7 @@ PARTS = {
     **{name: benchmark(name) for name in ("attention", "flash", "windows")},
     "translation": benchmark("translation", "--dropout", "0", "0.1"),
     **{name: vision(name) for name in VISION},
-    "mae_speed": benchmark("mae_speed"),
+    **{name: benchmark(name) for name in ("mae_speed", "detr_speed", "panoptic_speed")},
     **{f"run_{name}": run(name) for name in RUNS + NETWORK},
 }
 

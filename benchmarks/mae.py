@@ -6,12 +6,12 @@ pixels, 12 of 16 hidden, an encoder 64 wide with 4 blocks, a decoder 32 wide wit
 - how well it fills hidden patches of test digits, beside the mean image, the best linear
   prediction, kernel regression and harmonic interpolation;
 - what its features are worth with 20, 50, 100 and 1,200 labels, frozen and fine-tuned, beside
-  raw pixels, an untrained encoder and a network from scratch, with 100 labels also at equal
-  time;
+  raw pixels, an untrained encoder and a network from scratch, the latter also at equal time;
 
-and with --sweeps, in runs that are shorter, with half of the batch,
+and with --sweeps, in runs of 2,000 steps with half of the batch,
 
-- what positions, the masking rate, the depth of the decoder and normalized targets change.
+- what positions, the masking rate, the depth of the decoder, normalized targets and the
+  learning rate change.
 
 The record, FOLDER/mae.json or mae_sweeps.json, is written after every run. The weights of the
 first seed go to FOLDER/mae_digits.safetensors, unfinished runs and those of all seeds to
@@ -54,15 +54,17 @@ from benchmarks.hidden import (
 
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=4, num_heads=4)
 DECODER = dict(decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=4)
-STEPS_LONG, STEPS_SWEEP = 3000, 300
-EQUAL_TIME = (100,)  # labels with which a network from scratch gets all the time
+STEPS_LONG, STEPS_SWEEP = 3000, 2000
 RATES = 0.25, 0.5, 0.75, 0.875
-VARIANTS = {  # what differs from the first, which hides 75%: the model, or the masking rate
+VARIANTS = {  # what differs from the first, which hides 75% and learns with a rate of 2e-3
     "base": {},
     **{f"rate {rate}": dict(mask_ratio=rate) for rate in RATES if rate != 0.75},
-    "no positions": dict(without=("pos_embed", "decoder_pos_embed")),
     "normalized": dict(norm_pix_loss=True),
-    "decoder 2": dict(decoder_depth=2),
+    **{f"decoder {depth}": dict(decoder_depth=depth) for depth in (2, 4)},
+    **{f"lr {lr}": dict(lr=lr) for lr in (1e-3, 4e-3)},
+    "positions in the decoder": dict(without=("pos_embed",)),
+    "positions in the encoder": dict(without=("decoder_pos_embed",)),
+    "no positions": dict(without=("pos_embed", "decoder_pos_embed")),
 }
 
 
@@ -118,21 +120,28 @@ class Masked(Bench):
 
     def pretrained(self, variant, seed, steps, **options):
         """Pre-train once; a run that was interrupted goes on from its checkpoint."""
-        rate, batch = options.pop("mask_ratio", 0.75), 128 if variant == "long" else 64
+        rate, lr = options.pop("mask_ratio", 0.75), options.pop("lr", 2e-3)
+        batch = 64 if variant in VARIANTS else 128
         torch.manual_seed(seed)
         model, began = network(**options), time.process_time()
         history = fit(
             model,
             lambda model, batch: masked_loss(model, batch, rate),
             epochs(self.parts["train"][0], batch_size=4 if self.tiny else batch),
-            **dict(steps=steps, lr=2e-3, warmup=steps // 10, betas=(0.9, 0.95)),
+            **dict(steps=steps, lr=lr, warmup=steps // 10, betas=(0.9, 0.95)),
             **dict(weight_decay=0.05, seed=seed, every=max(1, steps // 6)),
-            evaluate=lambda model: {"valid": masked_error(model, self.parts["valid"][0], rate)},
+            evaluate=lambda model: self.judged(model, rate, seed),
             checkpoint=self.path.parent / "checkpoints" / f"mae-{variant}-{seed}.json",
         )
         seconds = round(time.process_time() - began, 1)
         self.trained[variant, seed] = model
         return dict(history=history, seconds=seconds)
+
+    def judged(self, model, rate, seed):
+        """On validation images: the masked error, and the probe's accuracy with 100 labels."""
+        found = probe(features(model.encoder()), self.parts, 20 if self.tiny else 100, seed)
+        error = masked_error(model, self.parts["valid"][0], rate)
+        return {"valid": error, "probe": found["valid"]}
 
     def run(self, variant, seed, steps, **options):
         """The entry of a pre-training: its history, its error on test digits when 75% of them
@@ -243,11 +252,13 @@ class Masked(Bench):
             self.probes(seed, self.steps)
         for labels in sorted(counts, key=lambda n: n != 100):  # what matters most comes first
             self.tuning(labels, seeds)
-        for labels in counts if self.tiny else EQUAL_TIME:
+        for labels in sorted(counts, key=(100, 1200, 50, 20).index):
             self.equal_time(labels, seeds)
 
     def sweeps(self):
         for name, seed in itertools.product(VARIANTS, (0,) if self.tiny else SEEDS):
+            if name.startswith("lr") and seed > 0:  # rates are chosen with the first seed
+                continue
             self.run(name, seed, 2 if self.tiny else STEPS_SWEEP, **VARIANTS[name])
 
 

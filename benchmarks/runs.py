@@ -111,6 +111,13 @@ def mae_cifar(folder, tiny):
     return mae.cifar(folder, tiny)
 
 
+def detr(folder, tiny):
+    """A small detector with anchors and denoising on digits, for longer than a page can."""
+    from benchmarks import detr  # needs SciPy and pycocotools, which not every machine has
+
+    return detr.longer(folder, tiny)
+
+
 BACKBONES = ("vit", "deit", "swin", "swinv2", "tnt")
 ALL = [pair for pair in translation.DIRECTIONS if pair not in translation.HELD_OUT]
 PARTS = {
@@ -118,6 +125,7 @@ PARTS = {
     "translator": translator,
     "lengths": lengths,
     "digits": functools.partial(small, "digits"),
+    "detr": detr,
     # these need a network, or the archives where attnlib.data looks for them
     "cifar10": functools.partial(small, "cifar10"),
     "mae_cifar": mae_cifar,

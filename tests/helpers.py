@@ -47,6 +47,7 @@ BACKBONES = {  # the class here, timm's, and a small model's options
         dict(num_heads=3),
     ),
     "tnt": ("tnt:TNT", "tnt:TNT", dict(inner_dim=8, num_heads_inner=2, num_heads_outer=3)),
+    "beit": ("beit:Beit", "beit:Beit", dict(num_heads=3)),
     "swin": ("swin:SwinTransformer", "swin_transformer:SwinTransformer", dict(window_size=4)),
     "swinv2": (
         "swinv2:SwinTransformerV2",
@@ -55,10 +56,13 @@ BACKBONES = {  # the class here, timm's, and a small model's options
     ),
 }
 
+TIMM = {"beit": dict(use_abs_pos_emb=False, use_rel_pos_bias=True)}  # what ours always does
+
 
 def build(name, peer=False, **options):
     """A small backbone of the family as it is initialized, or timm's."""
     ours, theirs, small = BACKBONES[name]
+    small = small | TIMM.get(name, {}) if peer else small
     cls = resolve_name(f"timm.models.{theirs}" if peer else f"attnlib.{ours}")
     return cls(**(WINDOWS if name.startswith("swin") else TOKENS) | small | options)
 

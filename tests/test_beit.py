@@ -586,3 +586,8 @@ def test_bad_masks_are_named():
             model(x, wrong)
     with pytest.raises(ValueError, match=r"\(2, 1, 32, 32\) must be images"):
         model(x[:, :1], mask)
+
+
+def test_k_means_needs_as_many_vectors_as_codes():
+    with pytest.raises(ValueError, match=r"num_embeddings \(8\)"):
+        VectorQuantizer(8, 4)(torch.randn(7, 4))

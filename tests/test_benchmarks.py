@@ -230,7 +230,8 @@ def test_no_part_is_forgotten():
         *("collages", "dense", "distillation", "finetune", "growth", "heads"),
         *("modern", "positions", "sizes", "zero_shot"),
         # of Part IV; `run_mae_cifar` is for a GPU
-        *("beit", "hidden", "mae", "mae_photographs"),
+        *("beit", "detr", "detr_coco", "hidden", "mae", "mae_photographs"),
+        *("panoptic", "panoptic_coco"),
     }
     assert scripts <= set(gpu.PARTS) and set(gpu.VISION) <= set(gpu.PARTS)
     assert set(gpu.RUNS + gpu.NETWORK) == set(runs.PARTS) and set(gpu.NEEDS) <= set(gpu.PARTS)
@@ -305,7 +306,7 @@ def test_vision(record, name, libraries):
     )
 
 
-@pytest.mark.parametrize("name", ["numbers", "translator", "lengths", "digits"])
+@pytest.mark.parametrize("name", ["numbers", "translator", "lengths", "digits", "detr"])
 def test_runs(record, name):
     found = record(f"run_{name}", name)
     if name == "numbers":
@@ -314,6 +315,8 @@ def test_runs(record, name):
         assert len(found["tokenizer"]) > 1000 and 0 <= found["runs"][0]["test"] <= 1
     elif name == "lengths":
         assert {run["position"] for run in found["runs"]} >= {"sinusoidal", "rotary", "none"}
+    elif name == "detr":
+        assert found["history"] and 0 <= found["ap"] <= found["ap50"] <= 1
     else:
         assert [run["model"] for run in found["runs"]] == [
             "vit",

@@ -178,8 +178,8 @@ def test_the_authors_names_of_tnt():
 
 @pytest.mark.parametrize("name", list_models())
 def test_names_of_timm_stay_as_they_are(name):
-    model = create_model(name, device="meta")
-    own = model.state_dict()
+    with torch.device("meta"):
+        own = (model := create_model(name)).state_dict()
     converted = convert_state_dict(own, model.family)
     assert list(converted) == list(own) and all(converted[key] is x for key, x in own.items())
 

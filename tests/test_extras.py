@@ -11,8 +11,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 OPTIONAL = [  # what the extras bring; PyTorch itself brings sympy
     *("accelerate", "cycler", "huggingface_hub", "IPython", "matplotlib", "num2words"),
-    *("onnx", "onnxruntime", "sacrebleu", "safetensors", "sentencepiece", "sklearn"),
-    *("timm", "tokenizers", "torchvision", "tqdm", "transformers", "triton"),
+    *("onnx", "onnxruntime", "pycocotools", "sacrebleu", "scipy", "safetensors"),
+    *(
+        "sentencepiece",
+        "sklearn",
+        "timm",
+        "tokenizers",
+        "torchvision",
+        "tqdm",
+        "transformers",
+        "triton",
+    ),
 ]
 CASES = {  # what is tried: the extra that its error names
     "import attnlib.train": "train",
@@ -25,6 +34,9 @@ CASES = {  # what is tried: the extra that its error names
     "from attnlib.attention import attention_backend\nwith attention_backend('triton'): pass": (
         "triton"
     ),
+    "from attnlib.detr import ResNet; ResNet()": "detection",
+    "from attnlib.detr import HungarianMatcher as Matcher\n"
+    "Matcher()(torch.zeros(0, 1, 2), torch.zeros(0, 1, 4), [])": "detection",
     "import attnlib.flash": "triton",
     "import attnlib.windows": "triton",
 }

@@ -21,8 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CELL, FUNCTION, COLUMNS = 60, 40, 96  # lines of code of each, columns of a line
 OPTIONAL = {  # packages of the extras, which a function may import
     *("accelerate", "huggingface_hub", "IPython", "matplotlib", "num2words", "onnx"),
-    *("onnxruntime", "PIL", "sacrebleu", "safetensors", "sentencepiece", "sklearn", "timm"),
-    *("tokenizers", "torchvision", "tqdm", "transformers", "triton"),
+    *("onnxruntime", "PIL", "pycocotools", "sacrebleu", "safetensors", "scipy"),
+    *("sentencepiece", "sklearn", "timm", "tokenizers", "torchvision", "tqdm"),
+    *("transformers", "triton"),
 }
 TORCH = {"torch", "nn", "F", "dist", "tl", "triton"}  # names under which they are imported
 ALLOWED = {  # private names of PyTorch that a notebook may use, and why

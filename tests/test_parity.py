@@ -62,6 +62,7 @@ OPTIONS = {
         {"first_stride": 8},
         {"legacy": True, "patch_size": (16, 8), "global_pool": "avg"},
     ],
+    "beit": [{"global_pool": "token"}, {"global_pool": ""}, {"init_values": 0.1}],
     "swin": [{"global_pool": ""}, {"img_size": 24, "window_size": 7}],
     "swinv2": [
         {"global_pool": ""},

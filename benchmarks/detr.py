@@ -1,0 +1,454 @@
+"""Small detectors on scenes with known boxes: `python -m benchmarks.detr PART --out FOLDER`.
+
+The scenes are those of `attnlib.data.detection_scenes`: one to three objects, 48 × 48 pixels,
+photographs and digits of the test unseen in training. The detectors are `small_detr`. The parts
+are
+
+- shapes: plain DETR on shapes, its backbone pre-trained or not;
+- digits: DETR with anchors as queries on digits, and with anchors and denoising;
+- slow: plain DETR on digits;
+
+each with three seeds, and for some one run that is four times as long. A backbone is
+pre-trained, as the paper's is, by naming the object of crops of other scenes. The learning rate
+is chosen on validation scenes, which show the digits and photographs of the training in other
+scenes; what is reported is of test scenes. On the way each run records AP and AP50 on them
+(pycocotools), how diffuse the cross-attention of the matched queries is, and how many objects
+have changed their query since the last look.
+
+A pipeline without a network that learns boxes takes part: bright pixels, their connected parts
+(SciPy), each named by a support vector machine (scikit-learn).
+
+The record, FOLDER/detr_PART.json, is written after every run; the weights of a detector go to
+detr_shapes.safetensors and detr_digits.safetensors, all others to FOLDER/checkpoints. With
+--minutes the command begins no run after that time, and goes on when it is given again. With
+--tiny the runs take a few steps, to see that all works; such a record means nothing.
+"""
+
+import contextlib
+import io
+import math
+import shutil
+import time
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from safetensors.torch import load_file, save_file
+from scipy import ndimage
+from sklearn.svm import SVC
+
+from attnlib.attention import record_attention
+from attnlib.data import box_targets, detection_scenes
+from attnlib.detr import (
+    DETR,
+    AnchorDETR,
+    InOrder,
+    SetLoss,
+    SmallBackbone,
+    noised_targets,
+    postprocess,
+    small_detr,
+)
+from attnlib.train import epochs, fit
+from benchmarks.common import Bench, experiment_parser
+
+SIZE, BATCH, SEEDS = 48, 16, (0, 1, 2)
+CLASSES = {"shapes": 4, "digits": 10}
+COUNTS = {"train": 4000, "valid": 300, "test": 400}
+LOOKS, PRETRAINING = 12, 900
+VARIANTS = {  # name: detector, copies to denoise, is the backbone pre-trained?
+    "plain": (DETR, 0, True),
+    "not pre-trained": (DETR, 0, False),
+    "anchors": (AnchorDETR, 0, True),
+    "denoising": (AnchorDETR, 3, True),
+}
+PARTS = {  # objects, variants (the first is tuned, and the others take its rate), rates, steps
+    "shapes": ("shapes", ("plain", "not pre-trained"), (5e-4, 1e-3), 1800),
+    "digits": ("digits", ("anchors", "denoising"), (1e-3, 2e-3), 1200),
+    "slow": ("digits", ("plain",), (5e-4, 1e-3), 1200),
+}
+LONGER = ("slow", "digits")  # parts whose first variant has a run of four times the steps
+KEPT = ("shapes", "digits")  # parts whose first variant's weights are stored
+TEMPERATURE = {DETR: 10_000, AnchorDETR: 20}  # the papers'
+THRESHOLDS = 0.5, 0.55, 0.6, 0.65, 0.7  # of the pipeline without a network
+
+
+# --- scenes, scores ---------------------------------------------------------------------------
+
+
+def parts(kinds, counts):
+    """Scenes for training, validation and test."""
+    splits = {"train": "train", "valid": "train", "test": "test"}
+    return {
+        part: detection_scenes(counts[part], splits[part], SIZE, kinds=kinds, seed=seed)
+        for seed, part in enumerate(splits)
+    }
+
+
+def pixels(images):
+    return 2 * images - 1
+
+
+def average_precision(found, scenes, any_class=False):
+    """AP and AP50 of pycocotools.
+
+    `found` has for each scene a dict of "scores", "labels" and "boxes", corners in pixels. With
+    `any_class` all objects are of one class.
+    """
+    truth, results = {"images": [], "annotations": [], "categories": []}, []
+    for i, (kind, box, one) in enumerate(zip(scenes["kind"], scenes["box"], found)):
+        truth["images"].append({"id": i})
+        for label, (x0, y0, x1, y1) in zip(kind.tolist(), box.tolist()):
+            if label >= 0:
+                width, height = x1 - x0, y1 - y0
+                truth["annotations"].append(
+                    {"id": len(truth["annotations"]) + 1, "image_id": i, "iscrowd": 0}
+                    | {"category_id": 1 if any_class else label + 1}
+                    | {"bbox": [x0, y0, width, height], "area": width * height}
+                )
+        for label, (x0, y0, x1, y1), score in zip(
+            one["labels"].tolist(), one["boxes"].tolist(), one["scores"].tolist()
+        ):
+            results.append(
+                {"image_id": i, "category_id": 1 if any_class else label + 1}
+                | {"bbox": [x0, y0, x1 - x0, y1 - y0], "score": score}
+            )
+    names = {a["category_id"] for a in truth["annotations"]}
+    truth["categories"] = [{"id": name} for name in sorted(names)]
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco = COCO()
+        coco.dataset = truth
+        coco.createIndex()
+        if not results:
+            return {"ap": 0.0, "ap50": 0.0}
+        score = COCOeval(coco, coco.loadRes(results), "bbox")
+        score.params.areaRng, score.params.areaRngLbl = [[0, 1e10]], ["all"]  # of any size
+        score.params.maxDets = [100]
+        score.evaluate(), score.accumulate()
+    precision = score.eval["precision"]  # (thresholds, recalls, classes, 1, 1), -1 if unknown
+    ap, ap50 = (float(x[x > -1].mean()) for x in (precision, precision[0]))
+    return {"ap": round(ap, 4), "ap50": round(ap50, 4)}
+
+
+@torch.no_grad()
+def detections(model, images):
+    """What `postprocess` gives for images from 0 to 1."""
+    device, found = next(model.parameters()).device, []
+    for x in images.split(100):
+        sizes = torch.full((len(x), 2), images.shape[-1])
+        found += postprocess(model.eval()(pixels(x.to(device))), sizes)
+    return found
+
+
+@torch.no_grad()
+def inside(model, scenes, matcher):
+    """The entropy of matched queries' cross-attention, 1 if uniform, a mean over heads and
+    objects for each decoder layer; and which query each object has."""
+    targets = box_targets(scenes["kind"], scenes["box"], SIZE)
+    with record_attention() as maps:
+        output = model.eval()(pixels(scenes["image"]))
+    matched = matcher(output.logits, output.boxes, targets)
+    queries = [i[j.argsort()].tolist() for i, j in matched]
+    image = torch.tensor([b for b, own in enumerate(queries) for _ in own])
+    query = torch.tensor([q for own in queries for q in own])
+    entropies = []
+    for weights in maps[len(model.encoder) + 1 :: 2]:  # (B, h, Q, N) of cross-attention
+        entropy = torch.special.entr(weights).sum(-1) / math.log(weights.shape[-1])
+        entropies.append(round(entropy[image, :, query].mean().item(), 4))
+    return entropies, query
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+def crops(scenes, width=32, seed=0):
+    """Pieces (n, 3, width, width) of scenes with one object, which is in them."""
+    generator = torch.Generator().manual_seed(seed)
+    box = scenes["box"][:, 0]  # (n, 4)
+    jitter = 8 * torch.rand(len(box), 2, generator=generator) - 4
+    corner = ((box[:, :2] + box[:, 2:] - width) / 2 + jitter).round()
+    x, y = corner.clamp(0, SIZE - width).long().T[..., None, None]  # (n, 1, 1) each
+    step, image = torch.arange(width), torch.arange(len(box))[:, None, None]
+    pieces = scenes["image"].permute(0, 2, 3, 1)[image, y + step[:, None], x + step]
+    return pieces.permute(0, 3, 1, 2).contiguous()  # (n, w, w, 3) -> (n, 3, w, w)
+
+
+class Classifier(nn.Module):
+    """The small backbone, and a linear layer on all of its last map."""
+
+    def __init__(self, num_classes, width=32):
+        super().__init__()
+        self.backbone = SmallBackbone()
+        places = (width // 8) ** 2
+        self.head = nn.Linear(places * self.backbone.num_channels[-1], num_classes)
+
+    def forward(self, x):
+        return self.head(self.backbone(x)[-1].flatten(1))
+
+
+def pretrained(kinds, seed, counts, steps):
+    """The state of a backbone that has learned to name objects, and its validation accuracy."""
+    data = [
+        detection_scenes(count, "train", SIZE, kinds=kinds, objects=1, seed=number)
+        for number, count in ((3, counts["train"]), (4, counts["valid"]))
+    ]
+    (x, y), (unseen, answers) = ((pixels(crops(some)), some["kind"][:, 0]) for some in data)
+    torch.manual_seed(seed)
+    model, began = Classifier(CLASSES[kinds]), time.process_time()
+    fit(
+        model,
+        lambda model, batch: (
+            F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
+            len(batch[1]),
+        ),
+        epochs(x, y, batch_size=min(32, len(x)), seed=seed),
+        **dict(steps=steps, lr=2e-3, warmup=steps // 20, betas=(0.9, 0.999)),
+        **dict(weight_decay=0.05, every=steps, seed=seed),
+    )
+    seconds = round(time.process_time() - began, 1)
+    with torch.no_grad():
+        accuracy = (model.eval()(unseen).argmax(1) == answers).float().mean()
+    return model.backbone.state_dict(), {
+        "accuracy": round(accuracy.item(), 4),
+        "seconds": seconds,
+    }
+
+
+def loss_function(num_classes, copies):
+    """The loss of a batch of images, kinds and boxes, for `fit`."""
+    matched, restored = SetLoss(num_classes), SetLoss(num_classes, matcher=InOrder())
+
+    def loss(model, batch):
+        images, kind, box = batch
+        targets = box_targets(kind, box, SIZE)
+        if not copies:
+            return len(images) * matched(model(images), targets)["total"], len(images)
+        noised, wanted = noised_targets(targets, num_classes, copies)
+        output, second = model(images, noised=noised)
+        total = matched(output, targets)["total"] + restored(second, wanted)["total"]
+        return len(images) * total, len(images)
+
+    return loss
+
+
+class Look:
+    """What a run's history records, and the seconds spent on the way, looks left out."""
+
+    def __init__(self, scenes):
+        self.scenes, self.seconds, self.began = scenes, 0.0, time.process_time()
+        self.few = {key: x[:150] for key, x in scenes["valid"].items()}
+        self.matcher, self.before = SetLoss(1).matcher, None
+
+    def __call__(self, model):
+        self.seconds += time.process_time() - self.began
+        test = self.scenes["test"]
+        scores = average_precision(detections(model, test["image"]), test)
+        entropies, query = inside(model, self.few, self.matcher)
+        changed = {}
+        if self.before is not None:
+            changed["changed"] = round((query != self.before).float().mean().item(), 4)
+        self.before, self.began = query, time.process_time()
+        layers = {f"entropy{i}": entropy for i, entropy in enumerate(entropies)}
+        return {"seconds": round(self.seconds, 1), **scores, **changed, **layers}
+
+
+# --- a pipeline without a network -------------------------------------------------------------
+
+
+def bright_parts(image, threshold, least=20):
+    """Boxes (n, 4) in pixels of the connected bright parts of an image (3, H, W)."""
+    labels, _ = ndimage.label(image.amax(0).numpy() > threshold, np.ones((3, 3)))
+    boxes = [
+        (columns.start, rows.start, columns.stop, rows.stop)
+        for i, (rows, columns) in enumerate(ndimage.find_objects(labels))
+        if (labels[rows, columns] == i + 1).sum() >= least
+    ]
+    return torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
+
+
+def stamp(image, box, size=10):
+    """The brightest channel of what is in a box, as size² numbers."""
+    x0, y0, x1, y1 = box.int().tolist()
+    patch = image.amax(0)[None, None, y0:y1, x0:x1]
+    small = F.interpolate(patch, (size, size), mode="bilinear", antialias=True).flatten()
+    return (small / small.max().clamp(min=1e-6)).numpy()
+
+
+def bright_detector(scenes, threshold):
+    """A function of images: bright parts, named by a support vector machine."""
+    pairs = [
+        (stamp(image, box), label)
+        for image, kind, boxes in zip(*(scenes[key] for key in ("image", "kind", "box")))
+        for label, box in zip(kind.tolist(), boxes)
+        if label >= 0
+    ]
+    x, y = zip(*pairs)
+    machine = SVC(C=10.0).fit(np.stack(x), np.array(y))
+
+    def detect(images):
+        found = []
+        for image in images:
+            boxes = bright_parts(image, threshold)
+            labels, scores = np.zeros(0, int), np.zeros(0)
+            if len(boxes):
+                margin = machine.decision_function(
+                    np.stack([stamp(image, box) for box in boxes])
+                )
+                labels, scores = machine.classes_[margin.argmax(1)], margin.max(1)
+            found.append(
+                dict(
+                    scores=torch.tensor(scores),
+                    labels=torch.tensor(labels),
+                    boxes=boxes,
+                )
+            )
+        return found
+
+    return detect
+
+
+# --- the runs ---------------------------------------------------------------------------------
+
+
+class Detectors(Bench):
+    """The runs of the record of a part."""
+
+    def __init__(self, path, minutes, tiny, part):
+        super().__init__(path, minutes, pretraining=[], baseline=[])
+        self.part, self.tiny = part, tiny
+        self.kinds, self.variants, self.rates, self.steps = PARTS[part]
+        if tiny:
+            self.rates, self.steps = self.rates[:1], 3
+        self.scenes = parts(self.kinds, dict.fromkeys(COUNTS, 24) if tiny else COUNTS)
+
+    def checkpoint(self, name):
+        """The path of a file that a command which goes on will need."""
+        return self.path.parent / "checkpoints" / f"detr-{self.part}-{name}.safetensors"
+
+    def backbone(self, seed):
+        """The state of a pre-trained backbone, from its file if it is not from this process."""
+
+        def make():
+            counts = {part: len(some["kind"]) for part, some in self.scenes.items()}
+            state, entry = pretrained(self.kinds, seed, counts, 2 if self.tiny else PRETRAINING)
+            save_file(state, self.checkpoint(f"backbone-{seed}"))
+            return entry
+
+        self.once(dict(seed=seed), make, "pretraining")
+        return load_file(self.checkpoint(f"backbone-{seed}"))
+
+    def trained(self, variant, seed, steps, lr):
+        """A trained detector and its history."""
+        detector, copies, pre = VARIANTS[variant]
+        torch.manual_seed(seed)
+        model = small_detr(CLASSES[self.kinds], detector, TEMPERATURE[detector])
+        if pre:
+            model.backbone.load_state_dict(self.backbone(seed))
+        train = self.scenes["train"]
+        tensors = pixels(train["image"]), train["kind"], train["box"]
+        history = fit(
+            model,
+            loss_function(CLASSES[self.kinds], copies),
+            epochs(*tensors, batch_size=4 if self.tiny else BATCH, seed=seed),
+            **dict(steps=steps, lr=lr, warmup=steps // 12, betas=(0.9, 0.999), clip=0.5),
+            **dict(weight_decay=1e-4, seed=seed, evaluate=Look(self.scenes)),
+            every=max(1, steps // LOOKS),
+        )
+        return model, history
+
+    def run(self, variant, seed, lr, times=1):
+        """The entry of a training: its history on test scenes, and its scores on others."""
+        steps = times * self.steps
+
+        def make():
+            model, history = self.trained(variant, seed, steps, lr)
+            scores = {}
+            for part in ("valid", "test"):
+                some = self.scenes[part]
+                found = detections(model, some["image"])
+                scores[part] = average_precision(found, some)
+            scores["any"] = average_precision(found, some, any_class=True)
+            weights = {
+                key: x.half().contiguous() if x.is_floating_point() else x
+                for key, x in model.state_dict().items()
+            }
+            save_file(weights, self.checkpoint(f"{variant}-{seed}-{lr}-{steps}"))
+            return dict(**scores, seconds=history[-1]["seconds"], history=history)
+
+        return self.once(dict(variant=variant, steps=steps, lr=lr, seed=seed), make)
+
+    def baseline(self):
+        """Bright parts; the threshold is chosen on validation scenes."""
+        few = {key: x[:2000] for key, x in self.scenes["train"].items()}
+        valid, test = self.scenes["valid"], self.scenes["test"]
+
+        def make():
+            tried = {}
+            for threshold in THRESHOLDS[: 1 if self.tiny else None]:
+                found = bright_detector(few, threshold)(valid["image"])
+                tried[threshold] = average_precision(found, valid)["ap50"]
+            best = max(tried, key=tried.get)
+            found = bright_detector(few, best)(test["image"])
+            return {
+                "threshold": best,
+                "test": average_precision(found, test),
+                "any": average_precision(found, test, any_class=True),
+            }
+
+        self.once(dict(contestant="bright parts"), make, "baseline")
+
+    def all(self):
+        """The rate that does best on validation scenes with the first seed, then the rest."""
+        first, *others = SEEDS[:1] if self.tiny else SEEDS
+        variant, *further = self.variants
+        if self.part in ("shapes", "digits"):
+            self.baseline()
+        tried = {lr: self.run(variant, first, lr)["valid"]["ap50"] for lr in self.rates}
+        best = max(tried, key=tried.get)
+        if self.part in KEPT:
+            kept = self.checkpoint(f"{variant}-{first}-{best}-{self.steps}")
+            shutil.copyfile(kept, self.path.with_suffix(".safetensors"))
+        for seed in others:
+            self.run(variant, seed, best)
+        for name in further:
+            for seed in (first, *others):
+                self.run(name, seed, best)
+        if self.part in LONGER:
+            self.run(variant, first, best, times=4)
+
+
+def longer(folder, tiny):
+    """Anchors and denoising on digits for long; for a GPU (see `benchmarks.runs`)."""
+    counts = dict.fromkeys(COUNTS, 24) if tiny else COUNTS | {"train": 20_000}
+    scenes, steps = parts("digits", counts), 2 if tiny else 6000
+    torch.manual_seed(0)
+    model, train = small_detr(CLASSES["digits"], AnchorDETR, 20), scenes["train"]
+    history = fit(
+        model,
+        loss_function(CLASSES["digits"], copies=3),
+        epochs(
+            pixels(train["image"]), train["kind"], train["box"], batch_size=4 if tiny else 64
+        ),
+        **dict(steps=steps, lr=1e-3, warmup=steps // 12, betas=(0.9, 0.999), clip=0.5),
+        **dict(weight_decay=1e-4, every=max(1, steps // LOOKS)),
+        checkpoint=folder / "detr.json",
+    )
+    test = scenes["test"]
+    return dict(history=history, **average_precision(detections(model, test["image"]), test))
+
+
+def main():
+    parser = experiment_parser(__doc__)
+    parser.add_argument("part", choices=PARTS)
+    arguments = parser.parse_args()
+    (arguments.out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"detr_{arguments.part}.json"
+    bench = Detectors(path, arguments.minutes, arguments.tiny, arguments.part)
+    bench.work(bench.all)
+
+
+if __name__ == "__main__":
+    main()

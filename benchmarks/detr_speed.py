@@ -1,0 +1,125 @@
+"""DETR beside transformers': time of a forward pass and of a training step, and the ratio.
+
+    python -m benchmarks.detr_speed --out FOLDER
+
+Both have the same random weights and get the same picture, 480 × 640 pixels. The forward pass
+is timed of the plain model, and of the copy that `optimize_for_inference` makes. A training
+step is the forward pass, the loss of all six decoder layers, and the gradient; both freeze the
+same part of the backbone. (With losses after each layer transformers computes another network,
+see the chapter, but in about the same time.) The matching is timed on its own, as a share of
+the step. On a CPU one thread is used, and its own time counts, without that of other programs.
+The record is FOLDER/detr_speed_DEVICE.json; with --tiny its numbers mean nothing.
+"""
+
+import statistics
+import time
+
+import torch
+import transformers
+
+from attnlib.detr import DETR, SetLoss
+from attnlib.inference import optimize_for_inference
+from attnlib.models import load_pretrained
+from benchmarks.common import OPTIMIZED, OURS, experiment_parser, ratio, take_turns, write
+
+PEER = "transformers"
+
+
+def pair(tiny, auxiliary):
+    """Ours and theirs, with the same weights, both without dropout."""
+    backbone, width, layers = ("resnet18", 32, 1) if tiny else ("resnet50", 256, 6)
+    timm = dict(model_type="timm_backbone", backbone=backbone, num_channels=3)
+    timm |= dict(features_only=True, use_pretrained_backbone=False, out_indices=[1, 2, 3, 4])
+    config = transformers.DetrConfig(
+        **dict(backbone_config=timm, num_labels=91, d_model=width, auxiliary_loss=auxiliary),
+        **dict(encoder_layers=layers, decoder_layers=layers, dropout=0.0),
+    )
+    torch.manual_seed(0)
+    theirs = transformers.DetrForObjectDetection(config)
+    ours = DETR(91, 100, layers, layers, backbone, width, dropout=0.0)
+    load_pretrained(ours, theirs.state_dict())
+    for part in ("conv1", "layer1"):
+        for model in (ours.backbone, theirs.model.backbone.model):
+            getattr(model, part).requires_grad_(False)
+    return ours, theirs
+
+
+def targets(count, device, seed=0):
+    """Random objects of one picture."""
+    generator = torch.Generator().manual_seed(seed)
+    center, size = torch.rand(2, count, 2, generator=generator)
+    boxes = torch.cat([0.25 + 0.5 * center, 0.05 + 0.4 * size], dim=1)
+    labels = torch.randint(91, (count,), generator=generator)
+    return [dict(labels=labels.to(device), boxes=boxes.to(device))]
+
+
+def forward_calls(tiny, x):
+    ours, theirs = (model.eval().to(x) for model in pair(tiny, auxiliary=False))
+    calls = {OURS: lambda: ours(x), PEER: lambda: theirs(x)}
+    if x.device.type == "cpu":
+        fast = optimize_for_inference(ours)
+        calls[OPTIMIZED] = lambda: fast(x)
+    return calls
+
+
+def step_calls(tiny, x):
+    ours, theirs = (model.train().to(x) for model in pair(tiny, auxiliary=True))
+    wanted, loss = targets(7, x.device), SetLoss(91)
+    labels = [dict(class_labels=t["labels"], boxes=t["boxes"]) for t in wanted]
+
+    def step():
+        ours.zero_grad()
+        loss(ours(x), wanted)["total"].backward()
+
+    def their_step():
+        theirs.zero_grad()
+        theirs(x, labels=labels).loss.backward()
+
+    with torch.no_grad():
+        output = ours(x)
+    layers = [*output.auxiliary, output]
+    stacked = [torch.stack([layer[i] for layer in layers]) for i in (0, 1)]
+    return {OURS: step, PEER: their_step}, lambda: loss.matcher(*stacked, wanted)
+
+
+def rows(what, times):
+    """A row for each of ours: its median, and the ratio to the peer's within a round."""
+    for name in times:
+        if name != PEER:
+            label = f"{what}, optimized" if name == OPTIMIZED else what
+            ms = round(statistics.median(times[name]), 1)
+            yield dict(what=label, ms=ms, **ratio(times[name], times[PEER]))
+    yield dict(what=f"{what}, {PEER}", **rows_of_peer(times))
+
+
+def rows_of_peer(times):
+    ms = round(statistics.median(times[PEER]), 1)
+    return dict(ms=ms, ratio=1.0, quartiles=[1.0, 1.0], rounds=len(times[PEER]))
+
+
+def main():
+    parser = experiment_parser(__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    device, size = arguments.device, (64, 96) if arguments.tiny else (480, 640)
+    torch.set_num_threads(1)
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    x = torch.randn(1, 3, *size, device=device)
+    with torch.inference_mode():
+        calls = forward_calls(arguments.tiny, x)
+        take_turns(calls, 1, device)  # a first round is not counted
+        forward = take_turns(calls, arguments.repeats, device, clock=clock)
+    calls, match = step_calls(arguments.tiny, x)
+    calls["matching"] = match
+    take_turns(calls, 1, device)
+    step = take_turns(calls, arguments.repeats, device, clock=clock)
+    matching = statistics.median(step.pop("matching")) / statistics.median(step[OURS])
+    record = dict(size=" × ".join(map(str, size)), matching=round(matching, 4))
+    record["rows"] = [*rows("forward", forward), *rows("training step", step)]
+    print(*record["rows"], f"matching {matching:.2%}", sep="\n")
+    write(arguments.out, "detr_speed", device, record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Panoptic DETR beside transformers': time of a forward pass, and the ratio.
+
+    python -m benchmarks.panoptic_speed --out FOLDER
+
+Both have the same random weights and get the same picture, 320 × 320 pixels. transformers
+computes a mask for each of 100 queries. Ours does so too, and then for ten alone, as many as
+are kept of a usual picture; both of the plain model and of its copy that is optimized for
+inference. The masks are timed on their own as well: without the detector, whose features are
+given. The record is FOLDER/panoptic_speed_DEVICE.json; with --tiny its numbers mean nothing.
+"""
+
+import statistics
+
+import torch
+import transformers
+
+from attnlib.detr import DETR
+from attnlib.inference import optimize_for_inference
+from attnlib.models import load_pretrained
+from attnlib.panoptic import PanopticDETR
+from benchmarks.common import OPTIMIZED, OURS, experiment_parser, ratio, take_turns, write
+
+PEER, KEPT = "transformers", "10 masks"
+
+
+def pair(tiny):
+    """Ours and theirs, with the same weights."""
+    backbone, width, layers = ("resnet18", 128, 1) if tiny else ("resnet50", 256, 6)
+    timm = dict(model_type="timm_backbone", backbone=backbone, num_channels=3)
+    timm |= dict(features_only=True, use_pretrained_backbone=False, out_indices=[1, 2, 3, 4])
+    config = transformers.DetrConfig(
+        **dict(backbone_config=timm, num_labels=250, d_model=width),
+        **dict(encoder_layers=layers, decoder_layers=layers),
+    )
+    torch.manual_seed(0)
+    theirs = transformers.DetrForSegmentation(config)
+    ours = PanopticDETR(DETR(250, 100, layers, layers, backbone, width), joint_softmax=True)
+    load_pretrained(ours, theirs.state_dict())
+    return ours, theirs
+
+
+def ten(found):
+    """Of each image the ten queries that are surest of a class."""
+    score = found.logits.softmax(-1)[..., :-1].amax(-1)  # (B, Q)
+    return torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(10).indices, True)
+
+
+def forward_calls(tiny, x):
+    """The whole models, and the masks alone."""
+    ours, theirs = (model.eval().to(x) for model in pair(tiny))
+    features = ours.detr.forward_features(x)
+    found = ours.detr.forward_head(features.decoded)
+    every = torch.ones_like(found.logits[..., 0], dtype=torch.bool)
+    calls = {
+        PEER: lambda: theirs(x),
+        OURS: lambda: ours(x),
+        f"{OURS}, {KEPT}": lambda: ours(x, choose=ten),
+        "masks alone": lambda: ours.forward_masks(features, every),
+        f"masks alone, {KEPT}": lambda: ours.forward_masks(features, ten(found)),
+    }
+    if x.device.type == "cpu":
+        fast = optimize_for_inference(ours)
+        calls[OPTIMIZED] = lambda: fast(x)
+        calls[f"{OPTIMIZED}, {KEPT}"] = lambda: fast(x, choose=ten)
+    return calls
+
+
+def main():
+    parser = experiment_parser(__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    device, size = arguments.device, 64 if arguments.tiny else 320
+    torch.set_num_threads(1)
+    x = torch.randn(1, 3, size, size, device=device)
+    with torch.inference_mode():
+        calls = forward_calls(arguments.tiny, x)
+        take_turns(calls, 1, device)  # a first round is not counted
+        times = take_turns(calls, arguments.repeats, device)
+    rows = [
+        dict(what=name, ms=round(statistics.median(ms), 1), **ratio(ms, times[PEER]))
+        for name, ms in times.items()
+    ]
+    print(*rows, sep="\n")
+    write(arguments.out, "panoptic_speed", device, dict(size=f"{size} × {size}", rows=rows))
+
+
+if __name__ == "__main__":
+    main()
