@@ -64,12 +64,13 @@ def test_the_record_says_what_the_chapter_says():
     record = read_record("beit")
     assert [run["seed"] for run in record["runs"]] == [0, 1, 2]
     for run in record["runs"]:
-        assert run["steps"] == beit.LONG and run["accuracy"] > 1.5 * run["place_accuracy"]
-    for run in record["tokenizers"]:
-        assert run["used"] >= 0.9 * beit.VOCABULARY and run["error"] < 0.065
+        assert run["steps"] == beit.LONG and run["accuracy"] > 1.9 * run["place_accuracy"]
+    used = [run["used"] for run in record["tokenizers"]]
+    assert sum(used) / 3 >= 0.9 * beit.VOCABULARY and min(used) > 0.8 * beit.VOCABULARY
+    assert all(run["error"] < 0.065 for run in record["tokenizers"])
     probes = [run for run in record["probes"] if run["labels"] == 1200]
     mean = {
         name: sum(run["test"] for run in probes if run["contestant"] == name) / 3
         for name in ("raw pixels", "untrained", "BEiT")
     }
-    assert mean["untrained"] < mean["BEiT"] < mean["raw pixels"]
+    assert mean["untrained"] < 0.88 < mean["BEiT"] < mean["raw pixels"]
