@@ -25,15 +25,21 @@ from benchmarks.common import OPTIMIZED, OURS, experiment_parser, ratio, take_tu
 PEER = "transformers"
 
 
+def peer_config(backbone, width, layers, **options):
+    """The configuration of a DETR of transformers that is made without a network."""
+    timm = dict(model_type="timm_backbone", backbone=backbone, num_channels=3)
+    timm |= dict(features_only=True, use_pretrained_backbone=False, out_indices=[1, 2, 3, 4])
+    return transformers.DetrConfig(
+        **dict(backbone_config=timm, d_model=width, encoder_layers=layers),
+        **dict(decoder_layers=layers, **options),
+    )
+
+
 def pair(tiny, auxiliary):
     """Ours and theirs, with the same weights, both without dropout."""
     backbone, width, layers = ("resnet18", 32, 1) if tiny else ("resnet50", 256, 6)
-    timm = dict(model_type="timm_backbone", backbone=backbone, num_channels=3)
-    timm |= dict(features_only=True, use_pretrained_backbone=False, out_indices=[1, 2, 3, 4])
-    config = transformers.DetrConfig(
-        **dict(backbone_config=timm, num_labels=91, d_model=width, auxiliary_loss=auxiliary),
-        **dict(encoder_layers=layers, decoder_layers=layers, dropout=0.0),
-    )
+    options = dict(num_labels=91, auxiliary_loss=auxiliary, dropout=0.0)
+    config = peer_config(backbone, width, layers, **options)
     torch.manual_seed(0)
     theirs = transformers.DetrForObjectDetection(config)
     ours = DETR(91, 100, layers, layers, backbone, width, dropout=0.0)

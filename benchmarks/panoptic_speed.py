@@ -19,6 +19,7 @@ from attnlib.inference import optimize_for_inference
 from attnlib.models import load_pretrained
 from attnlib.panoptic import PanopticDETR
 from benchmarks.common import OPTIMIZED, OURS, experiment_parser, ratio, take_turns, write
+from benchmarks.detr_speed import peer_config
 
 PEER, KEPT = "transformers", "10 masks"
 
@@ -26,12 +27,7 @@ PEER, KEPT = "transformers", "10 masks"
 def pair(tiny):
     """Ours and theirs, with the same weights."""
     backbone, width, layers = ("resnet18", 128, 1) if tiny else ("resnet50", 256, 6)
-    timm = dict(model_type="timm_backbone", backbone=backbone, num_channels=3)
-    timm |= dict(features_only=True, use_pretrained_backbone=False, out_indices=[1, 2, 3, 4])
-    config = transformers.DetrConfig(
-        **dict(backbone_config=timm, num_labels=250, d_model=width),
-        **dict(encoder_layers=layers, decoder_layers=layers),
-    )
+    config = peer_config(backbone, width, layers, num_labels=250)
     torch.manual_seed(0)
     theirs = transformers.DetrForSegmentation(config)
     ours = PanopticDETR(DETR(250, 100, layers, layers, backbone, width), joint_softmax=True)
