@@ -11,6 +11,7 @@ from .attention import (
     record_attention,
     register_backend,
 )
+from .autoformer import AutoFormer, SuperTransformer
 from .beit import Beit, BeitForMaskedImageModeling
 from .deit import DistilledVisionTransformer
 from .detr import DETR
@@ -35,6 +36,7 @@ from .vit import VisionTransformer
 
 __all__ = [
     "AdditiveAttention",
+    "AutoFormer",
     "Beit",
     "BeitForMaskedImageModeling",
     "DETR",
@@ -44,6 +46,7 @@ __all__ = [
     "MultiHeadAttention",
     "RelativePositionBias",
     "Seq2Seq",
+    "SuperTransformer",
     "SwiGLU",
     "SwinTransformer",
     "SwinTransformerV2",

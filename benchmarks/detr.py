@@ -65,10 +65,10 @@ VARIANTS = {  # name: detector, copies to denoise, is the backbone pre-trained?
     "anchors": (AnchorDETR, 0, True),
     "denoising": (AnchorDETR, 3, True),
 }
-PARTS = {  # objects, variants (the first is tuned, and the others take its rate), rates, steps
-    "shapes": ("shapes", ("plain", "not pre-trained"), (5e-4, 1e-3), 1800),
-    "digits": ("digits", ("anchors", "denoising"), (1e-3, 2e-3), 1200),
-    "slow": ("digits", ("plain",), (5e-4, 1e-3), 1200),
+PARTS = {  # objects, variants, learning rates that each of them tries, steps
+    "shapes": ("shapes", ("plain", "not pre-trained"), (5e-4, 1e-3, 2e-3), 1800),
+    "digits": ("digits", ("anchors", "denoising"), (5e-4, 1e-3, 2e-3), 1200),
+    "slow": ("digits", ("plain",), (5e-4, 1e-3, 2e-3), 1200),
 }
 LONGER = ("slow", "digits")  # parts whose first variant has a run of four times the steps
 KEPT = ("shapes", "digits")  # parts whose first variant's weights are stored
@@ -334,11 +334,14 @@ class Detectors(Bench):
         def make():
             counts = {part: len(some["kind"]) for part, some in self.scenes.items()}
             state, entry = pretrained(self.kinds, seed, counts, 2 if self.tiny else PRETRAINING)
-            save_file(state, self.checkpoint(f"backbone-{seed}"))
+            save_file(state, path)
             return entry
 
+        path = self.checkpoint(f"backbone-{seed}")
         self.once(dict(seed=seed), make, "pretraining")
-        return load_file(self.checkpoint(f"backbone-{seed}"))
+        if not path.exists():  # the record is there, and the file is not kept
+            make()
+        return load_file(path)
 
     def trained(self, variant, seed, steps, lr):
         """A trained detector and its history."""
@@ -401,23 +404,22 @@ class Detectors(Bench):
         self.once(dict(contestant="bright parts"), make, "baseline")
 
     def all(self):
-        """The rate that does best on validation scenes with the first seed, then the rest."""
+        """For each variant the rate that does best on validation scenes with the first seed,
+        then the other seeds."""
         first, *others = SEEDS[:1] if self.tiny else SEEDS
-        variant, *further = self.variants
         if self.part in ("shapes", "digits"):
             self.baseline()
-        tried = {lr: self.run(variant, first, lr)["valid"]["ap50"] for lr in self.rates}
-        best = max(tried, key=tried.get)
-        if self.part in KEPT:
-            kept = self.checkpoint(f"{variant}-{first}-{best}-{self.steps}")
-            shutil.copyfile(kept, self.path.with_suffix(".safetensors"))
-        for seed in others:
-            self.run(variant, seed, best)
-        for name in further:
-            for seed in (first, *others):
-                self.run(name, seed, best)
-        if self.part in LONGER:
-            self.run(variant, first, best, times=4)
+        for number, variant in enumerate(self.variants):
+            tried = {lr: self.run(variant, first, lr)["valid"]["ap50"] for lr in self.rates}
+            best = max(tried, key=tried.get)
+            for seed in others:
+                self.run(variant, seed, best)
+            if number == 0 and self.part in KEPT:
+                kept = self.checkpoint(f"{variant}-{first}-{best}-{self.steps}")
+                if kept.exists():  # else the weights beside the record are these
+                    shutil.copyfile(kept, self.path.with_suffix(".safetensors"))
+            if number == 0 and self.part in LONGER:
+                self.run(variant, first, best, times=4)
 
 
 def longer(folder, tiny):

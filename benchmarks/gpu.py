@@ -4,7 +4,7 @@ Checks the library on CUDA, times it beside its peers and makes the chapters' fu
 runs, with the PyTorch that is there and without a network. Each part is a list of commands;
 `--part NAME` runs one. A part that is finished leaves a mark in the folder of the records and
 is not run again for the same commit, so an interrupted command can be given again; the runs
-`numbers`, `digits` and `detr` go on from their last checkpoint. With --tiny and
+`numbers`, `digits`, `detr` and `supernet` go on from their last checkpoint. With --tiny and
 --device cpu all parts run at a size that means nothing, to see that they work before a GPU is
 paid for.
 """
@@ -29,15 +29,16 @@ VISION = {
     "swinv2": "swinv2_tiny_window8_256",
     "tnt": "tnt_s_patch16_224",
 }
-RUNS = ("numbers", "translator", "lengths", "digits", "detr")
-NETWORK = ("cifar10", "mae_cifar", "multi30k")  # runs that fetch their data: by name only
+RUNS = ("numbers", "translator", "lengths", "digits", "detr", "supernet")
+# runs that fetch their data: by name only
+NETWORK = ("cifar10", "mae_cifar", "supernet_cifar10", "multi30k")
 NEEDS = {  # packages that not every machine has
     **dict.fromkeys(
         ("run_numbers", "run_translator", "run_lengths"), ("num2words", "tokenizers")
     ),
     "run_digits": ("sklearn",),
     "run_detr": ("sklearn", "scipy", "pycocotools"),
-    "run_mae_cifar": ("sklearn",),
+    **dict.fromkeys(("run_mae_cifar", "run_supernet", "run_supernet_cifar10"), ("sklearn",)),
     **dict.fromkeys(("flash", "windows"), ("triton",)),
     **dict.fromkeys(("translation", "vit", "swin", "swinv2", "mae_speed"), ("transformers",)),
     "detr_speed": ("transformers", "timm", "scipy", "torchvision"),
@@ -103,7 +104,10 @@ PARTS = {
     **{name: benchmark(name) for name in ("attention", "flash", "windows")},
     "translation": benchmark("translation", "--dropout", "0", "0.1"),
     **{name: vision(name) for name in VISION},
-    **{name: benchmark(name) for name in ("mae_speed", "detr_speed", "panoptic_speed")},
+    **{
+        name: benchmark(name)
+        for name in ("mae_speed", "detr_speed", "panoptic_speed", "autoformer_speed")
+    },
     **{f"run_{name}": run(name) for name in RUNS + NETWORK},
 }
 

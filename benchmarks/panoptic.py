@@ -44,9 +44,9 @@ from benchmarks.common import Bench, experiment_parser
 
 SEEDS, SIZE, THINGS = (0, 1, 2), 48, range(4)
 NO_OBJECT = 0.3  # more than in COCO: 4 of 10 queries have an object, there 7 of 100
-RATES, HEAD_RATES, PIXEL_RATES = (5e-4, 1e-3), (3e-3, 1e-2), (1e-3, 3e-3)
+RATES, HEAD_RATES, PIXEL_RATES = (5e-4, 1e-3, 2e-3), (3e-3, 1e-2, 3e-2), (1e-3, 3e-3, 1e-2)
 THRESHOLDS = (0.35, 0.5, 0.7, 0.85, 0.95)
-STEPS = dict(pretraining=400, tuning=200, detector=800, head=500, pixels=800)
+STEPS = dict(pretraining=400, tuning=400, detector=2400, head=500, pixels=1600)
 TINY = dict(pretraining=2, tuning=3, detector=4, head=4, pixels=4)
 VARIANTS = {  # what differs from the first: the softmax, or the weights of the losses
     "per head": {},

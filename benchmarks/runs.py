@@ -118,6 +118,13 @@ def detr(folder, tiny):
     return detr.longer(folder, tiny)
 
 
+def supernet(data, folder, tiny):
+    """A supernet of AutoFormer, and the accuracy of many of its networks."""
+    from benchmarks import autoformer  # needs scikit-learn, which not every machine has
+
+    return autoformer.longer(folder, tiny, data)
+
+
 BACKBONES = ("vit", "deit", "swin", "swinv2", "tnt")
 ALL = [pair for pair in translation.DIRECTIONS if pair not in translation.HELD_OUT]
 PARTS = {
@@ -126,9 +133,11 @@ PARTS = {
     "lengths": lengths,
     "digits": functools.partial(small, "digits"),
     "detr": detr,
+    "supernet": functools.partial(supernet, "digits"),
     # these need a network, or the archives where attnlib.data looks for them
     "cifar10": functools.partial(small, "cifar10"),
     "mae_cifar": mae_cifar,
+    "supernet_cifar10": functools.partial(supernet, "cifar10"),
     "multi30k": multi30k,
 }
 

@@ -230,8 +230,8 @@ def test_no_part_is_forgotten():
         *("collages", "dense", "distillation", "finetune", "growth", "heads"),
         *("modern", "positions", "sizes", "zero_shot"),
         # of Part IV; `run_mae_cifar` is for a GPU
-        *("beit", "detr", "detr_coco", "hidden", "mae", "mae_photographs"),
-        *("panoptic", "panoptic_coco"),
+        *("autoformer", "beit", "captions", "detr", "detr_coco", "glimpses", "hidden", "mae"),
+        *("mae_photographs", "panoptic", "panoptic_coco"),
     }
     assert scripts <= set(gpu.PARTS) and set(gpu.VISION) <= set(gpu.PARTS)
     assert set(gpu.RUNS + gpu.NETWORK) == set(runs.PARTS) and set(gpu.NEEDS) <= set(gpu.PARTS)
@@ -306,7 +306,9 @@ def test_vision(record, name, libraries):
     )
 
 
-@pytest.mark.parametrize("name", ["numbers", "translator", "lengths", "digits", "detr"])
+@pytest.mark.parametrize(
+    "name", ["numbers", "translator", "lengths", "digits", "detr", "supernet"]
+)
 def test_runs(record, name):
     found = record(f"run_{name}", name)
     if name == "numbers":
@@ -315,6 +317,8 @@ def test_runs(record, name):
         assert len(found["tokenizer"]) > 1000 and 0 <= found["runs"][0]["test"] <= 1
     elif name == "lengths":
         assert {run["position"] for run in found["runs"]} >= {"sinusoidal", "rotary", "none"}
+    elif name == "supernet":
+        assert all(0 <= row["accuracy"] <= 1 for row in found["subnets"])
     elif name == "detr":
         assert found["history"] and 0 <= found["ap"] <= found["ap50"] <= 1
     else:

@@ -145,8 +145,8 @@ def test_the_record_says_what_the_page_says():
     best = max((run for run in runs if run["seed"] == 0), key=lambda run: run["valid"])
     found = [run["test"]["all"]["pq"] for run in runs if run["lr"] == best["lr"]]
     assert sum(found) / len(found) > 0.6
-    (forest,) = (run for run in read_record("panoptic_pixels")["runs"] if "trees" in run)
-    assert forest["test"]["all"]["pq"] > max(found)  # told on the page
+    others = [run for run in read_record("panoptic_pixels")["runs"] if "trees" not in run]
+    assert min(run["test"]["all"]["pq"] for run in others) > max(found)  # told on the page
 
 
 def test_the_stored_weights_give_the_recorded_quality():

@@ -1,0 +1,402 @@
+"""A supernet of 22,140 small networks on digits: `python -m benchmarks.autoformer PART`.
+
+The digits stand at one of nine places of a canvas of 10 × 10 pixels. Of the training digits 300
+are for validation; the test digits are looked at for the report alone. The parts are
+
+- supernets: trained with one random subnet a step, or with the sandwich (largest, smallest,
+  random) in about the same time, or with classical sharing, which has weights of its own for
+  each choice; three seeds, learning rates by the first, and one run of four times the steps;
+- ranking: subnets trained alone, twelve of all sizes and twelve of one size, and what they
+  inherit; learning rates by one network of each width;
+- repeats: the same with a second seed, the first twelve also for twice the steps;
+- search: evolution and random search with equally many evaluations under three budgets, all
+  networks of the smallest budget, and the found networks trained alone.
+
+A part needs those before it. The record, FOLDER/autoformer_PART.json, is written after every
+run; the weights of a supernet go to FOLDER/autoformer_digits.safetensors, all others to
+FOLDER/checkpoints. With --minutes the command begins no run after that time, and goes on when
+it is given again. With --tiny the runs take a few steps, to see that all works; such a record
+means nothing.
+"""
+
+import itertools
+import time
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from attnlib.autoformer import (
+    ClassicalSharing,
+    Space,
+    Subnet,
+    SuperTransformer,
+    at_places,
+    extract,
+    parameter_count,
+    random_search,
+    sample,
+    sandwich_loss,
+    search,
+    small_supernet,
+    uniform_loss,
+)
+from attnlib.data import digits, small_images
+from attnlib.recipes import crop_and_flip, cross_entropy
+from attnlib.train import epochs, fit
+from benchmarks.common import Bench, experiment_parser
+
+SEEDS, RATES, BATCH = (0, 1, 2), (2e-3, 4e-3, 8e-3), 64
+STEPS = {"uniform": 2000, "classical": 2000, "sandwich": 600}
+ALONE = 800  # steps of a network that is trained alone
+CLOUD, SPREAD, EQUAL = 60, 12, 12  # how many subnets are judged, and trained alone
+BUDGETS, SAME_SIZE = (15_000, 24_000, 50_000), (22_000, 24_000)
+EVOLUTION = dict(population=20, generations=5, parents=6, crossovers=7, mutations=7)
+PARTS = ("valid", "test")  # of the digits, on which networks are judged
+LOSSES = {"uniform": uniform_loss, "sandwich": sandwich_loss, "classical": uniform_loss}
+
+
+# --- digits, scores ---------------------------------------------------------------------------
+
+
+def parts(tiny):
+    """Digits at all places to train and to test, at three of them to validate."""
+    (x, y), (unseen, answers) = digits("train"), digits("test")
+    count = 20 if tiny else 300
+    if tiny:
+        x, y, unseen, answers = x[:60], y[:60], unseen[:10], answers[:10]
+    return {
+        "train": at_places(x[count:], y[count:]),
+        "valid": at_places(x[:count], y[:count], every=4),
+        "test": at_places(unseen, answers),
+    }
+
+
+@torch.no_grad()
+def judged(model, data, *subnet):
+    """Mean loss and accuracy of a network, or of a supernet's subnet."""
+    images, labels = data
+    device = next(model.parameters()).device
+    logits = [model.eval()(x.to(device), *subnet).cpu() for x in images.split(300)]
+    logits = torch.cat(logits)
+    right = (logits.argmax(1) == labels).float().mean()
+    loss = F.cross_entropy(logits, labels)
+    return dict(loss=round(loss.item(), 4), accuracy=round(right.item(), 4))
+
+
+SUPERNET = small_supernet()
+
+
+def size(subnet):
+    """Its number of parameters."""
+    return parameter_count(SUPERNET, subnet)
+
+
+def described(subnet):
+    """A subnet as a record keeps it."""
+    return dict(
+        embed_dim=subnet.embed_dim,
+        num_heads=list(subnet.num_heads),
+        mlp_ratio=list(subnet.mlp_ratio),
+    )
+
+
+def read(entry):
+    """The subnet of such a description."""
+    return Subnet(entry["embed_dim"], tuple(entry["num_heads"]), tuple(entry["mlp_ratio"]))
+
+
+class Look:
+    """What is asked on the way of a supernet: its ends, and the mean of some subnets.
+
+    The seconds are those of the training alone, of this process.
+    """
+
+    def __init__(self, data, subnets):
+        self.data, self.subnets = data, subnets
+        self.seconds, self.began = 0.0, time.process_time()
+
+    def __call__(self, model):
+        self.seconds += time.process_time() - self.began
+        ends = dict(smallest=model.space.smallest(), largest=model.space.largest())
+        found = {k: judged(model, self.data, s)["accuracy"] for k, s in ends.items()}
+        some = [judged(model, self.data, s)["accuracy"] for s in self.subnets]
+        self.began = time.process_time()
+        mean = round(sum(some) / len(some), 4)
+        return {"seconds": round(self.seconds, 1), "mean": mean, **found}
+
+
+# --- the runs ---------------------------------------------------------------------------------
+
+
+class Supernets(Bench):
+    """The runs of the record of a part."""
+
+    def __init__(self, path, minutes, tiny, part):
+        super().__init__(path, minutes, searches=[], everything=[], alone=[], inherited=[])
+        self.tiny, self.part, self.data = tiny, part, parts(tiny)
+        self.steps = dict.fromkeys(STEPS, 4) if tiny else STEPS
+        self.seeds, self.rates = (SEEDS[:1], RATES[:2]) if tiny else (SEEDS, RATES)
+        self.space = SUPERNET.space
+        draws = [sample(self.space, seed) for seed in range(4000)]
+        unlike = list(dict.fromkeys(draws))
+        low, high = SAME_SIZE
+        same = [s for s in unlike if low <= size(s) <= high]
+        self.cloud = unlike[: 4 if tiny else CLOUD]
+        self.groups = {
+            "spread": unlike[: 3 if tiny else SPREAD],
+            "equal": same[: 2 if tiny else EQUAL],
+        }
+
+    def checkpoint(self, name):
+        """The path of a file that a later part or a command which goes on will need."""
+        return self.path.parent / "checkpoints" / f"autoformer-{name}.safetensors"
+
+    def before(self, part):
+        """Another part, to look up what it has chosen; it makes no run."""
+        return Supernets(self.path.with_name(f"autoformer_{part}.json"), 0, self.tiny, part)
+
+    # supernets
+
+    def new(self, kind):
+        return small_supernet(ClassicalSharing if kind == "classical" else SuperTransformer)
+
+    def trained(self, kind, seed, lr, steps):
+        """A trained supernet and its history."""
+        torch.manual_seed(seed)
+        model = self.new(kind)
+        look = Look(self.data["valid"], self.cloud[:12])
+        history = fit(
+            model,
+            lambda model, batch: (LOSSES[kind](model, *batch), len(batch[1])),
+            epochs(*self.data["train"], batch_size=BATCH, seed=seed),
+            **dict(steps=steps, lr=lr, warmup=steps // 10, betas=(0.9, 0.999), seed=seed),
+            **dict(weight_decay=0.05, every=max(2, steps // 8), evaluate=look),
+        )
+        return model, history
+
+    def run(self, kind, seed, lr, times=1):
+        """The entry of a supernet: its history, and the scores of many subnets."""
+        steps = times * self.steps[kind]
+
+        def make():
+            model, history = self.trained(kind, seed, lr, steps)
+            weights = {key: x.contiguous() for key, x in model.state_dict().items()}
+            save_file(weights, self.checkpoint(f"{kind}-{seed}-{lr}-{steps}"))
+            cloud = [
+                dict(parameters=size(s), **judged(model, self.data["valid"], s))
+                for s in self.cloud
+            ]
+            return dict(
+                parameters=sum(p.numel() for p in model.parameters()),
+                valid=round(sum(row["accuracy"] for row in cloud) / len(cloud), 4),
+                seconds=history[-1]["seconds"],
+                cloud=cloud,
+                history=history,
+            )
+
+        return self.once(dict(kind=kind, seed=seed, lr=lr, steps=steps), make)
+
+    def best_rate(self, kind):
+        tried = {lr: self.run(kind, self.seeds[0], lr)["valid"] for lr in self.rates}
+        return max(tried, key=tried.get)
+
+    def supernets(self):
+        """Each kind with its best rate and all seeds, and a longer run of the first."""
+        for kind in self.steps:
+            rate = self.best_rate(kind)
+            for seed in self.seeds:
+                self.run(kind, seed, rate)
+            if kind == "uniform":
+                first = self.checkpoint(f"{kind}-{self.seeds[0]}-{rate}-{self.steps[kind]}")
+                weights = {key: x.half() for key, x in load_file(first).items()}
+                save_file(weights, self.path.with_name("autoformer_digits.safetensors"))
+        self.run("uniform", self.seeds[0], self.best_rate("uniform"), times=4)
+
+    def stored(self, kind, times=1):
+        """The trained supernets of a kind, by their files: pairs of settings and model."""
+        rate, steps = self.before("supernets").best_rate(kind), times * self.steps[kind]
+        for seed in self.seeds[: 1 if times > 1 else None]:
+            path = self.checkpoint(f"{kind}-{seed}-{rate}-{steps}")
+            model = self.new(kind)
+            model.load_state_dict(load_file(path))
+            yield dict(kind=kind, supernet=seed, times=times), model
+
+    # ranking
+
+    def alone(self, subnet, seed, lr, steps, group):
+        """The entry of a subnet that is trained alone, from the start."""
+
+        def make():
+            torch.manual_seed(seed)
+            model = extract(small_supernet(), subnet)
+            began = time.process_time()
+            history = fit(
+                model,
+                lambda model, batch: (cross_entropy(model, *batch), len(batch[1])),
+                epochs(*self.data["train"], batch_size=BATCH, seed=seed),
+                **dict(steps=steps, lr=lr, warmup=steps // 10, betas=(0.9, 0.999), seed=seed),
+                **dict(weight_decay=0.05, every=steps),
+            )
+            scores = {part: judged(model, self.data[part]) for part in PARTS}
+            seconds = round(time.process_time() - began, 1)
+            loss = round(history[-1]["loss"], 4)
+            return dict(parameters=size(subnet), **scores, seconds=seconds, loss=loss)
+
+        what = dict(subnet=described(subnet), seed=seed, lr=lr, steps=steps, group=group)
+        return self.once(what, make, "alone")
+
+    def alone_steps(self):
+        return 4 if self.tiny else ALONE
+
+    def alone_rates(self):
+        """The best rate for one network of each width: the smallest, the largest, one between.
+
+        All networks of the width take it.
+        """
+        spread = sorted(self.groups["spread"], key=lambda s: (s.embed_dim, size(s)))
+        tuned = (
+            ("spread", spread[0]),
+            ("spread", spread[-1]),
+            ("equal", self.groups["equal"][0]),
+        )
+        best = {}
+        for group, s in tuned:
+            rows = {lr: self.alone(s, 0, lr, self.alone_steps(), group) for lr in self.rates}
+            best[s.embed_dim] = max(rows, key=lambda lr: rows[lr]["valid"]["accuracy"])
+        return best
+
+    def inherit(self, kind, times=1):
+        """The scores of all those subnets with the weights of the supernets of a kind."""
+        for what, model in self.stored(kind, times):
+
+            def scores(subnet, model=model):
+                found = {part: judged(model, self.data[part], subnet) for part in PARTS}
+                return dict(subnet=described(subnet), **found)
+
+            def make(scores=scores):
+                return {group: list(map(scores, some)) for group, some in self.groups.items()}
+
+            self.once(what, make, "inherited")
+
+    def ranking(self):
+        self.inherit("uniform")
+        rates, steps = self.alone_rates(), self.alone_steps()
+        for group, subnets in self.groups.items():
+            for s in subnets:
+                self.alone(s, 0, rates[s.embed_dim], steps, group)
+
+    def repeats(self):
+        """The same networks with a second seed, some for longer; what else they inherit."""
+        rates, steps = self.before("ranking").alone_rates(), self.alone_steps()
+        for seed, times, group in ((1, 1, "equal"), (0, 2, "spread"), (1, 1, "spread")):
+            for s in self.groups[group]:
+                self.alone(s, seed, rates[s.embed_dim], times * steps, group)
+        self.inherit("sandwich")
+        self.inherit("uniform", times=4)
+
+    # search
+
+    def search(self):
+        scored = []
+        for what, model in self.stored("uniform"):
+            scores = {}
+
+            def score(subnet, model=model, scores=scores):
+                if subnet not in scores:
+                    scores[subnet] = judged(model, self.data["valid"], subnet)["accuracy"]
+                return scores[subnet]
+
+            scored.append((what["supernet"], model, score))
+        for (supernet, model, score), budget in itertools.product(scored, BUDGETS):
+            self.searched(supernet, model, score, budget)
+        supernet, model, score = scored[0]
+        self.once(
+            dict(supernet=supernet, budget=BUDGETS[0]),
+            lambda: self.all_within(score, BUDGETS[0]),
+            "everything",
+        )
+        self.retrain()
+
+    def searched(self, supernet, model, score, budget, seed=0):
+        """Evolution, and random search with as many evaluations."""
+        options = dict(max_params=budget, seed=seed)
+        small = dict(population=6, generations=2, parents=2, crossovers=2, mutations=2)
+        evolution = small if self.tiny else EVOLUTION
+        what, evaluations = dict(supernet=supernet, budget=budget, seed=seed), 0
+        for method in ("evolution", "random"):
+
+            def make(method=method, evaluations=evaluations):
+                best, history = (
+                    search(score, model, **evolution, **options)
+                    if method == "evolution"
+                    else random_search(score, model, evaluations=evaluations, **options)
+                )
+                return dict(
+                    subnet=described(best),
+                    parameters=size(best),
+                    valid=score(best),
+                    test=judged(model, self.data["test"], best)["accuracy"],
+                    scores=[row[1] for row in history],
+                )
+
+            entry = self.once(dict(method=method, **what), make, "searches")
+            evaluations = len(entry["scores"])
+
+    def all_within(self, score, budget):
+        """The accuracies of all subnets of a budget."""
+        fit_in = [s for s in self.space.subnets() if size(s) <= budget]
+        fit_in = fit_in[:5] if self.tiny else fit_in
+        rows = sorted(((score(s), size(s)) for s in fit_in), reverse=True)
+        return dict(scores=[a for a, _ in rows], parameters=[n for _, n in rows])
+
+    def retrain(self):
+        """What evolution found of the size of the second group, trained alone."""
+        rates, budget = self.before("ranking").alone_rates(), SAME_SIZE[1]
+        for supernet in self.seeds:
+            what = dict(method="evolution", supernet=supernet, budget=budget, seed=0)
+            (row,) = (row for row in self.record["searches"] if what.items() <= row.items())
+            subnet, group = read(row["subnet"]), f"evolution {supernet} {budget}"
+            self.alone(subnet, 0, rates[subnet.embed_dim], self.alone_steps(), group)
+
+
+def longer(folder, tiny, data="digits"):
+    """A supernet for a GPU (see `benchmarks.runs`): digits for longer, or "cifar10"."""
+    if data == "digits":
+        train, test = (at_places(*digits(part)) for part in ("train", "test"))
+        torch.manual_seed(0)
+        model, augment, steps = small_supernet(), lambda x: x, 20_000
+    else:
+        train, test = small_images(data)
+        space = Space((128, 192, 256), (6, 8, 10), (2, 3, 4), (2, 3, 4))
+        shape = dict(img_size=32, patch_size=4, num_classes=10)
+        torch.manual_seed(0)
+        model, augment, steps = SuperTransformer(space, **shape), crop_and_flip, 40_000
+    steps, batch, count = (2, 4, 2) if tiny else (steps, 256, 100)
+    test = tuple(x[:20] for x in test) if tiny else test
+    history = fit(
+        model,
+        lambda model, batch: (uniform_loss(model, augment(batch[0]), batch[1]), len(batch[1])),
+        epochs(*train, batch_size=batch),
+        **dict(steps=steps, lr=1e-3, warmup=steps // 10, betas=(0.9, 0.999)),
+        **dict(weight_decay=0.05, every=max(1, steps // 10)),
+        checkpoint=folder / "autoformer.json",
+    )
+    space = model.space
+    subnets = [space.smallest(), space.largest(), *(sample(space, i) for i in range(count))]
+    rows = [dict(subnet=described(s), **judged(model, test, s)) for s in subnets]
+    return dict(data=data, history=history, subnets=rows)
+
+
+def main():
+    parser = experiment_parser(__doc__)
+    parser.add_argument("part", choices=("supernets", "ranking", "repeats", "search"))
+    arguments = parser.parse_args()
+    (arguments.out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"autoformer_{arguments.part}.json"
+    bench = Supernets(path, arguments.minutes, arguments.tiny, arguments.part)
+    bench.work(getattr(bench, arguments.part))
+
+
+if __name__ == "__main__":
+    main()
