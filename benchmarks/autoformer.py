@@ -287,13 +287,13 @@ class Supernets(Bench):
                 self.alone(s, 0, rates[s.embed_dim], steps, group)
 
     def repeats(self):
-        """The same networks with a second seed, some for longer; what else they inherit."""
+        """What the networks inherit elsewhere; the same with a second seed, some for longer."""
+        self.inherit("sandwich")
+        self.inherit("uniform", times=4)
         rates, steps = self.before("ranking").alone_rates(), self.alone_steps()
         for seed, times, group in ((1, 1, "equal"), (0, 2, "spread"), (1, 1, "spread")):
             for s in self.groups[group]:
                 self.alone(s, seed, rates[s.embed_dim], times * steps, group)
-        self.inherit("sandwich")
-        self.inherit("uniform", times=4)
 
     # search
 
