@@ -722,12 +722,15 @@ def at_places(images, labels, every=1):
     return 4 * placed.flatten(0, 1) - 1, labels.repeat_interleave(placed.shape[1])
 
 
-def small_supernet(sharing=SuperTransformer):
-    """A supernet of 22,140 networks for digits `at_places`, with either kind of sharing."""
+def small_supernet(sharing=SuperTransformer, **shape):
+    """A supernet of 22,140 networks for digits `at_places`, with either kind of sharing.
+
+    `shape` says what is otherwise for another task, such as ``num_classes=24``.
+    """
     space = Space(embed_dim=(16, 32, 48), depth=(1, 2, 3, 4), num_heads=(1, 2, 3),
                   mlp_ratio=(1, 2, 4))
-    return sharing(space, img_size=10, patch_size=2, num_classes=10, head_dim=16, in_chans=1,
-                   max_distance=4)
+    shape = dict(img_size=10, patch_size=2, num_classes=10, in_chans=1) | shape
+    return sharing(space, head_dim=16, max_distance=4, **shape)
 
 # %% ../nbs/44_autoformer.ipynb #losses
 def random_subnet(space):

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['box_cxcywh_to_xyxy', 'box_xyxy_to_cxcywh', 'box_area', 'box_iou', 'generalized_box_iou', 'detection_extra',
            'pad_targets', 'check_targets', 'check_values', 'HungarianMatcher', 'SetLoss', 'sine_positions',
-           'EncoderLayer', 'DecoderLayer', 'FrozenBatchNorm2d', 'ResNet', 'Output', 'Features', 'DETR', 'check_images',
-           'postprocess', 'SmallBackbone', 'small_detr', 'AnchorDecoderLayer', 'anchor_sines', 'AnchorDETR',
-           'noised_targets', 'InOrder']
+           'EncoderLayer', 'DecoderLayer', 'FrozenBatchNorm2d', 'frozen_conv', 'residual_block', 'ResNet', 'Output',
+           'Features', 'DETR', 'check_images', 'postprocess', 'SmallBackbone', 'small_detr', 'AnchorDecoderLayer',
+           'anchor_sines', 'AnchorDETR', 'noised_targets', 'InOrder']
 
 # %% ../nbs/42_detr.ipynb #imports
 import itertools
@@ -365,6 +365,24 @@ class FrozenBatchNorm2d(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias,
                             eps=self.eps)
 
+# %% ../nbs/42_detr.ipynb #frozen-conv
+def frozen_conv(conv, norm, x):
+    """The frozen norm of the convolution of a map (B, C, H, W), as one convolution."""
+    scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+    shift = norm.bias - norm.running_mean * scale
+    return F.conv2d(x, conv.weight * scale[:, None, None, None], shift, conv.stride,
+                    conv.padding, conv.dilation, conv.groups)
+
+
+def residual_block(block, x):
+    """A block of a ResNet of torchvision's: relu(shortcut + two or three convolutions)."""
+    shortcut = x if block.downsample is None else frozen_conv(*block.downsample, x)
+    *first, last = [(module, getattr(block, name.replace("conv", "bn")))
+                    for name, module in block.named_children() if name.startswith("conv")]
+    for conv, norm in first:
+        x = frozen_conv(conv, norm, x).relu()
+    return (shortcut + frozen_conv(*last, x)).relu()
+
 # %% ../nbs/42_detr.ipynb #resnet
 class ResNet(nn.Module):
     """A ResNet of torchvision's without its classifier, its batch norms frozen.
@@ -395,9 +413,11 @@ class ResNet(nn.Module):
 
     def forward(self, x):
         """Images (B, 3, H, W) to four maps, the last (B, 2048, H / 32, W / 32)."""
-        x, maps = self.maxpool(self.bn1(self.conv1(x)).relu()), []
+        x = x.contiguous(memory_format=torch.channels_last)  # which convolutions prefer
+        x, maps = self.maxpool(frozen_conv(self.conv1, self.bn1, x).relu()), []
         for layer in self.layer1, self.layer2, self.layer3, self.layer4:
-            x = layer(x)
+            for block in layer:
+                x = residual_block(block, x)
             maps.append(x)
         return maps
 

@@ -9,14 +9,16 @@ are for validation; the test digits are looked at for the report alone. The part
 - ranking: subnets trained alone, twelve of all sizes and twelve of one size, and what they
   inherit; learning rates by one network of each width;
 - repeats: the same with a second seed, the first twelve also for twice the steps;
+- scenes: supernets with uniform sampling and with classical sharing for another task: of two
+  colored things in a drawn scene (`attnlib.data.caption_scenes`), which is further left or up;
 - search: evolution and random search with equally many evaluations under three budgets, all
   networks of the smallest budget, and the found networks trained alone.
 
-A part needs those before it. The record, FOLDER/autoformer_PART.json, is written after every
-run; the weights of a supernet go to FOLDER/autoformer_digits.safetensors, all others to
-FOLDER/checkpoints. With --minutes the command begins no run after that time, and goes on when
-it is given again. With --tiny the runs take a few steps, to see that all works; such a record
-means nothing.
+"ranking" needs "supernets", and "repeats" and "search" need both. The record,
+FOLDER/autoformer_PART.json, is written after every run; the weights of a supernet go to
+FOLDER/autoformer_digits.safetensors, all others to FOLDER/checkpoints. With --minutes the
+command begins no run after that time, and goes on when it is given again. With --tiny the runs
+take a few steps, to see that all works; such a record means nothing.
 """
 
 import itertools
@@ -41,7 +43,7 @@ from attnlib.autoformer import (
     small_supernet,
     uniform_loss,
 )
-from attnlib.data import digits, small_images
+from attnlib.data import caption_scenes, digits, small_images
 from attnlib.recipes import crop_and_flip, cross_entropy
 from attnlib.train import epochs, fit
 from benchmarks.common import Bench, experiment_parser
@@ -72,6 +74,17 @@ def parts(tiny):
     }
 
 
+def scene_parts(tiny):
+    """Scenes and the thing that their caption names first, one of 24; unseen pairs to test."""
+    counts = (80, 20, 10) if tiny else (8000, 500, 1000)
+    found = {}
+    for part, split, count in zip(("train", *PARTS), ("train", "train", "test"), counts):
+        scenes = caption_scenes(count, split, seed=part == "valid")
+        labels = 4 * scenes["color"][:, 0] + scenes["kind"][:, 0]
+        found[part] = 2 * scenes["image"] - 1, labels
+    return found
+
+
 @torch.no_grad()
 def judged(model, data, *subnet):
     """Mean loss and accuracy of a network, or of a supernet's subnet."""
@@ -85,11 +98,12 @@ def judged(model, data, *subnet):
 
 
 SUPERNET = small_supernet()
+SCENES = dict(img_size=32, patch_size=4, num_classes=24, in_chans=3)
 
 
-def size(subnet):
+def size(subnet, supernet=SUPERNET):
     """Its number of parameters."""
-    return parameter_count(SUPERNET, subnet)
+    return parameter_count(supernet, subnet)
 
 
 def described(subnet):
@@ -134,7 +148,8 @@ class Supernets(Bench):
 
     def __init__(self, path, minutes, tiny, part):
         super().__init__(path, minutes, searches=[], everything=[], alone=[], inherited=[])
-        self.tiny, self.part, self.data = tiny, part, parts(tiny)
+        self.tiny, self.part, self.shape = tiny, part, SCENES if part == "scenes" else {}
+        self.data = scene_parts(tiny) if part == "scenes" else parts(tiny)
         self.steps = dict.fromkeys(STEPS, 4) if tiny else STEPS
         self.seeds, self.rates = (SEEDS[:1], RATES[:2]) if tiny else (SEEDS, RATES)
         self.space = SUPERNET.space
@@ -159,7 +174,8 @@ class Supernets(Bench):
     # supernets
 
     def new(self, kind):
-        return small_supernet(ClassicalSharing if kind == "classical" else SuperTransformer)
+        sharing = ClassicalSharing if kind == "classical" else SuperTransformer
+        return small_supernet(sharing, **self.shape)
 
     def trained(self, kind, seed, lr, steps):
         """A trained supernet and its history."""
@@ -182,14 +198,18 @@ class Supernets(Bench):
         def make():
             model, history = self.trained(kind, seed, lr, steps)
             weights = {key: x.contiguous() for key, x in model.state_dict().items()}
-            save_file(weights, self.checkpoint(f"{kind}-{seed}-{lr}-{steps}"))
+            if self.part == "supernets":
+                save_file(weights, self.checkpoint(f"{kind}-{seed}-{lr}-{steps}"))
+            entangled = self.new("uniform")
             cloud = [
-                dict(parameters=size(s), **judged(model, self.data["valid"], s))
+                dict(parameters=size(s, entangled), **judged(model, self.data["valid"], s))
                 for s in self.cloud
             ]
+            test = [judged(model, self.data["test"], s)["accuracy"] for s in self.cloud[:12]]
             return dict(
                 parameters=sum(p.numel() for p in model.parameters()),
                 valid=round(sum(row["accuracy"] for row in cloud) / len(cloud), 4),
+                test=round(sum(test) / len(test), 4),  # of twelve
                 seconds=history[-1]["seconds"],
                 cloud=cloud,
                 history=history,
@@ -212,6 +232,13 @@ class Supernets(Bench):
                 weights = {key: x.half() for key, x in load_file(first).items()}
                 save_file(weights, self.path.with_name("autoformer_digits.safetensors"))
         self.run("uniform", self.seeds[0], self.best_rate("uniform"), times=4)
+
+    def scenes(self):
+        for kind in ("uniform", "classical"):
+            rate = self.best_rate(kind)
+            for seed in self.seeds:
+                self.run(kind, seed, rate)
+            self.run(kind, self.seeds[0], rate, times=4)
 
     def stored(self, kind, times=1):
         """The trained supernets of a kind, by their files: pairs of settings and model."""
@@ -390,7 +417,7 @@ def longer(folder, tiny, data="digits"):
 
 def main():
     parser = experiment_parser(__doc__)
-    parser.add_argument("part", choices=("supernets", "ranking", "repeats", "search"))
+    parser.add_argument("part", choices=("supernets", "ranking", "repeats", "scenes", "search"))
     arguments = parser.parse_args()
     (arguments.out / "checkpoints").mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"autoformer_{arguments.part}.json"

@@ -2,8 +2,9 @@
 
 - A training step of the supernet of AutoFormer-T with a random subnet, of the same subnet
   extracted, and of the largest subnet.
-- A forward pass of the released AutoFormer-T, sliced from its supernet and extracted, beside
-  a ViT of the same width, depth and heads, which has no relative positions.
+- A forward pass of the released AutoFormer-T, sliced from its supernet, extracted, and
+  extracted with its relative positions left out, beside a ViT of the same width, depth and
+  heads, which has none.
 - The attention of AutoFormer-S with relative positions by rows and columns, and with the
   authors' table of all pairs of tokens.
 
@@ -14,9 +15,11 @@ FOLDER/autoformer_speed_DEVICE.json; with --tiny its numbers mean nothing.
 
 import statistics
 import time
+from functools import partial
 
 import torch
 
+from attnlib.attention import attention
 from attnlib.autoformer import SPACES, Attention, Subnet, SuperTransformer, extract, sample
 from attnlib.multihead import merge_heads
 from attnlib.vit import VisionTransformer
@@ -48,16 +51,25 @@ def step_calls(tiny, device):
     }
 
 
+def bare(attn, x, _=None):
+    """The attention without relative positions."""
+    return attn.proj(merge_heads(attention(*attn.project(x, attn.num_heads))))
+
+
 def forward_calls(tiny, device):
     model = supernet(tiny).to(device).eval()
     subnet = Subnet(192, (3,) * 12, (4,) * 12)
     fixed, size = extract(model, subnet).eval(), model.patch_embed.img_size
+    without = extract(model, subnet).eval()
+    for block in without.blocks:
+        block.attn.forward = partial(bare, block.attn)
     shape = dict(embed_dim=192, depth=12, num_heads=3, global_pool="avg")
     vit = VisionTransformer(size, 16, **shape).to(device).eval()
     images = torch.randn(1 if tiny else 4, 3, *size, device=device)
     return {
         "sliced": lambda: model(images, subnet),
         "extracted": lambda: fixed(images),
+        "extracted, no relative positions": lambda: without(images),
         "ViT": lambda: vit(images),
     }
 

@@ -88,7 +88,7 @@ def tiny(tmp_path_factory):
     """The folder in which all parts have left their tiny records."""
     folder = tmp_path_factory.mktemp("autoformer")
     with pytest.MonkeyPatch.context() as patch:
-        for part in ("supernets", "ranking", "repeats", "search"):
+        for part in ("supernets", "ranking", "repeats", "scenes", "search"):
             patch.setattr(sys, "argv", ["x", part, "--tiny", "--out", str(folder)])
             autoformer.main()
     return folder
@@ -106,6 +106,15 @@ def test_supernets_are_recorded(tiny):
         assert {"mean", "smallest", "largest", "seconds"} <= set(run["history"][-1])
     assert max(run["steps"] for run in runs) == 4 * min(run["steps"] for run in runs)
     load_pretrained(small_supernet(), tiny / "autoformer_digits.safetensors")
+
+
+def test_supernets_of_scenes_are_recorded(tiny):
+    runs = record(tiny, "scenes")["runs"]
+    assert {run["kind"] for run in runs} == {"uniform", "classical"}
+    for run in runs:  # a larger image, three channels and 24 classes make larger networks
+        assert min(row["parameters"] for row in run["cloud"]) > 4000 and 0 <= run["test"] <= 1
+    images, labels = autoformer.scene_parts(tiny=True)["test"]
+    assert images.shape == (10, 3, 32, 32) and labels.max() < 24
 
 
 def test_ranking_is_recorded(tiny):

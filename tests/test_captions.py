@@ -3,10 +3,12 @@
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import ndimage
 from torch import nn
 
 from attnlib import data
@@ -17,6 +19,7 @@ from attnlib.data import (
     EOS,
     KINDS,
     PAD,
+    PLURALS,
     caption_scenes,
     context_scenes,
     decode_captions,
@@ -77,15 +80,16 @@ def test_captions_say_what_is_there(count, split, size, seed):
         axis = int(step.abs().argmax())
         assert step[axis] > 0 and step[axis] > 1.5 * step[1 - axis].abs()
         first, second = (
-            f"a {colors[c]} {kinds[k]}" for c, k in zip(found["color"][i], found["kind"][i])
+            f"a {colors[c]} {kinds[k]}" if n == 1 else f"two {colors[c]} {PLURALS[k]}"
+            for c, k, n in zip(*(found[key][i] for key in ("color", "kind", "number")))
         )
         assert caption == f"{first} {('left of', 'above')[axis]} {second}"
         words = [CAPTION_WORDS[t] for t in found["caption"][i]]
         for word, which in zip(words, found["named"][i].tolist()):
-            assert (which >= 0) == (word in colors + kinds)
+            assert (which >= 0) == (word in colors + kinds or word in PLURALS)
             if which >= 0:
-                own = colors[found["color"][i, which]], kinds[found["kind"][i, which]]
-                assert word in own
+                color, kind = (found[key][i, which] for key in ("color", "kind"))
+                assert word in (colors[color], kinds[kind], PLURALS[kind])
     again = caption_scenes(count, split, size, seed=seed)
     assert all(torch.equal(found[key], again[key]) for key in found)
 
@@ -97,6 +101,14 @@ def test_the_shape_of_an_object_has_its_color():
         mask = found["mask"][:, k, None]
         mean = (found["image"] * mask).sum((2, 3)) / mask.sum((2, 3))
         assert (torch.cdist(mean, shades).argmin(1) == found["color"][:, k]).all()
+
+
+def test_the_number_is_that_of_the_parts():
+    found = caption_scenes(60, size=64, seed=2)
+    for mask, number in zip(found["mask"].flatten(0, 1), found["number"].flatten()):
+        assert ndimage.label(mask.numpy(), np.ones((3, 3)))[1] == number
+    assert set(found["number"].flatten().tolist()) == {1, 2}
+    assert (context_scenes(20)["number"] == 1).all()
 
 
 def test_parts_are_apart():
@@ -344,7 +356,7 @@ def test_attention_can_be_changed(scenes):
 def test_loss_is_the_formula(scenes):
     torch.manual_seed(0)
     targets = scenes[1][:, 1:]
-    logits, alpha = torch.randn(6, 9, 18).double(), torch.randn(6, 9, 4).double().softmax(-1)
+    logits, alpha = torch.randn(6, 9, 23).double(), torch.randn(6, 9, 4).double().softmax(-1)
     wanted = 0.0
     for b in range(6):
         coverage = torch.zeros(4).double()
@@ -362,7 +374,7 @@ def test_loss_is_the_formula(scenes):
 def test_reinforce_is_the_formula(scenes):
     torch.manual_seed(0)
     targets = scenes[1][:, 1:]
-    logits = torch.randn(6, 9, 18).double()
+    logits = torch.randn(6, 9, 23).double()
     log_prob, entropy = (-torch.rand(6, 9).double()).requires_grad_(), torch.rand(6, 9).double()
     baseline = -torch.rand(12).double()
     before, wanted = baseline.clone(), 0.0
@@ -441,7 +453,7 @@ def test_bad_sizes(call, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda t: t + 30, r"tokens has numbers from 30 to \d+; they must be from 0 to 17"),
+        (lambda t: t + 30, r"tokens has numbers from 30 to \d+; they must be from 0 to 22"),
         (lambda t: t - 1, "tokens has numbers from -1"),
         (lambda t: t[:, :0], r"tokens of shape \(6, 0\) must be \(6, T\)"),
         (lambda t: t[:4], r"tokens of shape \(4, 10\) must be \(6, T\): a row for each image"),
@@ -462,4 +474,4 @@ def test_decoding_refuses_what_is_too_long(scenes):
 def test_the_scenes_use_numbers_that_do_not_depend_on_size():
     a, b = (caption_scenes(5, "test", size, seed=3) for size in (32, 64))
     assert torch.equal(a["caption"], b["caption"]) and torch.equal(a["kind"], b["kind"])
-    assert len(data.CAPTION_WORDS) == 18
+    assert len(data.CAPTION_WORDS) == 23
