@@ -380,8 +380,8 @@ def residual_block(block, x):
     *first, last = [(module, getattr(block, name.replace("conv", "bn")))
                     for name, module in block.named_children() if name.startswith("conv")]
     for conv, norm in first:
-        x = frozen_conv(conv, norm, x).relu()
-    return (shortcut + frozen_conv(*last, x)).relu()
+        x = frozen_conv(conv, norm, x).relu_()
+    return frozen_conv(*last, x).add_(shortcut).relu_()
 
 # %% ../nbs/42_detr.ipynb #resnet
 class ResNet(nn.Module):
@@ -414,7 +414,7 @@ class ResNet(nn.Module):
     def forward(self, x):
         """Images (B, 3, H, W) to four maps, the last (B, 2048, H / 32, W / 32)."""
         x = x.contiguous(memory_format=torch.channels_last)  # which convolutions prefer
-        x, maps = self.maxpool(frozen_conv(self.conv1, self.bn1, x).relu()), []
+        x, maps = self.maxpool(frozen_conv(self.conv1, self.bn1, x).relu_()), []
         for layer in self.layer1, self.layer2, self.layer3, self.layer4:
             for block in layer:
                 x = residual_block(block, x)
