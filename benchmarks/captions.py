@@ -320,7 +320,7 @@ class Compared(Bench):
             if name == "soft" and self.checkpoint(best[name]).exists():
                 kept = self.path.with_suffix(".safetensors")
                 shutil.copyfile(self.checkpoint(best[name]), kept)
-        for name in ("half", "hard"):
+        for name in ("soft", "half", "hard"):
             self.run(name, SEEDS[0], best[name], times=4)
 
 
