@@ -488,6 +488,30 @@ class Flickr(Bench):
         self.once(dict(data="flickr8k", steps=steps), make)
 
 
+def longer(folder, tiny):
+    """For a GPU (see `benchmarks.runs`): networks four times as wide, pictures twice as wide."""
+    size, steps, counts = (16, 2, (24, 8)) if tiny else (64, 8000, (16_000, 1000))
+    train, test = (
+        caption_scenes(count, split, size) for count, split in zip(counts, ("train", "test"))
+    )
+    runs = []
+    for name in ("soft", "hard"):
+        torch.manual_seed(0)
+        model = Captioner(
+            len(CAPTION_WORDS),
+            PlaceEncoder(64 if tiny else 256, size),
+            attention=CONTESTANTS[name][0],
+            hidden_dim=16 if tiny else 384,
+        )
+        history = trained(
+            *(model, pixels(train["image"]), train["caption"]),
+            **dict(steps=steps, lr=1e-3, seed=0),
+            checkpoint=folder / f"captions-{name}.json",
+        )
+        runs.append(dict(contestant=name, history=history, test=scores(model, test)))
+    return dict(size=size, runs=runs)
+
+
 PARTS = {"compare": Compared, "bias": Biased, "flickr": Flickr}
 
 

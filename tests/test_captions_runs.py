@@ -79,6 +79,12 @@ def test_the_pipeline_reads_clear_scenes():
     assert captions.by_parts(train)(torch.zeros(1, 3, 32, 32)) == ["a"]
 
 
+def test_the_run_for_a_gpu(tmp_path):
+    found = captions.longer(tmp_path, tiny=True)
+    assert [run["contestant"] for run in found["runs"]] == ["soft", "hard"]
+    assert all(0 <= run["test"]["exact"] <= 1 and run["history"] for run in found["runs"])
+
+
 def test_a_balanced_set_is_balanced():
     scenes = context_scenes(500, 0.9, seed=1)
     found = captions.balanced(scenes, 0)
