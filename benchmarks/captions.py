@@ -489,7 +489,7 @@ class Flickr(Bench):
 
 
 def longer(folder, tiny):
-    """For a GPU (see `benchmarks.runs`): networks four times as wide, pictures twice as wide."""
+    """For a GPU (see `benchmarks.runs`): wider networks and larger pictures."""
     size, steps, counts = (16, 2, (24, 8)) if tiny else (64, 8000, (16_000, 1000))
     train, test = (
         caption_scenes(count, split, size) for count, split in zip(counts, ("train", "test"))
