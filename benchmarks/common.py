@@ -141,7 +141,7 @@ def compared(times, name, ours=OURS):
 
 
 def measured(calls, repeats, device, ours=OURS, graphs=True):
-    """{name: its row}: the time on the wall, and on a GPU under "kernel" that of the kernels."""
+    """{name: its row}: time on the wall, and on a GPU under "kernel" that of the kernels."""
     times = take_turns(calls, repeats, device)
     rows = {name: compared(times, name, ours) for name in calls}
     if device == "cuda":

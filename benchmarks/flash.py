@@ -417,9 +417,7 @@ def main():
     common.own_stream(arguments.device)
     name = "tiles" if arguments.tune is not None else arguments.name
     path = arguments.out and arguments.out / f"{name}_{arguments.device}.json"
-    bench = common.Rows(
-        path, arguments.device, arguments.minutes, triton=triton.__version__
-    )
+    bench = common.Rows(path, arguments.device, arguments.minutes, triton=triton.__version__)
     if arguments.tune is not None:
         kernels = arguments.tune or list(flash.TILES)
         bench.work(lambda: tune_all(kernels, bench, arguments))
