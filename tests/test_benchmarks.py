@@ -578,6 +578,34 @@ def test_a_kernel_is_tuned_by_its_launch_alone(flash, tmp_path, monkeypatch):
     torch.testing.assert_close(out, flash.reference(case).detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_overhead(monkeypatch, tmp_path):
+    """Calls in which no kernel starts, and behind them the launchers stand again."""
+    pytest.importorskip("triton")
+    from attnlib import flash, windows
+    from benchmarks import overhead
+
+    before, threads, seen = (flash.launch, windows.launch), torch.get_num_threads(), []
+    measure = overhead.measure
+
+    def noted(*arguments):
+        seen.extend([flash.launch is before[0], windows.launch is before[1]])
+        return measure(*arguments)
+
+    monkeypatch.setattr(overhead, "measure", noted)
+    command_line(monkeypatch, "--repeats", "5", "--out", str(tmp_path))
+    overhead.main()
+    torch.set_num_threads(threads)
+    assert seen == [False, False] and (flash.launch, windows.launch) == before
+    rows = json.loads((tmp_path / "overhead_cpu.json").read_text())["rows"]
+    assert {row["name"] for row in rows} == set(overhead.calls())
+    for row in rows:
+        low, high = row["us_quartiles"]
+        assert 0 < low <= row["us"] <= high and row["rounds"] == 5
+    with pytest.raises(ZeroDivisionError):
+        overhead.without_launches(lambda: 1 / 0)
+    assert (flash.launch, windows.launch) == before
+
+
 @pytest.mark.parametrize(
     "name, libraries",
     [
