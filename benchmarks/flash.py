@@ -424,7 +424,7 @@ def main():
         return
     shapes = {n: SHAPES[n] for n in arguments.tokens}
     if arguments.tiny:
-        shapes, arguments.widths = {20: (1, 1)}, [16]
+        shapes, arguments.widths = {12: (1, 1)}, [16]
 
     def go():
         cases = (arguments.dtypes, shapes, arguments.widths, arguments.kinds, PASSES)
