@@ -1,19 +1,30 @@
 """What the benchmarks share: where they ran, turns, medians with quartiles, and the record."""
 
 import argparse
+import hashlib
 import json
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
 
 from attnlib import recipes, train
-from attnlib.train import write_record
+from attnlib.train import machine, write_record
 from tools import torchvision_ops  # noqa: F401  before any peer that imports torchvision
 
 OURS, OPTIMIZED = "attnlib", "attnlib, optimized"  # names in every record
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def version(*folders):
+    """A fingerprint of the code of some folders, which also a copy without git has."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in (ROOT / folder).glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def synchronize(device):
@@ -21,46 +32,123 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
-def take_turns(calls, repeats, device, seed=0, clock=time.perf_counter):
-    """Milliseconds of some functions, {name: [one for each round]}.
+def rounds(calls, repeats, timer, seed=0):
+    """What `timer` finds of some functions, {name: [one for each round]}.
 
     A round calls each of them once, in an order drawn anew: a busy machine slows all alike, and
-    none always runs behind the same other, whose data are still in the cache. With
-    ``clock=time.process_time`` the time in which other programs have the processor is left out.
+    none always runs behind the same other, whose data are still in the cache.
     """
     times, names, draw = {name: [] for name in calls}, list(calls), random.Random(seed)
     for _ in range(repeats):
         draw.shuffle(names)
         for name in names:
-            synchronize(device)
-            began = clock()
-            calls[name]()
-            synchronize(device)
-            times[name].append(1000 * (clock() - began))
+            times[name].append(timer(calls[name]))
     return times
+
+
+def take_turns(calls, repeats, device, seed=0, clock=time.perf_counter):
+    """Milliseconds of some functions, {name: [one for each round]}, by the clock on the wall.
+
+    With ``clock=time.process_time`` the time in which other programs have the processor is left
+    out.
+    """
+
+    def timer(call):
+        synchronize(device)
+        began = clock()
+        call()
+        synchronize(device)
+        return 1000 * (clock() - began)
+
+    return rounds(calls, repeats, timer, seed)
+
+
+def own_stream(device):
+    """Make a stream of its own the present one: nothing can be captured on the default one."""
+    if device == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+
+def captured(call, times):
+    """A CUDA graph of some calls in a row, as a function; None if it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for _ in range(times):
+                call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return graph.replay
+
+
+def kernel_turns(calls, repeats, graphs=True, times=3, seed=0):
+    """Milliseconds on the GPU itself: {name: [one for each round]}, and the names with graphs.
+
+    Events stand around a graph of some calls in a row, in which Python and the launches take no
+    part, or around as many calls where there is no graph. All have been called before.
+    """
+    found = {name: captured(call, times) if graphs else None for name, call in calls.items()}
+
+    def timer(name):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        if found[name]:
+            found[name]()
+        else:
+            for _ in range(times):
+                calls[name]()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / times
+
+    for replay in filter(None, found.values()):
+        replay()  # the first uploads the graph
+    turns = rounds({name: name for name in calls}, repeats, timer, seed)
+    return turns, {name for name in found if found[name]}
+
+
+def quartiles(numbers):
+    ordered, quarter = sorted(numbers), len(numbers) // 4
+    return ordered[quarter], ordered[-1 - quarter]
 
 
 def ratio(times, others):
     """The median and the quartiles of time / other time over the rounds, and their number."""
-    ratios = sorted(a / b for a, b in zip(times, others, strict=True))
-    quarter = len(ratios) // 4
+    ratios = [a / b for a, b in zip(times, others, strict=True)]
     return {
         "ratio": round(statistics.median(ratios), 3),
-        "quartiles": [round(ratios[quarter], 3), round(ratios[-1 - quarter], 3)],
+        "quartiles": [round(x, 3) for x in quartiles(ratios)],
         "rounds": len(ratios),
     }
 
 
-def compared(times, name):
-    """What a row records of a contestant: its median, and the ratios ours / its.
+def compared(times, name, ours=OURS):
+    """What a row records of a contestant: its times, and the ratios ours / its.
 
     `ratio` and `quartiles` are those of the plain model; those of the optimized one, where it
     has taken part under the name "attnlib, optimized", stand under "optimized".
     """
-    row = {"ms": round(statistics.median(times[name]), 2), **ratio(times[OURS], times[name])}
+    row = {
+        "ms": round(statistics.median(times[name]), 4),
+        "ms_quartiles": [round(x, 4) for x in quartiles(times[name])],
+        **ratio(times[ours], times[name]),
+    }
     if OPTIMIZED in times:
         row["optimized"] = ratio(times[OPTIMIZED], times[name])
     return row
+
+
+def measured(calls, repeats, device, ours=OURS, graphs=True):
+    """{name: its row}: time on the wall, and on a GPU under "kernel" that of the kernels."""
+    times = take_turns(calls, repeats, device)
+    rows = {name: compared(times, name, ours) for name in calls}
+    if device == "cuda":
+        times, graphed = kernel_turns(calls, repeats, graphs)
+        for name, row in rows.items():
+            row["kernel"] = compared(times, name, ours) | {"graph": name in graphed}
+    return rows
 
 
 def peak_memory(call, device):
@@ -77,6 +165,72 @@ def write(folder, name, device, record):
     path = folder / f"{name}_{device}.json"
     write_record(path, record, device)
     print(f"recorded in {path}")
+
+
+UNFINISHED = 75  # the exit status of a command that ran out of time, and can be given again
+
+
+class Rows:
+    """The rows of a record of timings, written as they come: what is there is not made again.
+
+    Parameters
+    ----------
+    path : Path or None
+        The record. Rows of other code, another device or PyTorch are dropped; None records
+        nothing.
+    device : str
+    minutes : float
+        After so many no further row is begun.
+    **record
+        What else the record holds.
+    """
+
+    def __init__(self, path, device, minutes=1000.0, **record):
+        self.path, self.device, self.end = path, device, time.monotonic() + 60 * minutes
+        self.record = {**record, "code": version("attnlib", "benchmarks"), "rows": []}
+        if path and path.exists():
+            old, now = json.loads(path.read_text()), machine(device) | self.record
+            if all(old.get(key) == now[key] for key in ("code", "device", "torch")):
+                self.record["rows"] = old["rows"]
+
+    def once(self, setting, make):
+        """The rows of a setting: those of the record, or `make`'s, each with the setting."""
+        rows = self.record["rows"]
+        found = [row for row in rows if setting.items() <= row.items()]
+        if found:
+            return found
+        if time.monotonic() > self.end:
+            raise TimeoutError
+        found = [{**setting, **row} for row in make()]
+        rows += found
+        if self.path:
+            write_record(self.path, self.record, self.device)
+        return found
+
+    def work(self, go):
+        """Call `go`, which asks for rows; if the time is up, end with the status UNFINISHED."""
+        try:
+            go()
+        except TimeoutError:
+            print(f"{len(self.record['rows'])} rows so far; give the command again to go on")
+            sys.exit(UNFINISHED)
+        if self.path:
+            write_record(self.path, self.record, self.device)
+            print(f"recorded in {self.path}")
+
+
+def timing_parser(description, repeats):
+    """The options that all timings have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=here, choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, help="folder for the record")
+    parser.add_argument("--repeats", type=int, default=repeats, help="rounds of a measurement")
+    parser.add_argument("--minutes", type=float, default=1000.0, help="stop after so many")
+    parser.add_argument("--tiny", action="store_true", help="to see that all runs")
+    return parser
 
 
 # --- experiments ------------------------------------------------------------------------------

@@ -1,35 +1,51 @@
 """Time the tiled kernels beside PyTorch's: `python -m benchmarks.flash --out FOLDER`.
 
-Compared are the equation ("reference"), each backend of PyTorch that takes the inputs, and ours
-("triton"); they take turns, so that a busy machine slows all alike. Before anything is timed
-the outputs and gradients of the first and the last head are compared with the reference in
-float64. Recorded are medians, ratios of our time to theirs with quartiles, errors, peak memory
-(of forward and backward together, where the backward pass is timed), and operations per second:
-two products forward, five backward, half of that if causal.
+Compared are the equation ("reference"), each backend of PyTorch that takes the inputs,
+FlexAttention ("flex"), compiled on a GPU, and ours ("triton"); they take turns. The kinds are
+plain, causal, with a bias, and a sliding window, which ours and PyTorch's backends get as a
+mask. Before anything is timed the outputs and all gradients, of the bias as well, of the first
+and the last head are compared with the reference in float64.
 
-`--tune KERNEL ...` times other tiles than the table's instead and prints the fastest.
+Recorded are medians and quartiles of the times and of the ratios of our time to theirs, errors,
+peak memory (of forward and backward together, where the backward pass is timed), and operations
+per second: two products forward, five backward, of what is seen. On a GPU each contestant has
+the time on the wall and, under "kernel", that of a CUDA graph, without Python and launches. The
+rows are written as they come; with --minutes the command ends after so many, and goes on when
+it is given again.
+
+`--tune [KERNEL ...]` times other tiles than the table's instead, each launch alone, in every
+kind, and prints the fastest; `--workers N` has as many processes compile ahead.
 """
 
-import argparse
+import contextlib
+import functools
 import itertools
+import multiprocessing
 import statistics
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnlib import flash
-from attnlib.attention import attention, attention_backend, causal_mask
+from attnlib.attention import attention, attention_backend
 from attnlib.flash import flash_attention, triton
 from benchmarks import common
 
-# tokens: (B, h)
-SHAPES = {
+SHAPES = {  # tokens: (B, h)
     1024: (16, 16),
     2048: (8, 16),
     4096: (4, 16),
     8192: (2, 16),
     16384: (1, 16),
+}
+KINDS = {  # what a case has beside q, k, v
+    "plain": {},
+    "causal": dict(causal=True),
+    "bias": dict(bias=True),
+    "sliding": dict(causal=True, window=1024),
 }
 PYTORCH = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -37,116 +53,196 @@ PYTORCH = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# rows, columns, warps, stages
-CANDIDATES = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
+ALLOWED = 0.05  # error, relative to the largest entry; in bfloat16
 
 
-def reference(q, k, v, bias, causal):
-    mask = causal_mask(q.shape[-2], device=q.device) if causal else None
+@dataclass(eq=False, repr=False)
+class Case:
+    """The inputs of one case, and the gradient of its output."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grad: torch.Tensor
+    bias: torch.Tensor | None = None
+    causal: bool = False
+    window: int | None = None  # keys that a query sees at most, itself included
+
+    @property
+    def leaves(self):
+        return [x for x in (self.q, self.k, self.v, self.bias) if x is not None]
+
+    @property
+    def tokens(self):
+        return self.q.shape[-2]
+
+    def rule(self):
+        """Whether query i sees key j, as FlexAttention asks."""
+        window = self.window or self.tokens
+
+        def sees(b, h, i, j):
+            return (i >= j) & (i - j < window)
+
+        return sees
+
+    @functools.cached_property
+    def seen(self):
+        """The rule as a matrix, or None where all is seen."""
+        at = torch.arange(self.tokens, device=self.q.device)
+        return self.rule()(0, 0, at[:, None], at) if self.causal else None
+
+    @functools.cached_property
+    def blocks(self):
+        """The rule as FlexAttention reads it: which blocks it can skip."""
+        n, device = self.tokens, self.q.device
+        return create_block_mask(self.rule(), None, None, n, n, device) if self.causal else None
+
+    @functools.cached_property
+    def added(self):
+        """The rule as PyTorch's backends add it to the logits, with the bias."""
+        if self.bias is None or self.seen is None:
+            return self.seen if self.bias is None else self.bias
+        return self.bias.masked_fill(~self.seen, -torch.inf)
+
+    def pairs(self):
+        """How many pairs of query and key there are."""
+        width = min(self.window or self.tokens, self.tokens)
+        below = self.tokens * width - width * (width - 1) // 2
+        return below if self.causal else self.tokens**2
+
+    def head(self, h):
+        """One head of the case, of the whole batch, in float64."""
+        one = {
+            name: x[:, h : h + 1].detach().double().requires_grad_(name != "grad")
+            for name in ("q", "k", "v", "grad", "bias")
+            if (x := getattr(self, name)) is not None
+        }
+        return replace(self, **one)
+
+
+def make(shape, dtype, device, kind, needs=True):
+    """Random inputs (B, h, N, d) of a kind."""
+    options = dict(device=device, dtype=dtype)
+    q, k, v = (torch.randn(shape, **options, requires_grad=needs) for _ in range(3))
+    kind = dict(KINDS[kind])
+    if kind.pop("bias", False):
+        bias = torch.randn(1, shape[1], shape[2], shape[2], **options, requires_grad=needs)
+        kind["bias"] = bias
+    if "window" in kind:
+        kind["window"] = min(kind["window"], max(1, shape[2] // 4))
+    return Case(q, k, v, torch.randn(shape, **options), **kind)
+
+
+# --- contestants ------------------------------------------------------------------------------
+
+
+def reference(case):
     with attention_backend("reference"):
-        return attention(q, k, v, mask=mask, bias=bias)
+        return attention(case.q, case.k, case.v, mask=case.seen, bias=case.bias)
 
 
 def pytorch(backend):
-    def call(q, k, v, bias, causal):
-        if bias is not None and causal:
-            bias, causal = (
-                bias.masked_fill(~causal_mask(q.shape[-2], device=q.device), -torch.inf),
-                False,
-            )
+    def call(case):
+        told = case.bias is None and case.window is None  # by a flag, with nothing to add
+        options = dict(is_causal=case.causal) if told else dict(attn_mask=case.added)
         with sdpa_kernel(backend):
             return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, is_causal=causal
+                case.q, case.k, case.v, **options
             )
 
     return call
 
 
-def ours(q, k, v, bias, causal):
-    return flash_attention(q, k, v, bias=bias, causal=causal)
+def ours(case):
+    options = dict(causal=case.causal) if case.window is None else dict(mask=case.seen)
+    return flash_attention(case.q, case.k, case.v, bias=case.bias, **options)
 
 
-def forward(function, inputs, bias, causal, grad):
+@functools.cache
+def compiled_flex():
+    """Compiled for each shape; never the plain version, which writes all the logits down."""
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def flex(case):
+    """FlexAttention: the bias as a change of the score, what is seen as a mask of blocks."""
+    bias = case.bias
+
+    def add(score, b, h, i, j):
+        return score + bias[0, h, i, j]
+
+    call = compiled_flex() if case.q.is_cuda else flex_attention
+    options = {} if bias is None else dict(score_mod=add)
+    return call(case.q, case.k, case.v, block_mask=case.blocks, **options)
+
+
+def contestants(device):
+    some = PYTORCH if device == "cuda" else ("flash", "math")
+    return {
+        "triton": ours,
+        **{name: pytorch(PYTORCH[name]) for name in some},
+        "flex": flex,
+        "reference": reference,
+    }
+
+
+# --- passes -----------------------------------------------------------------------------------
+
+
+def forward(function, case):
     with torch.no_grad():
-        return function(*inputs, bias, causal)
+        return [function(case)]
 
 
-def training(function, inputs, bias, causal, grad):
-    """Forward and backward."""
-    return gradients(function(*inputs, bias, causal), inputs, bias, grad)
+def gradients(out, case, **options):
+    return torch.autograd.grad(out, case.leaves, case.grad, **options)
 
 
-def gradients(out, inputs, bias, grad, **options):
-    return torch.autograd.grad(
-        out, [*inputs, *([bias] if bias is not None else [])], grad, **options
-    )
+def training(function, case):
+    """Forward and backward: the gradients of q, k, v, and of the bias."""
+    return gradients(function(case), case)
 
 
-def timed(function, step, inputs, bias, causal, grad):
+PASSES = {"forward": forward, "backward": training}
+
+
+def timed(function, step, case):
     """What is timed: the forward pass, or the backward pass through a graph that stands."""
     if step is forward:
-        return lambda: forward(function, inputs, bias, causal, grad)
-    out = function(*inputs, bias, causal)
-    return lambda: gradients(out, inputs, bias, grad, retain_graph=True)
+        return lambda: forward(function, case)
+    out = function(case)
+    return lambda: gradients(out, case, retain_graph=True)
 
 
 def error(found, exact):
     """The largest difference, relative to the largest entry, over some tensors."""
     return max(
-        ((a.float() - b.float()).abs().max() / b.float().abs().max()).item()
-        for a, b in zip(found, exact)
+        ((a.double() - b).abs().max() / b.abs().max()).item()
+        for a, b in zip(found, exact, strict=True)
     )
 
 
-def memory(call, device):
-    """MiB that a call takes beyond what is there before it."""
-    return round(common.peak_memory(call, device))
+def exact_results(step, case):
+    """Output or gradients of the equation for the first and the last head: {head: tensors}."""
+    return {h: step(reference, case.head(h)) for h in {0, case.q.shape[1] - 1}}
 
 
-def exact_result(step, inputs, bias, causal, grad):
-    """Output or gradients of the equation, head by head, in float64, on rounded inputs."""
-    results = []
-    # the first and the last head
-    for b, h in {
-        (0, 0),
-        tuple(size - 1 for size in inputs[0].shape[:2]),
-    }:
-        own = [
-            x[b : b + 1, h : h + 1].detach().double().requires_grad_() for x in (*inputs, grad)
-        ]
-        with_bias = (
-            None if bias is None else bias[:, h : h + 1].detach().double().requires_grad_()
-        )
-        made = step(reference, own[:3], with_bias, causal, own[3].detach())
-        results.append(((b, h), made[:3] if step is training else [made]))
-    return results
+def compare(function, step, case, exact):
+    """The error of a contestant: of its output, or of every gradient."""
+    found = step(function, case)
+    return max(error([x[:, h : h + 1] for x in found], wanted) for h, wanted in exact.items())
 
 
-def compare(function, step, inputs, bias, causal, grad, exact):
-    made = step(function, inputs, bias, causal, grad)
-    made = made[:3] if step is training else [made]
-    return max(
-        error([x[b : b + 1, h : h + 1] for x in made], wanted) for (b, h), wanted in exact
-    )
-
-
-def measure(functions, step, inputs, bias, causal, grad, device, repeats):
+def measure(functions, step, case, device, repeats):
     """{backend: times, error, memory} for those that take these inputs; why others do not."""
-    exact, taken, left_out, backends = (
-        exact_result(step, inputs, bias, causal, grad),
-        {},
-        {},
-        {},
-    )
+    exact, taken, left_out, backends = exact_results(step, case), {}, {}, {}
     for name, function in functions.items():
         try:
-            backends[name] = {
-                "error": compare(function, step, inputs, bias, causal, grad, exact)
-            }
-            backends[name]["MiB"] = memory(
-                lambda: step(function, inputs, bias, causal, grad), device
+            backends[name] = {"error": compare(function, step, case, exact)}
+            backends[name]["MiB"] = round(
+                common.peak_memory(lambda: step(function, case), device)
             )
-            taken[name] = timed(function, step, inputs, bias, causal, grad)
+            taken[name] = timed(function, step, case)
         except RuntimeError as problem:  # not for these inputs, or no memory left
             left_out[name] = str(problem).splitlines()[0][:100]
     for name in list(taken):  # a last warm-up, now that the graphs of all stand
@@ -156,153 +252,189 @@ def measure(functions, step, inputs, bias, causal, grad, device, repeats):
             left_out[name] = str(problem).splitlines()[0][:100]
     for name in left_out:
         backends.pop(name, None), taken.pop(name, None)
-    times = common.take_turns(taken, repeats, device)
-    for name, own in backends.items():
-        own.update(
-            ms=round(statistics.median(times[name]), 4),
-            **common.ratio(times["triton"], times[name]),
-        )
-    return backends, left_out
+    for name, times in common.measured(taken, repeats, device, ours="triton").items():
+        backends[name] |= times
+        ms = times.get("kernel", times)["ms"]
+        products = 2 * (2 if step is forward else 5) * case.q[..., 0, :].numel() * case.pairs()
+        backends[name]["Tflop/s"] = round(products / ms / 1e9, 1)
+    return {"backends": backends, "left_out": left_out}
 
 
-def make(shape, dtype, device, with_bias, needs):
-    q, k, v = (
-        torch.randn(shape, device=device, dtype=dtype, requires_grad=needs) for _ in range(3)
+def row_of(setting, lead, dtype, device, repeats):
+    """One row: a case, its contestants and a line about them."""
+    torch.compiler.reset()  # or the compiler gives up after a number of shapes
+    step, n = PASSES[setting["pass"]], setting["tokens"]
+    shape = (*lead, n, setting["width"])
+    case = make(shape, dtype, device, setting["kind"], step is training)
+    row = measure(contestants(device), step, case, device, repeats)
+    said = "".join(
+        f"{name:>10} {own.get('kernel', own)['ms']:8.3f} ms "
+        f"({own.get('kernel', own)['ratio']:.2f})"
+        for name, own in row["backends"].items()
     )
-    bias = (
-        torch.randn(1, *shape[1:3], shape[2], device=device, dtype=dtype, requires_grad=needs)
-        if with_bias
-        else None
-    )
-    return [q, k, v], bias, torch.randn(shape, device=device, dtype=dtype)
+    print(*(f"{x!s:>9}" for x in setting.values()), said, flush=True)
+    for name, own in row["backends"].items():
+        assert own["error"] < ALLOWED, f"{name} is off by {own['error']:.3f}"
+    return [{"batch": lead[0], "heads": lead[1], "allowed": ALLOWED, **row}]
 
 
-def tune(kernel, shape, dtype, causal, repeats):
-    """Print the five fastest tiles of a kernel, among those that compile."""
-    key, found = (torch.empty(0, dtype=dtype).element_size(), max(64, shape[-1])), {}
-    inputs, bias, grad = make(shape, dtype, "cuda", kernel == "bias", True)
-    step, before = forward if kernel == "forward" else training, flash.TILES[kernel][key]
-    for tile in CANDIDATES:
-        flash.TILES[kernel][key] = tile
+# --- tiles ------------------------------------------------------------------------------------
+
+TILE = "BLOCK_M", "BLOCK_N", "num_warps", "num_stages"
+CANDIDATES = list(itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3)))
+TUNED = {  # kernel: in which kinds it is tuned
+    **dict.fromkeys(("forward", "query", "key"), tuple(KINDS)),
+    "bias": ("bias",),
+}
+
+
+@contextlib.contextmanager
+def cut(kernel, tile):
+    """Within it a kernel is cut and started by this tile: rows, columns, warps, stages."""
+    before = flash.tiling
+
+    def tiling(name, *arguments, **options):
+        found = before(name, *arguments, **options)
+        return found | dict(zip(TILE, tile)) if name == kernel and tile else found
+
+    flash.tiling = tiling
+    try:
+        yield
+    finally:
+        flash.tiling = before
+
+
+def launch_of(kernel, case, tile=None):
+    """A kernel's launch in a case, as a function, and the tile with which it was started.
+
+    Without `tile` that is the table's.
+    """
+    found, launch = [], flash.launch
+
+    def noted(function, *arguments, **options):
+        if kernel in function.fn.__name__:
+            found.append((functools.partial(launch, function, *arguments, **options), options))
+        launch(function, *arguments, **options)
+
+    flash.launch = noted
+    try:
+        with cut(kernel, tile):
+            training(ours, case)
+    finally:
+        flash.launch = launch
+    ((call, options),) = found
+    return call, tuple(options[name] for name in TILE)
+
+
+def compile_tile(kernel, kind, width, dtype, tile):
+    """What a process that compiles ahead does: the launch, at few tokens."""
+    with contextlib.suppress(Exception):  # the tile will be tried again, and the error told
+        launch_of(kernel, make((2, 16, 256, width), dtype, "cuda", kind), tile)
+
+
+def tune(kernel, case, candidates, repeats, device):
+    """The times of a kernel's tiles: those of the table and all candidates that compile.
+
+    Each is timed alone; the best three and the table's then take turns. Returns the table's
+    tile and {tile: milliseconds of each round}, the fastest first.
+    """
+
+    def turns(calls):
+        if device == "cuda":
+            return common.kernel_turns(calls, repeats, graphs=False, times=5)[0]
+        return common.take_turns(calls, repeats, device)
+
+    table, alone = launch_of(kernel, case)[1], {}
+    for tile in dict.fromkeys([table, *candidates]):
         try:
-            step(ours, inputs, bias, causal, grad)
-            times = common.take_turns(
-                {"": lambda: step(ours, inputs, bias, causal, grad)}, repeats, "cuda"
-            )[""]
-            found[tile] = statistics.median(times)
-        except Exception as problem:  # too much shared memory, say
-            print(f"  {tile}: {str(problem).splitlines()[0][:80]}")
-    flash.TILES[kernel][key] = before
-    for tile in sorted(found, key=found.get)[:5]:
-        print(
-            f"{kernel:8} {shape} causal {causal}: {tile} {found[tile]:.3f} ms "
-            f"(the table's {before}: "
-            f"{found.get(before, float('nan')):.3f})",
-            flush=True,
-        )
+            call, started = launch_of(kernel, case, tile)
+            assert device == "cpu" or started == tile, (started, tile)
+            alone[tile] = statistics.median(turns({tile: call})[tile])
+        except (RuntimeError, triton.runtime.errors.TritonError) as problem:
+            print(f"  {tile}: {str(problem).splitlines()[0][:80]}")  # shared memory, say
+    best = dict.fromkeys([*sorted(alone, key=alone.get)[:3], table])
+    times = turns({tile: launch_of(kernel, case, tile)[0] for tile in best})
+    return table, dict(sorted(times.items(), key=lambda item: statistics.median(item[1])))
+
+
+def tune_all(kernels, bench, arguments):
+    """Tune kernels in all kinds, and print what is found."""
+    shape, candidates = (*SHAPES[4096], 4096), CANDIDATES
+    if arguments.tiny:
+        shape, candidates = (1, 1, 20), [(16, 16, 4, 1)]
+    work = [
+        (kernel, kind, width, getattr(torch, dtype))
+        for kernel in kernels
+        for dtype in arguments.dtypes
+        for width in ((16,) if arguments.tiny else (64, 128))
+        for kind in TUNED[kernel]
+    ]
+    spawn = dict(mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(arguments.workers, **spawn) if arguments.workers else None
+    ahead = {
+        what: [pool.submit(compile_tile, *what, tile) for tile in candidates] if pool else []
+        for what in work
+    }
+
+    def rows(kernel, kind, width, dtype):
+        for future in ahead[kernel, kind, width, dtype]:
+            future.result()
+        case = make((*shape, width), dtype, arguments.device, kind)
+        table, times = tune(kernel, case, candidates, arguments.repeats, arguments.device)
+        for tile in times:
+            ms, low, high = statistics.median(times[tile]), *common.quartiles(times[tile])
+            row = {"tile": tile, "table": tile == table, "ms": round(ms, 4)}
+            row["quartiles"] = [round(low, 4), round(high, 4)]
+            said = f"{tile} {ms:.3f} ms ({low:.3f} to {high:.3f})"
+            print(f"{kernel:8}{kind:8}{width:4} {said}" + "  <- the table's" * row["table"])
+            yield row
+
+    for what in work:
+        setting = dict(zip(("kernel", "kind", "width"), what)) | {"dtype": str(what[3])[6:]}
+        bench.once(setting, functools.partial(rows, *what))
+    if pool:
+        pool.shutdown()
+
+
+# --- command ----------------------------------------------------------------------------------
+
+
+def options():
+    parser = common.timing_parser(__doc__, repeats=15)
+    parser.add_argument("--tokens", type=int, nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--widths", type=int, nargs="*", default=[64, 128])
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--name", default="flash", help="name of the record")
+    parser.add_argument("--tune", nargs="*", choices=flash.TILES, metavar="KERNEL")
+    parser.add_argument("--workers", type=int, default=0, help="that compile tiles ahead")
+    return parser.parse_args()
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        choices=["cpu", "cuda"],
-    )
-    parser.add_argument("--out", type=Path, help="folder for the record")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--tokens", type=int, nargs="*", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float16"])
-    parser.add_argument(
-        "--tiny", action="store_true", help="small shapes, to see that the benchmark runs"
-    )
-    parser.add_argument(
-        "--tune",
-        nargs="+",
-        choices=flash.TILES,
-        help="kernels whose tiles are to be tried, on a GPU",
-    )
-    arguments = parser.parse_args()
+    arguments = options()
     torch.manual_seed(0)
-    if arguments.tune:
-        for kernel, width in itertools.product(arguments.tune, (64, 128)):
-            tune(kernel, (*SHAPES[4096], 4096, width), torch.bfloat16, False, 5)
+    common.own_stream(arguments.device)
+    name = "tiles" if arguments.tune is not None else arguments.name
+    path = arguments.out and arguments.out / f"{name}_{arguments.device}.json"
+    bench = common.Rows(path, arguments.device, arguments.minutes, triton=triton.__version__)
+    if arguments.tune is not None:
+        kernels = arguments.tune or list(flash.TILES)
+        bench.work(lambda: tune_all(kernels, bench, arguments))
         return
-    shapes = {n: (*SHAPES[n], n) for n in arguments.tokens}
-    dtypes, widths, backends = (
-        [getattr(torch, name) for name in arguments.dtypes],
-        (64, 128),
-        PYTORCH,
-    )
+    shapes = {n: SHAPES[n] for n in arguments.tokens}
     if arguments.tiny:
-        shapes, dtypes, widths = {20: (1, 1, 20)}, [torch.bfloat16], (16,)
-    if arguments.device == "cpu":
-        backends = {name: PYTORCH[name] for name in ("flash", "math")}
-    functions = {
-        "triton": ours,
-        **{name: pytorch(kind) for name, kind in backends.items()},
-        "reference": reference,
-    }
-    rows, passes = [], {forward: "forward", training: "backward"}
-    for dtype, (n, lead), width in itertools.product(dtypes, shapes.items(), widths):
-        for (kind, causal, with_bias), step in itertools.product(
-            (("plain", False, False), ("causal", True, False), ("bias", False, True)),
-            (forward, training),
-        ):
-            inputs, bias, grad = make(
-                (*lead, width), dtype, arguments.device, with_bias, step is training
-            )
-            found, left_out = measure(
-                functions, step, inputs, bias, causal, grad, arguments.device, arguments.repeats
-            )
-            products = (
-                2
-                * lead[0]
-                * lead[1]
-                * n
-                * n
-                * width
-                * (5 if step is training else 2)
-                / (2 if causal else 1)
-            )
-            for own in found.values():
-                own["Tflop/s"] = round(products / own["ms"] / 1e9, 1)
-            rows.append(
-                {
-                    "tokens": n,
-                    "batch": lead[0],
-                    "heads": lead[1],
-                    "width": width,
-                    "dtype": str(dtype)[6:],
-                    "kind": kind,
-                    "pass": passes[step],
-                    "allowed": 0.05,
-                    "backends": found,
-                    "left_out": left_out,
-                }
-            )
-            print(
-                f"{str(dtype)[6:]:9}{n:6} x {width:3} {kind:6} {passes[step]:9}"
-                + "".join(
-                    f"{name:>10} {own['ms']:8.3f} ms ({own['ratio']:.2f})"
-                    for name, own in found.items()
-                ),
-                flush=True,
-            )
-            for name, own in found.items():
-                assert own["error"] < rows[-1]["allowed"], (
-                    f"{name} is off by {own['error']:.3f}"
-                )
-            del inputs, bias, grad
-    if arguments.out:
-        common.write(
-            arguments.out,
-            "flash",
-            arguments.device,
-            {"triton": triton.__version__, "rows": rows},
-        )
+        shapes, arguments.widths = {12: (1, 1)}, [16]
+
+    def go():
+        cases = (arguments.dtypes, shapes, arguments.widths, arguments.kinds, PASSES)
+        for dtype, n, width, kind, step in itertools.product(*cases):
+            setting = dict(zip(("dtype", "tokens", "width", "kind"), (dtype, n, width, kind)))
+            setting["pass"] = step
+            rest = shapes[n], getattr(torch, dtype), arguments.device, arguments.repeats
+            bench.once(setting, functools.partial(row_of, setting, *rest))
+
+    bench.work(go)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
 """Everything that needs a GPU, in one command: `make gpu`, or `python -m benchmarks.gpu`.
 
 Checks the library on CUDA, times it beside its peers and makes the chapters' full training
-runs, with the PyTorch that is there and without a network. Each part is a list of commands;
-`--part NAME` runs one. A part that is finished leaves a mark in the folder of the records and
-is not run again for the same commit, so an interrupted command can be given again; the runs
-`numbers`, `digits`, `detr` and `supernet` go on from their last checkpoint. With --tiny and
---device cpu all parts run at a size that means nothing, to see that they work before a GPU is
-paid for.
+runs, with the PyTorch that is there and without a network: the most important parts first, none
+for more than eight minutes. Each part is a list of commands; `--part NAME` runs one. `compile`
+fills the compilers' caches with many processes, for the parts that time kernels.
+
+An interrupted command can be given again. A part that is finished leaves a mark in the folder
+of the records and is not run again while the code is the same. What the timings of `flash`, of
+`windows` and of the models have recorded is kept, and the training runs go on from their last
+checkpoint. With --minutes no part begins after that time, and none goes on for longer. With
+--tiny and --device cpu all parts run at a size that means nothing, to see that they work before
+a GPU is paid for.
 """
 
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,16 +25,17 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.common import UNFINISHED, version
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# record: model; in bfloat16 only, for a part has nine minutes and to compile takes most of them
-VISION = {
-    "vit": "vit_small_patch16_224",
+VISION = {  # record: model; in bfloat16 only, for to compile takes most of a part's minutes
     "swin": "swin_tiny_patch4_window7_224",
     "swinv2": "swinv2_tiny_window8_256",
     "tnt": "tnt_s_patch16_224",
+    "vit": "vit_small_patch16_224",
 }
-RUNS = ("numbers", "translator", "lengths", "digits", "detr", "supernet")
+RUNS = ("numbers", "translator", "lengths", "digits", "detr", "supernet", "captions")
 # runs that fetch their data: by name only
 NETWORK = ("cifar10", "mae_cifar", "supernet_cifar10", "multi30k")
 NEEDS = {  # packages that not every machine has
@@ -37,14 +43,19 @@ NEEDS = {  # packages that not every machine has
         ("run_numbers", "run_translator", "run_lengths"), ("num2words", "tokenizers")
     ),
     "run_digits": ("sklearn",),
-    "run_detr": ("sklearn", "scipy", "pycocotools"),
+    **dict.fromkeys(("run_detr", "run_captions"), ("sklearn", "scipy", "pycocotools")),
     **dict.fromkeys(("run_mae_cifar", "run_supernet", "run_supernet_cifar10"), ("sklearn",)),
-    **dict.fromkeys(("flash", "windows"), ("triton",)),
+    **dict.fromkeys(("compile", "flash", "windows", "flash_wide"), ("triton",)),
     **dict.fromkeys(("translation", "vit", "swin", "swinv2", "mae_speed"), ("transformers",)),
     "detr_speed": ("transformers", "timm", "scipy", "torchvision"),
     "panoptic_speed": ("transformers", "timm", "scipy", "torchvision"),
 }
-LIMIT = 540  # seconds for a command: a part must end within nine minutes
+LIMIT = 480  # seconds for a part
+LAST = 60  # of them in which a benchmark that can go on begins no further row
+RESUMED = ("flash", "windows", "flash_wide", *VISION)
+
+
+CODE = "attnlib", "benchmarks", "tests"
 
 
 def script(name, *options):
@@ -65,8 +76,9 @@ def checks(device, tiny):
 
 
 def kernels(device, tiny):
-    """All tests of the kernels, compiled where there is a GPU."""
-    return [PYTEST + KERNELS + (["-k", "sanitize"] if tiny else [])]
+    """All tests of the kernels, on a GPU compiled, and in parallel where xdist is there."""
+    many = ["-n", str(min(14, os.cpu_count()))] if find_spec("xdist") else []
+    return [PYTEST + KERNELS + (["-k", "sanitize"] if tiny else many)]
 
 
 def sanitize(device, tiny):
@@ -97,13 +109,17 @@ def run(name):
     return lambda device, tiny: [script("runs", name)]
 
 
-PARTS = {
-    "checks": checks,
+PARTS = {  # the most important first
+    "compile": lambda device, tiny: [script("compile")],
     "kernels": kernels,
+    "checks": checks,
     "sanitize": sanitize,
-    **{name: benchmark(name) for name in ("attention", "flash", "windows")},
-    "translation": benchmark("translation", "--dropout", "0", "0.1"),
+    "flash": benchmark("flash", "--widths", "64"),
+    "windows": benchmark("windows"),
     **{name: vision(name) for name in VISION},
+    "flash_wide": benchmark("flash", "--widths", "128"),  # further rows of the same record
+    "attention": benchmark("attention"),
+    "translation": benchmark("translation", "--dropout", "0", "0.1"),
     **{
         name: benchmark(name)
         for name in ("mae_speed", "detr_speed", "panoptic_speed", "autoformer_speed")
@@ -112,20 +128,24 @@ PARTS = {
 }
 
 
-def commit():
-    """The commit alone: the records of finished parts are files that make the tree differ."""
+def call(command, seconds):
+    """The exit status of a command; None if time was up, and it and its children were ended."""
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="1")
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=os.setpgrp)
     try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
-        )
-    except OSError:  # no git
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
         return None
-    return found.stdout.strip() or None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def execute(name, arguments):
-    """Run the commands of a part; True if all of them succeed."""
+def execute(name, arguments, seconds):
+    """Run the commands of a part, for so long at most; say how it ended."""
     common = ["--out", str(arguments.out)] + ["--tiny"] * arguments.tiny
+    end = time.monotonic() + seconds
     for command in PARTS[name](arguments.device, arguments.tiny):
         if "pytest" not in command:
             command = command + common
@@ -133,14 +153,14 @@ def execute(name, arguments):
                 command += ["--device", arguments.device]
             elif not arguments.tiny:
                 command += ["--checkpoints", str(arguments.out / "checkpoints")]
-        environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="1")
-        try:
-            if subprocess.run(command, cwd=ROOT, env=environment, timeout=LIMIT).returncode:
-                return False
-        except subprocess.TimeoutExpired:
-            print(f"== {name}: out of time after {LIMIT} s", flush=True)
-            return False
-    return True
+            if name in RESUMED:
+                command += ["--minutes", f"{(end - time.monotonic() - LAST) / 60:.2f}"]
+        status = call(command, end - time.monotonic())
+        if status is None:
+            return f"out of time after {seconds:.0f} s"
+        if status:
+            return "unfinished" if status == UNFINISHED else "failed"
+    return "done"
 
 
 def main():
@@ -161,7 +181,10 @@ def main():
         "--tiny", action="store_true", help="a size that means nothing, to see that all runs"
     )
     parser.add_argument(
-        "--again", action="store_true", help="also what has been done for this commit"
+        "--again", action="store_true", help="also what has been done with this code"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1e4, help="for all; no part begins after so many"
     )
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -170,12 +193,13 @@ def main():
         )
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    marks, now, failed = arguments.out / "gpu.done", commit(), []
-    known = now and marks.exists() and not arguments.again
+    marks, now, failed = arguments.out / "gpu.done", version(*CODE), []
+    end = time.monotonic() + 60 * arguments.minutes
+    known = marks.exists() and not arguments.again
     done = set(marks.read_text().split("\n")) if known else set()
     for name in arguments.part:
         if f"{now} {name}" in done:
-            print(f"== {name}: done for {now} (--again repeats it)", flush=True)
+            print(f"== {name}: done with this code (--again repeats it)", flush=True)
             continue
         missing = [package for package in NEEDS.get(name, ()) if find_spec(package) is None]
         if missing:
@@ -184,22 +208,26 @@ def main():
                 flush=True,
             )
             continue
+        seconds, began = min(LIMIT, end - time.monotonic()), time.perf_counter()
+        if seconds <= 0:
+            failed.append(name)
+            print(f"== {name}: no time left", flush=True)
+            continue
         print(f"== {name}", flush=True)
-        began = time.perf_counter()
-        if execute(name, arguments):
+        how = execute(name, arguments, seconds)
+        if how == "done":
             with marks.open("a") as file:
                 file.write(f"{now} {name}\n")
         else:
             failed.append(name)
-        result = "failed after" if name in failed else "done in"
-        print(f"== {name}: {result} {time.perf_counter() - began:.0f} s", flush=True)
+        print(f"== {name}: {how}, {time.perf_counter() - began:.0f} s", flush=True)
     if arguments.out == RESULTS and not arguments.tiny:
         subprocess.run([sys.executable, "-m", "tools.speed_table"], cwd=ROOT, check=True)
         print(
             "== the README has the new speeds; run the notebooks that show records again, "
             "and read what they say of them"
         )
-    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+    sys.exit(f"not done: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":

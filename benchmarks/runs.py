@@ -125,6 +125,13 @@ def supernet(data, folder, tiny):
     return autoformer.longer(folder, tiny, data)
 
 
+def captions(folder, tiny):
+    """Captioners four times as wide, with soft and with hard attention, trained for longer."""
+    from benchmarks import captions  # needs scikit-learn, SciPy and pycocotools
+
+    return captions.longer(folder, tiny)
+
+
 BACKBONES = ("vit", "deit", "swin", "swinv2", "tnt")
 ALL = [pair for pair in translation.DIRECTIONS if pair not in translation.HELD_OUT]
 PARTS = {
@@ -134,6 +141,7 @@ PARTS = {
     "digits": functools.partial(small, "digits"),
     "detr": detr,
     "supernet": functools.partial(supernet, "digits"),
+    "captions": captions,
     # these need a network, or the archives where attnlib.data looks for them
     "cifar10": functools.partial(small, "cifar10"),
     "mae_cifar": mae_cifar,

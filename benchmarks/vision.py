@@ -5,18 +5,25 @@ timm, torchvision, the transformers library and vit-pytorch, as far as they have
 Weights are copied where names can be mapped, and outputs are compared before anything is timed.
 All take turns, with fresh random images, at the same precision of float32 matrix products: see
 `MODES`. In bfloat16 evaluation has bfloat16 weights, and training is under autocast. On a CPU
-the copy that `attnlib.inference` optimizes takes part in the forward pass.
+the copy that `attnlib.inference` optimizes takes part in the forward pass; on a GPU our model
+takes part a second time, as "attnlib, optimized", with the kernels of `attnlib.flash` and
+`attnlib.windows`.
+
+On a GPU each row has the time on the wall and, under "kernel", the time between events around
+some calls in a row: where the forward pass is not compiled, of a CUDA graph, without Python and
+launches. With --minutes the command ends after so many, and goes on when it is given again.
 """
 
-import argparse
 import itertools
-from pathlib import Path
+from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import attnlib
+from attnlib.attention import attention_backend
 from attnlib.inference import optimize_for_inference
 from benchmarks import common
 from benchmarks.common import OPTIMIZED, OURS
@@ -211,6 +218,21 @@ def training(model, images, dtype, device):
     return call
 
 
+def has_kernels(device):
+    """Whether our model takes part with its kernels, too."""
+    return device == "cuda" and find_spec("triton") is not None
+
+
+def under(backend, call):
+    """A call with a backend of our attention."""
+
+    def run():
+        with attention_backend(backend):
+            return call()
+
+    return run
+
+
 def measure(name, mode, kind, batch, device, repeats, compiled, options):
     precision, dtype = MODES[mode]
     torch.set_float32_matmul_precision(precision)
@@ -223,52 +245,47 @@ def measure(name, mode, kind, batch, device, repeats, compiled, options):
     size = image_size(models[OURS])
     if kind == "forward" and device == "cpu" and not compiled:
         models[OPTIMIZED] = optimize_for_inference(models[OURS].to(dtype))
+    kernels = has_kernels(device)
+    if kernels:
+        models[OPTIMIZED] = models[OURS]
     pool = [torch.randn(batch, 3, size, size, device=device) for _ in range(3)]
     calls, logits = {}, {}
     for library, model in models.items():
         model = model.to(dtype).eval() if kind == "forward" else model.train()
+        backend = "triton" if kernels and library == OPTIMIZED else "auto"
         if kind == "forward" and library in (OURS, OPTIMIZED, "timm"):
-            with torch.inference_mode():
+            with torch.inference_mode(), attention_backend(backend):
                 logits[library] = model(pool[0].to(dtype)).float()
         model = torch.compile(model) if compiled else model
         images = itertools.cycle(pool)
-        calls[library] = (
+        call = (
             forward(model, images, dtype)
             if kind == "forward"
             else training(model, images, dtype, device)
         )
+        calls[library] = under(backend, call)
     for library in logits:  # on this device, in this precision
         difference = (logits[library] - logits["timm"]).abs().max()
         allowed = (1e-3 if mode == "float32" else 0.05) * logits["timm"].abs().max()
         assert difference < allowed, (name, mode, library, difference)
     # which warms up, too
     memory = {library: common.peak_memory(call, device) for library, call in calls.items()}
-    times = common.take_turns(calls, repeats, device)
+    rows = common.measured(calls, repeats, device, graphs=kind == "forward" and not compiled)
+    for library, row in rows.items():
+        print(
+            f"{name} {mode:16} {kind:8} batch {batch:3} "
+            f"{'compiled' if compiled else 'eager':8} {library:14} "
+            f"{row['ms']:9.1f} ms   attnlib / it {row['ratio']:.3f} {row['quartiles']}",
+            flush=True,
+        )
     return [
-        {
-            "model": name,
-            "mode": mode,
-            "pass": kind,
-            "batch": batch,
-            "compiled": compiled,
-            "library": library,
-            "memory": memory[library],
-            **common.compared(times, library),
-        }
-        for library in models
+        {"library": library, "memory": memory[library], **row} for library, row in rows.items()
     ]
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.timing_parser(__doc__, repeats=9)
     parser.add_argument("--models", nargs="+", default=["vit_small_patch16_224"])
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        choices=["cpu", "cuda"],
-    )
     parser.add_argument(
         "--batch", type=int, nargs="+", help="8 on a CPU; 128, 64 and 1 on a GPU"
     )
@@ -276,56 +293,46 @@ def main():
     parser.add_argument(
         "--passes", nargs="+", choices=["forward", "training"], default=["forward", "training"]
     )
-    parser.add_argument("--repeats", type=int, default=9, help="rounds of each measurement")
     parser.add_argument(
         "--compile",
         action="store_true",
         help="time ours and timm's compiled as well, at the largest batch",
     )
-    parser.add_argument("--out", type=Path, help="folder for the record")
     parser.add_argument("--name", default="vision", help="name of the record")
-    parser.add_argument(
-        "--tiny", action="store_true", help="small images and few classes, to see that it runs"
-    )
     arguments = parser.parse_args()
-    batches = arguments.batch or ([128, 64, 1] if arguments.device == "cuda" else [8])
-    rows, differences = [], {}
-    for name in arguments.models:
-        options = dict(TINY[name.split("_")[0]], num_classes=4) if arguments.tiny else {}
-        torch.manual_seed(0)
-        models = peers(name, **options)
-        differences[name] = check(models, name, image_size(models["attnlib"]), options)
-        print(name, "largest difference of logits with the same weights:", differences[name])
-        for mode, kind, batch in itertools.product(arguments.modes, arguments.passes, batches):
-            for compiled in (False, True)[: 1 + (arguments.compile and batch == max(batches))]:
-                found = measure(
-                    name,
-                    mode,
-                    kind,
-                    batch,
-                    arguments.device,
-                    arguments.repeats,
-                    compiled,
-                    options,
-                )
-                rows += found
-                for row in found:
-                    print(
-                        f"{name} {mode:16} {kind:8} batch {batch:3} "
-                        f"{'compiled' if compiled else 'eager':8} {row['library']:14} "
-                        f"{row['ms']:9.1f} ms   attnlib / it {row['ratio']:.3f} "
-                        f"{row['quartiles']}",
-                        flush=True,
-                    )
+    device, repeats = arguments.device, arguments.repeats
+    common.own_stream(device)
+    batches, differences = arguments.batch or ([128, 64, 1] if device == "cuda" else [8]), {}
     token = any(name.startswith(("vit", "deit", "tnt")) for name in arguments.models)
+    path = arguments.out and arguments.out / f"{arguments.name}_{device}.json"
     skipped = {"skipped": SKIPPED} if token else {}
-    if arguments.out:
-        common.write(
-            arguments.out,
-            arguments.name,
-            arguments.device,
-            {"differences": differences, "rows": rows, **skipped},
-        )
+    bench = common.Rows(path, device, arguments.minutes, differences=differences, **skipped)
+
+    def go(name, options, compiled):
+        for mode, kind, batch in itertools.product(arguments.modes, arguments.passes, batches):
+            if compiled and batch < max(batches):
+                continue
+            setting = {"model": name, "mode": mode, "pass": kind, "batch": batch}
+            setting["compiled"] = compiled
+            rest = (batch, device, repeats, compiled, options)
+            bench.once(setting, partial(measure, name, mode, kind, *rest))
+
+    def all_models():
+        for name in arguments.models:
+            options = dict(TINY[name.split("_")[0]], num_classes=4) if arguments.tiny else {}
+            torch.manual_seed(0)
+            models = peers(name, **options)
+            size = image_size(models["attnlib"])
+            differences[name] = check(models, name, size, options)
+            print(
+                name,
+                "largest difference of logits with the same weights:",
+                differences[name],
+            )
+            for compiled in (False, True)[: 1 + arguments.compile]:
+                go(name, options, compiled)
+
+    bench.work(all_models)
 
 
 if __name__ == "__main__":

@@ -2,29 +2,118 @@
 
 For every stage of Swin-T and SwinV2-T, without and with a shift, the whole attention of a block
 (roll, partition, projections, attention, and the way back), forward and with its backward pass:
-timm's, ours through PyTorch, and ours through the kernel. Weights are copied and outputs
-compared before anything is timed; all take turns.
+timm's, ours through PyTorch, through the kernel, and through FlexAttention in two ways, with
+the windows in the batch and as one sequence with a mask of blocks (compiled on a GPU; a CPU has
+no backward pass of it). Weights are copied and outputs compared before anything is timed, and
+gradients of the maps; all take turns. On a GPU each way has the time on the wall and, under
+"kernel", that of a CUDA graph, without Python and launches. With --minutes the command ends
+after so many, and goes on when it is given again.
 """
 
-import argparse
+import functools
 import itertools
-import statistics
 from functools import partial
-from pathlib import Path
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnlib import flash  # noqa: F401  first: without a GPU it has Triton interpreted
-from attnlib.attention import attention_backend
+from attnlib.attention import attention_backend, register_backend
 from attnlib.models import create_model
+from attnlib.swin import cyclic_shift, reverse_cyclic_shift, window_partition, window_reverse
+from attnlib.swinv2 import normalize
 from benchmarks import common
 
 MODELS = {"swin_tiny_patch4_window7_224": 224, "swinv2_tiny_window8_256": 256}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+# --- FlexAttention ----------------------------------------------------------------------------
+
+
+@functools.cache
+def regions(layout, device):
+    """Which seams each token was carried over, window by window: (windows, N)."""
+    y, x = (
+        torch.arange(p, device=device) >= p - s for p, s in zip(layout.padded, layout.shift)
+    )
+    places = 2 * y[:, None, None] + x[:, None]  # (H', 1, 1), (W', 1) -> (H', W', 1)
+    return window_partition(places, layout.window)[..., 0]  # -> (windows, N)
+
+
+@functools.cache
+def blocks(layout, device):
+    """For one sequence of all windows: who may attend to whom, and which blocks to skip."""
+    region = regions(layout, device)
+    count, tokens, region = *region.shape, region.flatten()
+
+    def same(b, h, i, j):
+        return (i // tokens == j // tokens) & (region[i] == region[j])
+
+    return create_block_mask(same, None, None, count * tokens, count * tokens, device)
+
+
+@functools.cache
+def compiled_flex():
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def in_batch(q, k, v, bias, layout, call, scale):
+    """Attention of (B, windows, h, N, d) with the windows in the batch."""
+    shape, region = q.shape, regions(layout, q.device)
+    windows = len(region)
+
+    def score(s, b, h, i, j):
+        w = b % windows
+        return torch.where(region[w, i] == region[w, j], s + bias[h, i, j], -torch.inf)
+
+    def plain(s, b, h, i, j):
+        return s + bias[h, i, j]
+
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # -> (B windows, h, N, d)
+    out = call(q, k, v, score_mod=score if any(layout.shift) else plain, scale=scale)
+    return out.view(shape)
+
+
+def in_sequence(q, k, v, bias, layout, call, scale):
+    """The same with the windows one behind the other in a sequence with a mask of blocks."""
+    (_, windows, _, tokens, _), block_mask = q.shape, blocks(layout, q.device)
+
+    def score(s, b, h, i, j):
+        return s + bias[h, i % tokens, j % tokens]
+
+    q, k, v = (x.transpose(1, 2).flatten(2, 3) for x in (q, k, v))  # -> (B, h, windows N, d)
+    out = call(q, k, v, score_mod=score, block_mask=block_mask, scale=scale)
+    return out.unflatten(2, (windows, tokens)).transpose(1, 2)
+
+
+def flex(way, qkv, bias, layout, num_heads, *, scale=None, cosine_scale=None, dropout_p=0.0):
+    """A backend of the layers' window attention, see `attnlib.windows.window_backend`."""
+    x = cyclic_shift(qkv, layout).unflatten(-1, (3, num_heads, -1))
+    q, k, v = x.unbind(-3)  # (B, H, W, h, d) each
+    if cosine_scale is not None:
+        q, k, scale = normalize(q, cosine_scale[:, None]), normalize(k), 1.0
+    q, k, v = (
+        window_partition(y.flatten(-2), layout.window, num_heads).unflatten(1, (-1, num_heads))
+        for y in (q, k, v)
+    )  # (B, windows, h, N, d) each
+    call = compiled_flex() if qkv.is_cuda else flex_attention
+    out = way(q, k, v, bias, layout, call, scale).flatten(1, 2)  # -> (B, windows h, N, d)
+    return reverse_cyclic_shift(window_reverse(out, layout.window, layout.padded), layout)
+
+
+def register():
+    """Make the two ways backends; none of them is one for attention elsewhere."""
+    for name, way in (("flex, batch", in_batch), ("flex, sequence", in_sequence)):
+        register_backend(name, None)
+        register_backend(name, partial(flex, way), operation="window_attention")
+
+
+# --- what is timed ----------------------------------------------------------------------------
+
+
 def through(backend, layer, x):
-    """The layer as its chapter wrote it, or with all but its projections in the kernel."""
+    """The layer as its chapter wrote it, or with all but its projections in a kernel."""
     with attention_backend(backend):
         return layer(x)
 
@@ -46,108 +135,99 @@ def ways(name, stage, shifted, options, device, dtype):
         "timm": block._attn,
         "PyTorch": partial(through, "sdpa", own.attn),
         "kernel": partial(through, "triton", own.attn),
+        "flex, batch": partial(through, "flex, batch", own.attn),
+        "flex, sequence": partial(through, "flex, sequence", own.attn),
     }
-    return (
-        calls,
-        [*block.parameters()],
-        [*own.parameters()],
-        (side, side, own.attn.proj.in_features),
-    )
+    return calls, (side, side, own.attn.proj.in_features)
 
 
-def caller(call, kind, maps):
-    def run():
-        x = next(maps)
-        if kind == "forward":
-            with torch.no_grad():
-                return call(x)
-        x.grad = None
-        return call(x).backward(torch.ones_like(x))
+def run(call, kind, x):
+    """The output, or in training the gradient of the map."""
+    if kind == "forward":
+        with torch.no_grad():
+            return call(x)
+    x.grad = None
+    call(x).backward(torch.ones_like(x))
+    return x.grad
 
-    return run
+
+def difference(found, wanted):
+    """The largest, relative to the largest entry."""
+    return ((found.float() - wanted).abs().max() / wanted.abs().max()).item()
 
 
 def measure(name, stage, shifted, kind, dtype, arguments):
+    torch.compiler.reset()  # or the compiler gives up after a number of shapes
     small = dict(
-        img_size=32, window_size=4, num_classes=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2)
+        img_size=16, window_size=2, num_classes=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2)
     )
-    options = small if arguments.tiny else {}
-    calls, *parameters, shape = ways(
-        name, stage, shifted, options, arguments.device, DTYPES[dtype]
-    )
-
-    def make():
-        size = (arguments.batch, *shape)
-        return torch.randn(size, device=arguments.device, dtype=DTYPES[dtype])
-
-    x = make()
-    with torch.no_grad():
-        outputs = {way: call(x).float() for way, call in calls.items()}
-    scale = outputs["timm"].abs().max()
-    differences = {
-        way: ((y - outputs["timm"]).abs().max() / scale).item() for way, y in outputs.items()
-    }
+    options, device = small if arguments.tiny else {}, arguments.device
+    calls, shape = ways(name, stage, shifted, options, device, DTYPES[dtype])
+    size, left_out = (arguments.batch, *shape), {}
+    pool = [torch.randn(size, device=device, dtype=DTYPES[dtype]) for _ in range(3)]
+    pool = [x.requires_grad_(kind != "forward") for x in pool]
+    wanted, differences = run(calls["timm"], kind, pool[0]).detach().float().clone(), {}
+    for way, call in calls.items():
+        try:
+            differences[way] = difference(run(call, kind, pool[0]), wanted)
+        except RuntimeError as problem:  # FlexAttention, on a CPU and backward
+            if "flex" not in way:
+                raise
+            left_out[way] = str(problem).splitlines()[0][:100]
     assert max(differences.values()) < (1e-4 if dtype == "float32" else 0.05), differences
-    pool = [make().requires_grad_(kind != "forward") for _ in range(3)]
-    runs = {way: caller(call, kind, itertools.cycle(pool)) for way, call in calls.items()}
-    memory = {way: common.peak_memory(run, arguments.device) for way, run in runs.items()}
-    common.take_turns(runs, 1 if arguments.tiny else 5, arguments.device)
-    times = common.take_turns(runs, arguments.repeats, arguments.device)
-    bytes_moved = 4 * arguments.batch * shape[0] * shape[1] * shape[2] * x.element_size()
+
+    def cycled(call):
+        maps = itertools.cycle(pool)
+        return lambda: run(call, kind, next(maps))
+
+    runs = {way: cycled(calls[way]) for way in differences}
+    memory = {way: common.peak_memory(call, device) for way, call in runs.items()}
+    common.take_turns(runs, 0 if arguments.tiny else 5, device)
+    rows = common.measured(runs, arguments.repeats, device, ours="kernel")
+    bytes_moved = 4 * pool[0].numel() * pool[0].element_size()
+    for way, row in rows.items():
+        own = row.get("kernel", row)
+        print(
+            f"{name} stage {stage + 1} {'shifted' if shifted else 'plain':7} {kind:8} {dtype} "
+            f"{way:14} {own['ms']:8.3f} ms   kernel / it {own['ratio']:.3f} {own['quartiles']}",
+            flush=True,
+        )
     return [
         {
-            "model": name,
-            "stage": stage + 1,
-            "shifted": shifted,
-            "pass": kind,
-            "dtype": dtype,
             "way": way,
-            "batch": arguments.batch,
-            "ms": round(statistics.median(times[way]), 4),
             "memory": memory[way],
             "difference": differences[way],
             "kernel_bytes": bytes_moved,
-            **common.ratio(times["kernel"], times[way]),
+            "left_out": left_out,
+            **row,
         }
-        for way in runs
+        for way, row in rows.items()
     ]
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.timing_parser(__doc__, repeats=20)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        choices=["cpu", "cuda"],
-    )
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=DTYPES)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="folder for the record")
-    parser.add_argument(
-        "--tiny", action="store_true", help="two small maps in float32, to see that it runs"
-    )
     arguments = parser.parse_args()
+    register()
+    common.own_stream(arguments.device)
+    path = arguments.out and arguments.out / f"windows_{arguments.device}.json"
+    bench = common.Rows(path, arguments.device, arguments.minutes)
+    stages, shifts = range(4), (False, True)
     if arguments.tiny:
-        arguments.batch, arguments.dtypes = 1, ["float32"]
-    rows, stages = [], (1,) if arguments.tiny else range(4)
-    for name, stage, dtype in itertools.product(arguments.models, stages, arguments.dtypes):
-        for shifted, kind in itertools.product(
-            (False,) if arguments.tiny else (False, True), ("forward", "training")
-        ):
-            rows += measure(name, stage, shifted, kind, dtype, arguments)
-            for row in rows[-3:]:
-                print(
-                    f"{name} stage {row['stage']} {'shifted' if shifted else 'plain':7} "
-                    f"{kind:8} {dtype} {row['way']:8} {row['ms']:8.3f} ms   "
-                    f"kernel / it {row['ratio']:.3f} {row['quartiles']}",
-                    flush=True,
-                )
-    if arguments.out:
-        common.write(arguments.out, "windows", arguments.device, {"rows": rows})
+        arguments.batch, arguments.dtypes, stages, shifts = 1, ["float32"], (0,), (True,)
+
+    def go():
+        cases = (arguments.dtypes, arguments.models, stages, shifts, ("forward", "training"))
+        for dtype, name, stage, shifted, kind in itertools.product(*cases):
+            setting = dict(model=name, stage=stage + 1, shifted=shifted, dtype=dtype)
+            setting |= {"pass": kind, "batch": arguments.batch}
+            work = partial(measure, name, stage, shifted, kind, dtype, arguments)
+            bench.once(setting, work)
+
+    bench.work(go)
 
 
 if __name__ == "__main__":

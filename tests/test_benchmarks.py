@@ -1,14 +1,19 @@
 """All of `make gpu` and `make bench` runs at a tiny size, and records what it says it does."""
 
+import contextlib
+import importlib
 import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import common, gpu, runs
+from benchmarks import common, gpu, runs, vision
 from tools import speed_table
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +43,10 @@ def record(tmp_path_factory):
         return found
 
     return run
+
+
+def command_line(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--device", "cpu", *arguments])
 
 
 def test_the_readme_has_the_records():
@@ -118,6 +127,114 @@ def test_ratios_are_medians_over_rounds():
     assert row["ms"] == 2 and "optimized" not in common.compared({"attnlib": [1]}, "attnlib")
 
 
+def test_rows_have_medians_quartiles_and_rounds():
+    calls = {name: lambda: sum(range(1000)) for name in ("attnlib", "timm")}
+    rows = common.measured(calls, 5, "cpu")
+    for row in rows.values():
+        low, high = row["ms_quartiles"]
+        assert low <= row["ms"] <= high and row["rounds"] == 5 and "kernel" not in row
+    assert rows["attnlib"]["ratio"] == 1
+
+
+class Event:
+    """A CUDA event by the clock of the test."""
+
+    def __init__(self, now):
+        self.now = now
+
+    def record(self):
+        self.at = self.now[0]
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+class Graph:
+    """A CUDA graph: what is called while it is captured, it replays without the overhead."""
+
+    def __init__(self, now):
+        self.now, self.cost = now, 0
+
+    def replay(self):
+        self.now[0] += self.cost
+
+
+def test_kernel_times_leave_overheads_out(monkeypatch):
+    """With a clock of its own: a call costs 2 ms on the GPU, and 10 more where it is launched.
+
+    One of the contestants cannot be captured, and another is twice as slow.
+    """
+    now, capturing = [0.0], []
+
+    @contextlib.contextmanager
+    def capture(graph, stream):
+        capturing.append(graph)
+        try:
+            yield
+        finally:
+            capturing.pop()
+
+    def call(cost, can=True):
+        def run():
+            if capturing:
+                if not can:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+                capturing[0].cost += cost
+            else:
+                now[0] += cost + 10
+
+        return run
+
+    for name, fake in {
+        "Event": lambda enable_timing: Event(now),
+        "CUDAGraph": lambda: Graph(now),
+        "graph": capture,
+        "current_stream": lambda: None,
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    calls = {"attnlib": call(2), "slow": call(4), "other": call(2, can=False)}
+    rows = common.measured(calls, 3, "cuda")
+    assert {name: row["kernel"]["ms"] for name, row in rows.items()} == {
+        "attnlib": 2,
+        "slow": 4,
+        "other": 12,
+    }
+    assert rows["slow"]["kernel"]["ratio"] == 0.5 and rows["slow"]["kernel"]["rounds"] == 3
+    assert [row["kernel"]["graph"] for row in rows.values()] == [True, True, False]
+    assert not common.measured(calls, 3, "cuda", graphs=False)["slow"]["kernel"]["graph"]
+
+
+def test_rows_are_kept_until_the_code_changes(tmp_path, monkeypatch, capsys):
+    path, made = tmp_path / "rows_cpu.json", []
+
+    def bench(minutes):
+        rows = common.Rows(path, "cpu", minutes, more=1)
+
+        def go():
+            for size in (1, 2):
+                found = rows.once({"size": size}, lambda size=size: made.append(size) or [{}])
+                assert found == [{"size": size}]
+
+        rows.work(go)
+
+    with pytest.raises(SystemExit) as end:
+        bench(0)
+    assert end.value.code == common.UNFINISHED and not made
+    bench(1)
+    bench(0)  # all is there
+    record = json.loads(path.read_text())
+    assert made == [1, 2] and record["rows"] == [{"size": 1}, {"size": 2}]
+    assert record["more"] == 1 and record["code"] == common.version("attnlib", "benchmarks")
+    monkeypatch.setattr(common, "version", lambda *folders: "other code")
+    bench(1)
+    assert made == [1, 2, 1, 2]
+    assert "0 rows so far" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("part", ["checks", "kernels", "sanitize"])
 def test_checks(record, part):
     record(part, None)
@@ -131,7 +248,9 @@ def test_all_files_with_tests_for_cuda_are_checked():
         for path in (ROOT / "tests").glob("test_*.py")
         if any(needle in path.read_text(encoding="utf-8") for needle in needles)
     }
-    assert found - {"tests/test_benchmarks.py"} == set(gpu.CHECKS + gpu.KERNELS)
+    elsewhere = "benchmarks", "kernels", "kernel_memory"  # compiled or interpreted on a CPU
+    found -= {f"tests/test_{name}.py" for name in elsewhere}
+    assert found == set(gpu.CHECKS + gpu.KERNELS)
 
 
 def test_without_a_gpu_nothing_is_begun(tmp_path):
@@ -195,7 +314,7 @@ def test_a_part_out_of_time_has_failed(monkeypatch, tmp_path, capsys):
         "argv",
         ["gpu.py", "--part", "attention", "--tiny", "--device", "cpu", "--out", str(tmp_path)],
     )
-    with pytest.raises(SystemExit, match="failed: attention"):
+    with pytest.raises(SystemExit, match="not done: attention"):
         gpu.main()
     assert (
         "attention: out of time" in capsys.readouterr().out
@@ -203,15 +322,45 @@ def test_a_part_out_of_time_has_failed(monkeypatch, tmp_path, capsys):
     )
 
 
+def test_a_part_that_can_go_on_is_no_finished_part(monkeypatch, tmp_path, capsys):
+    """It gets a minute less than it has; a part for which no time is left is not begun."""
+    given = []
+
+    def call(command, seconds):
+        given.append(float(command[command.index("--minutes") + 1]))
+        return common.UNFINISHED
+
+    monkeypatch.setattr(gpu, "call", call)
+    command_line(monkeypatch, "--part", "windows", "--out", str(tmp_path))
+    with pytest.raises(SystemExit, match="not done: windows"):
+        gpu.main()
+    assert "== windows: unfinished" in capsys.readouterr().out and 6.9 < given[0] <= 7
+    assert not (tmp_path / "gpu.done").exists()
+    command_line(monkeypatch, "--part", "windows", "--out", str(tmp_path), "--minutes", "0")
+    with pytest.raises(SystemExit, match="not done: windows"):
+        gpu.main()
+    assert "no time left" in capsys.readouterr().out and len(given) == 1
+
+
+def test_children_of_a_part_end_with_it(tmp_path):
+    """What a part has started does not hold the GPU when its time is up."""
+    child = f"import pathlib, time; time.sleep(3); pathlib.Path(r'{tmp_path}/late').touch()"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert gpu.call([sys.executable, "-c", code], 1.5) is None
+    time.sleep(3)
+    assert not (tmp_path / "late").exists()
+    assert gpu.call([sys.executable, "-c", "import sys; sys.exit(3)"], 20) == 3
+
+
 def test_a_finished_part_is_not_run_again(tmp_path):
-    now = gpu.commit()
+    now = common.version(*gpu.CODE)
     (tmp_path / "gpu.done").write_text(f"{now} attention\n")
     command = [*GPU, "--tiny", "--device", "cpu", "--part", "attention"]
     done = subprocess.run(
         [*command, "--out", tmp_path], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert (
-        f"== attention: done for {now}" in done.stdout
+        "== attention: done with this code" in done.stdout
         and not (tmp_path / "attention_cpu.json").exists()
     )
 
@@ -222,7 +371,7 @@ def test_no_part_is_forgotten():
         "__init__",
         "common",
         "gpu",
-        "inference",  # of CPUs
+        *("inference", "overhead", "windows_static"),  # of CPUs
         "runs",
         "vision",
         # experiments of Parts I and II: many small models, each too small for a GPU
@@ -271,19 +420,191 @@ def test_translation(record):
 
 
 def test_flash(record):
+    """Every kind, and every contestant that runs; a CPU has no FlexAttention backward."""
     pytest.importorskip("triton")
     found = record("flash", "flash_cpu")
-    assert "triton" in found and len(found["rows"]) == 6
+    assert "triton" in found and len(found["rows"]) == 8
     for row in found["rows"]:
         assert row["backends"]["triton"]["ms"] > 0 and "reference" in row["backends"]
+        assert ("flex" in row["backends"]) == (row["pass"] == "forward")
         assert all(other["error"] < row["allowed"] for other in row["backends"].values())
+        low, high = row["backends"]["flex" if row["pass"] == "forward" else "math"]["quartiles"]
+        assert low <= high and "device" in found
 
 
 def test_windows(record):
     pytest.importorskip("triton")
     found = record("windows", "windows_cpu")
-    assert {row["way"] for row in found["rows"]} == {"timm", "PyTorch", "kernel"}
-    assert all(row["ms"] > 0 and row["difference"] < 0.05 for row in found["rows"])
+    for row in found["rows"]:
+        flex = {"flex, batch", "flex, sequence"} & {row["way"], *row["left_out"]}
+        assert row["ms"] > 0 and row["difference"] < 1e-4 and row["rounds"] == 2
+        assert (row["pass"] == "forward") != bool(row["left_out"]) and len(flex) < 3
+    ways = {"timm", "PyTorch", "kernel"}
+    for kind, some in (
+        ("training", ways),
+        ("forward", ways | {"flex, batch", "flex, sequence"}),
+    ):
+        assert {row["way"] for row in found["rows"] if row["pass"] == kind} == some
+
+
+def test_what_is_timed_is_compiled_ahead(monkeypatch, capsys):
+    """The cases of `compile` are those of the benchmarks, and it does them in its processes."""
+    pytest.importorskip("triton")
+    from benchmarks import compile, flash, windows
+
+    (command,) = gpu.PARTS["compile"]("cpu", True)
+    assert command[1:] == ["-m", "benchmarks.compile"]
+    command_line(monkeypatch, "--workers", "1")
+    compile.main()
+    said = capsys.readouterr().out
+    assert said.startswith("2 kernels in") and "Error" not in said
+    some = compile.jobs("cuda", tiny=False)
+    names = [function.__name__ for function, _ in some["kernels"]]
+    assert names.count("flash_call") == 2 * len(flash.SHAPES) * len(flash.KINDS) * 2
+    assert names.count("windows_call") == len(windows.MODELS) * 4 * 2 * 2
+    assert {arguments[1] for _, arguments in some["models"]} == set(gpu.VISION.values())
+    batch = {arguments[-1] for _, arguments in some["models"]}
+    assert batch == {128}  # the largest of vision.py on a GPU, which alone is compiled
+
+
+# --- flash, more closely ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def flash():
+    pytest.importorskip("triton")
+    from benchmarks import flash
+
+    torch.manual_seed(0)
+    return flash
+
+
+def test_a_wrong_gradient_of_the_bias_is_caught(flash):
+    case = flash.make((2, 3, 6, 4), torch.float32, "cpu", "bias")
+    exact = flash.exact_results(flash.training, case)
+    assert set(exact) == {0, 2} and all(len(found) == 4 for found in exact.values())
+
+    def half(case):  # the same output, and of all gradients that of the bias alone is wrong
+        bias = 0.5 * case.bias + 0.5 * case.bias.detach()
+        return flash.reference(replace(case, bias=bias))
+
+    def wrong(case):
+        return half(case)
+
+    def gradients(function):
+        def step(_, case):
+            return torch.autograd.grad(function(case), case.leaves, case.grad)
+
+        return step
+
+    assert flash.compare(None, gradients(flash.reference), case, exact) < 1e-5
+    assert flash.compare(None, gradients(wrong), case, exact) > 0.4
+    outputs = flash.exact_results(flash.forward, case)
+    assert flash.compare(wrong, flash.forward, case, outputs) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "bias", "sliding"])
+def test_flex_attention_is_the_same_attention(flash, kind):
+    """In every kind it and PyTorch's backends are the equation, in float32."""
+    case = flash.make((2, 2, 9, 8), torch.float32, "cpu", kind, needs=False)
+    exact = flash.exact_results(flash.forward, case)
+    for name in ("flex", "math", "reference"):
+        function = flash.contestants("cpu")[name]
+        assert flash.compare(function, flash.forward, case, exact) < 1e-5, name
+    assert case.pairs() == (81 if case.seen is None else case.seen.sum())
+    other = flash.make((2, 2, 9, 8), torch.float32, "cpu", kind, needs=False)
+    assert flash.compare(lambda _: flash.flex(other), flash.forward, case, exact) > 0.1
+
+
+def launches(flash, monkeypatch):
+    """The launches' options; the kernels do not run."""
+    seen = []
+    monkeypatch.setattr(
+        flash.flash, "launch", lambda function, *a, **o: seen.append((function.fn.__name__, o))
+    )
+    return seen
+
+
+def test_a_tile_is_that_of_one_kernel(flash, monkeypatch):
+    """Whatever the kernel is given beside it; and the table's own tile is a candidate."""
+    seen = launches(flash, monkeypatch)
+    tile = (16, 32, 2, 5)
+    for kernel, kinds in flash.TUNED.items():
+        for kind in kinds:
+            case = flash.make((1, 2, 40, 16), torch.bfloat16, "cpu", kind)
+            _, table = flash.launch_of(kernel, case)
+            seen.clear()
+            _, started = flash.launch_of(kernel, case, tile)
+            assert started[2:] == tile[2:] != table[2:]
+            for name, options in seen:
+                own = (options["num_warps"], options["num_stages"]) == tile[2:]
+                assert own == (kernel in name), (kernel, name)
+        with flash.cut(kernel, tile):
+            for extra in (False, True):  # of which `tiling` would change warps and stages
+                options = flash.flash.tiling(kernel, 64, 64, 2, extra)
+                assert tuple(options[name] for name in flash.TILE) == tile
+    table, times = flash.tune("forward", case, [tile], 1, "cpu")
+    assert set(times) == {table, tile}
+
+
+def test_tuning_takes_all_kernels_and_kinds(flash, monkeypatch, tmp_path, capsys):
+    """Without a name, too; a tile that does not compile is told and left out."""
+    seen = launches(flash, monkeypatch)
+    launch, tiny = flash.flash.launch, ["flash.py", "--tiny", "--device", "cpu", "--repeats"]
+
+    def refuse(function, *arguments, **options):
+        launch(function, *arguments, **options)
+        if options["num_stages"] == 1:
+            raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(flash.flash, "launch", refuse)
+    monkeypatch.setattr(sys, "argv", [*tiny, "2", "--tune", "--out", str(tmp_path)])
+    flash.main()
+    rows = json.loads((tmp_path / "tiles_cpu.json").read_text())["rows"]
+    tuned = {(row["kernel"], row["kind"]) for row in rows}
+    assert tuned == {(kernel, kind) for kernel, some in flash.TUNED.items() for kind in some}
+    assert all(row["table"] and row["ms"] >= 0 for row in rows) and seen
+    assert "out of resource" in capsys.readouterr().out
+
+
+def test_a_kernel_is_tuned_by_its_launch_alone(flash):
+    """Interpreted: the launch that is timed writes what the pass wrote."""
+    case = flash.make((1, 1, 20, 16), torch.float32, "cpu", "sliding")
+    call, _ = flash.launch_of("forward", case)
+    out = call.args[8].detach()  # function, programs, device; q, k, v, mask, bias; the output
+    wanted = out.clone()
+    out.zero_()
+    call()
+    assert out.shape == (1, 1, 20, 16) and torch.equal(out, wanted)
+    torch.testing.assert_close(out, flash.reference(case).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_overhead(monkeypatch, tmp_path):
+    """Calls in which no kernel starts, and behind them the launchers stand again."""
+    pytest.importorskip("triton")
+    from attnlib import flash, windows
+    from benchmarks import overhead
+
+    before, threads, seen = (flash.launch, windows.launch), torch.get_num_threads(), []
+    measure = overhead.measure
+
+    def noted(*arguments):
+        seen.extend([flash.launch is before[0], windows.launch is before[1]])
+        return measure(*arguments)
+
+    monkeypatch.setattr(overhead, "measure", noted)
+    command_line(monkeypatch, "--repeats", "5", "--out", str(tmp_path))
+    overhead.main()
+    torch.set_num_threads(threads)
+    assert seen == [False, False] and (flash.launch, windows.launch) == before
+    rows = json.loads((tmp_path / "overhead_cpu.json").read_text())["rows"]
+    assert {row["name"] for row in rows} == set(overhead.calls())
+    for row in rows:
+        low, high = row["us_quartiles"]
+        assert 0 < low <= row["us"] <= high and row["rounds"] == 5
+    with pytest.raises(ZeroDivisionError):
+        overhead.without_launches(lambda: 1 / 0)
+    assert (flash.launch, windows.launch) == before
 
 
 @pytest.mark.parametrize(
@@ -306,10 +627,31 @@ def test_vision(record, name, libraries):
     )
 
 
+def test_on_a_gpu_the_model_takes_part_with_its_kernels(monkeypatch):
+    """As on a GPU, but interpreted: its logits are compared, and each has its backend."""
+    pytest.importorskip("triton")
+    used = []
+    monkeypatch.setattr(vision, "has_kernels", lambda device: True)
+    monkeypatch.setattr(vision, "under", lambda backend, call: used.append(backend) or call)
+    row = dict(ms=1.0, ratio=1.0, quartiles=[1.0, 1.0])
+    monkeypatch.setattr(
+        vision.common, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
+    )
+    monkeypatch.setattr(vision.common, "peak_memory", lambda call, device: 1)
+    options, rest = dict(vision.TINY["vit"], num_classes=4), ("forward", 1, "cpu", 1, False)
+    rows = vision.measure("vit_small_patch16_224", "float32", *rest, options)
+    backends = dict(zip((row["library"] for row in rows), used, strict=True))
+    assert backends.pop("attnlib, optimized") == "triton" and set(backends.values()) == {"auto"}
+
+
 @pytest.mark.parametrize(
-    "name", ["numbers", "translator", "lengths", "digits", "detr", "supernet"]
+    "name", ["numbers", "translator", "lengths", "digits", "detr", "supernet", "captions"]
 )
 def test_runs(record, name):
+    if name == "captions" and not hasattr(
+        importlib.import_module("benchmarks.captions"), "longer"
+    ):
+        pytest.skip("benchmarks.captions has no longer run")
     found = record(f"run_{name}", name)
     if name == "numbers":
         assert len(found["supervised"]["directions"]) == 108
@@ -319,6 +661,9 @@ def test_runs(record, name):
         assert {run["position"] for run in found["runs"]} >= {"sinusoidal", "rotary", "none"}
     elif name == "supernet":
         assert all(0 <= row["accuracy"] <= 1 for row in found["subnets"])
+    elif name == "captions":
+        assert {run["attention"] for run in found["runs"]} == {"soft", "hard"}
+        assert all(0 <= run["test"]["exact"] <= 1 for run in found["runs"])
     elif name == "detr":
         assert found["history"] and 0 <= found["ap"] <= found["ap50"] <= 1
     else:

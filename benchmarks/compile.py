@@ -1,0 +1,124 @@
+"""Compile ahead, in many processes, what is timed on a GPU: `python -m benchmarks.compile`.
+
+The kernels of `benchmarks.flash` and `benchmarks.windows`, FlexAttention in the same cases, and
+the compiled models of `benchmarks.vision`: each is called once, which fills the caches that
+Triton and PyTorch's compiler keep on disk, and the benchmarks find them there. What does not
+compile is printed, and told again by the benchmark.
+"""
+
+import functools
+import itertools
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+import torch
+
+from benchmarks import common, flash, vision, windows
+
+MODELS = (
+    "swin_tiny_patch4_window7_224",
+    "swinv2_tiny_window8_256",
+    "tnt_s_patch16_224",
+    "vit_small_patch16_224",
+)
+WORKERS = {"kernels": 14, "models": 4}  # of models there is room for a few
+
+
+def flash_call(device, shape, kind, step):
+    torch.manual_seed(0)
+    case = flash.make(shape, torch.bfloat16, device, kind, step == "backward")
+    for function in (flash.ours, flash.flex):
+        flash.PASSES[step](function, case)
+
+
+def windows_call(device, name, stage, shifted, kind, batch, options):
+    windows.register()
+    calls, shape = windows.ways(name, stage, shifted, options, device, torch.bfloat16)
+    x = torch.randn(batch, *shape, device=device, dtype=torch.bfloat16)
+    x.requires_grad_(kind != "forward")
+    for way in ("kernel", "flex, batch", "flex, sequence"):
+        windows.run(calls[way], kind, x)
+
+
+def model_call(device, name, library, kind, batch):
+    model = vision.peers(name)["timm" if library == "timm" else common.OURS].to(device)
+    size, backend = windows.MODELS.get(name, 224), "auto"
+    if library == common.OPTIMIZED:  # with the kernels
+        backend = "triton"
+    images = itertools.repeat(torch.randn(batch, 3, size, size, device=device))
+    if kind == "forward":
+        compiled = torch.compile(model.to(torch.bfloat16).eval())
+        call = vision.forward(compiled, images, torch.bfloat16)
+    else:
+        call = vision.training(torch.compile(model.train()), images, torch.bfloat16, device)
+    vision.under(backend, call)()
+
+
+def jobs(device, tiny):
+    """{group: [(function, its arguments)]}, the most important first."""
+    if tiny:
+        small = dict(img_size=16, window_size=2, num_classes=2, embed_dim=16, depths=(2, 2))
+        small["num_heads"] = (1, 2)
+        cases = [
+            (flash_call, (device, (1, 1, 4, 16), "causal", "forward")),
+            (windows_call, (device, MODELS[0], 0, True, "forward", 1, small)),
+        ]
+        return {"kernels": cases}
+    kernels = [
+        (flash_call, (device, (*flash.SHAPES[n], n, width), kind, step))
+        for width in (64, 128)
+        for n in flash.SHAPES
+        for kind in flash.KINDS
+        for step in flash.PASSES
+    ]
+    kernels += [
+        (windows_call, (device, name, stage, shifted, kind, 64, {}))
+        for name in windows.MODELS
+        for stage in range(4)
+        for shifted in (False, True)
+        for kind in ("forward", "training")
+    ]
+    models = [
+        (model_call, (device, name, library, kind, 128))
+        for name in MODELS
+        for kind in ("forward", "training")
+        for library in (common.OURS, common.OPTIMIZED, "timm")
+    ]
+    return {"kernels": kernels, "models": models}
+
+
+def work(function, arguments):
+    """In a process of its own: the error, or None."""
+    torch.compiler.reset()  # or the compiler gives up after a number of shapes
+    try:
+        function(*arguments)
+    except Exception as problem:
+        return f"{type(problem).__name__}: {str(problem).splitlines()[0][:100]}"
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def main():
+    parser = common.timing_parser(__doc__, repeats=1)
+    parser.add_argument("--workers", type=int, help="processes; 14 for kernels, 4 for models")
+    arguments = parser.parse_args()
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in each process
+    start = functools.partial(
+        ProcessPoolExecutor, mp_context=multiprocessing.get_context("spawn")
+    )
+    for group, some in jobs(arguments.device, arguments.tiny).items():
+        began = time.monotonic()
+        with start(arguments.workers or min(WORKERS[group], os.cpu_count())) as pool:
+            waiting = {pool.submit(work, *job): job for job in some}
+            for future in as_completed(waiting):
+                if problem := future.result():
+                    function, (_, *given) = waiting[future]
+                    print(f"  {function.__name__} {given}: {problem}", flush=True)
+        print(f"{len(some)} {group} in {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
