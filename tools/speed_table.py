@@ -2,9 +2,9 @@
 
 A cell compares our model with its nearest rival: the median, over the rounds in which all took
 turns, of our time over its, and the quartiles. It says "tie" where the quartiles, as they are
-shown, include 1. The median of the ratios need not agree with the ratio of the median times, and
-is marked where the two name different winners. `make bench` writes the records and then calls
-this file; a test compares the README with them.
+shown, include 1. The median of the ratios need not agree with the ratio of the median times. A
+cell is marked where the two name different winners. `make bench` writes the records and then
+calls this file; a test compares the README with them.
 """
 
 import json
