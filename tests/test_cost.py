@@ -1,6 +1,7 @@
 """Operations, bytes and memory as counters, sums by hand and the allocator have them."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -12,18 +13,25 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnlib.attention import attention, attention_backend
 from attnlib.cost import (
+    GPUS,
     GROUP_NAMES,
+    REGIMES,
     OperationCount,
     Operator,
+    Probe,
     Roofline,
+    best_roofline,
     count_operations,
+    diagnose,
     fastest_float32,
     matmul_precision,
     measure_roofline,
     operator_group,
     profile_groups,
+    roofline_probes,
     saved_activations,
     seconds,
+    take_turns,
     training_memory,
 )
 from attnlib.models import create_model
@@ -74,6 +82,126 @@ def test_seconds_counts_its_calls():
     assert seconds(lambda: calls.append(1), repeats=4) >= 0 and len(calls) == 5
     with pytest.raises(ValueError, match=r"repeats \(0\)"):
         seconds(lambda: None, repeats=0)
+
+
+# --- overhead and diagnosis -------------------------------------------------------------------
+
+
+def test_overhead_is_paid_for_each_operator():
+    machine = Roofline(100.0, 20.0, 0.5)
+    assert machine.time(200, 0) == 2 and machine.time(200, 0, 3) == 3.5
+    count = OperationCount([Operator("a", 200, 0), Operator("b", 0, 60)])
+    assert count.time(machine) == 2 + 3 + 2 * 0.5
+    for wrong in (-1, math.nan):
+        with pytest.raises(ValueError, match="overhead"):
+            Roofline(1, 1, wrong)
+
+
+@pytest.mark.parametrize(
+    "counts, regime, parts",
+    [
+        ((200, 0), "arithmetic", (2, 0, 0.5)),
+        ((100, 60), "memory", (0, 3, 0.5)),
+        ((100, 20), "arithmetic", (1, 0, 0.5)),
+        ((10, 2), "overhead", (0.1, 0, 0.5)),
+        ((200, 0, 5), "overhead", (2, 0, 2.5)),
+        ((0, 0, 0), "arithmetic", (0, 0, 0)),
+    ],
+)
+def test_diagnosis(counts, regime, parts):
+    found = diagnose(Roofline(100.0, 20.0, 0.5), *counts)
+    assert found.regime == regime in REGIMES and found[2:] == parts
+    assert found.seconds == sum(parts)
+
+
+@given(positive, positive, st.floats(0, 1), st.floats(0, 1e12), st.floats(0, 1e12))
+@settings(max_examples=100, deadline=None)
+def test_regimes_are_the_three_sides_of_the_roofline(peak, bandwidth, overhead, flops, bytes):
+    machine = Roofline(peak, bandwidth, overhead)
+    found = diagnose(machine, flops, bytes)
+    assert math.isclose(found.seconds, machine.time(flops, bytes, 1))
+    work = machine.time(flops, bytes)
+    assert (found.regime == "overhead") == (overhead > work)
+    if bytes and found.regime != "overhead" and flops / bytes != machine.ridge:
+        assert found.regime in ("arithmetic" if flops / peak >= bytes / bandwidth else "memory")
+
+
+def test_the_diagnosis_of_a_model_is_the_sum_over_its_operators():
+    pairs = [(200, 0), (0, 60), (100, 20), (1, 1)]
+    machine = Roofline(100.0, 20.0, 0.5)
+    count = OperationCount(Operator("any", *pair) for pair in pairs)
+    found, each = count.diagnose(machine), [diagnose(machine, *pair) for pair in pairs]
+    for name in REGIMES:
+        assert math.isclose(getattr(found, name), sum(getattr(one, name) for one in each))
+    assert math.isclose(found.seconds, count.time(machine)) and found.regime == "memory"
+    empty = OperationCount().diagnose(machine)
+    assert empty.seconds == 0 and empty.regime in REGIMES
+
+
+@pytest.mark.parametrize("name", ["flops", "bytes", "operators"])
+def test_diagnosis_refuses_negative_counts(name):
+    counts = {"flops": 1, "bytes": 1, "operators": 1} | {name: -1}
+    with pytest.raises(ValueError, match=rf"{name} \(-1\) must not be negative"):
+        diagnose(Roofline(1, 1), **counts)
+
+
+def test_predicted_gpus_are_ordered_as_their_generations():
+    assert list(GPUS) == ["H200", "H100", "A100", "T4"]
+    machines = list(GPUS.values())
+    assert all(a.bandwidth > b.bandwidth for a, b in zip(machines, machines[1:]))
+    assert all(m.overhead > 0 and m.ridge > 100 for m in machines)
+
+
+# --- measuring in turns -----------------------------------------------------------------------
+
+
+def test_turns_are_taken_in_a_drawn_order_and_short_calls_are_repeated():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = take_turns(calls, rounds=20, least=0.0)
+    assert order[:6] == list("aabbcc")  # a call to warm up and one to see how long it takes
+    rounds = [tuple(order[i : i + 3]) for i in range(6, len(order), 3)]
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds) and len(set(rounds)) > 2
+    assert len(rounds) == 20 == len(times["a"]) and all(t >= 0 for t in times["b"])
+    order.clear()
+    take_turns(calls, rounds=1, least=1e-3)
+    assert len(order) > 100
+    with pytest.raises(ValueError, match=r"rounds \(0\)"):
+        take_turns(calls, rounds=0)
+
+
+def test_the_time_of_other_programs_does_not_count():
+    (spent,) = take_turns({"sleep": lambda: time.sleep(0.05)}, rounds=1)["sleep"]
+    assert spent < 0.04 and seconds(lambda: time.sleep(0.05), repeats=1) < 0.04
+    torch.set_num_threads(2)
+    try:
+        assert seconds(lambda: time.sleep(0.05), repeats=1) > 0.04
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_probes_say_what_they_compute_and_move():
+    probes = roofline_probes("cpu", shapes=((8, 16, 4),), megabytes=(1,))
+    (product,) = (probe for name, probe in probes.items() if name.startswith("product"))
+    assert product.flops == 2 * 8 * 16 * 4 and product.call().shape == (8, 4)
+    moved = {name.split()[0]: probe.bytes for name, probe in probes.items() if probe.bytes}
+    assert moved == {"copy": 2 * 10**6, "sum": 3 * 10**6, "read": 10**6}
+    for probe in probes.values():
+        counted = count_operations(probe.call)
+        assert counted.flops == (probe.flops or counted.flops)
+        assert abs(counted.bytes - (probe.bytes or counted.bytes)) <= 4  # a sum of one number
+
+
+def test_a_roof_is_the_best_of_each():
+    probes = {
+        "slow": Probe(None, 100, 0),
+        "fast": Probe(None, 100, 0),
+        "move": Probe(None, 0, 60),
+        "start": Probe(None, 0, 0),
+        "late": Probe(None, 0, 0),
+    }
+    times = {"slow": [9, 5], "fast": [3, 2], "move": [4, 3], "start": [0.5, 0.25], "late": [1]}
+    assert best_roofline(probes, times) == Roofline(50.0, 20.0, 0.25)
 
 
 # --- operations and bytes ---------------------------------------------------------------------
