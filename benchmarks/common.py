@@ -87,7 +87,7 @@ def captured(call, times):
 def new_random_state():
     """After a capture that failed: the old state waits for its end, and gives no numbers."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    generator.graphsafe_set_state(torch.Generator(device="cuda"))
+    generator.graphsafe_set_state(torch.Generator(device="cuda").graphsafe_get_state())
 
 
 def kernel_turns(calls, repeats, graphs=(), times=3, seed=0):
