@@ -16,6 +16,7 @@ from attnlib.train import machine, write_record
 from tools import torchvision_ops  # noqa: F401  before any peer that imports torchvision
 
 OURS, OPTIMIZED = "attnlib", "attnlib, optimized"  # names in every record
+LONG = 30  # milliseconds, see `measured`
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -78,35 +79,49 @@ def captured(call, times):
                 call()
     except RuntimeError:
         torch.cuda.synchronize()
+        new_random_state()
         return None
     return graph.replay
 
 
-def kernel_turns(calls, repeats, graphs=True, times=3, seed=0):
-    """Milliseconds on the GPU itself: {name: [one for each round]}, and the names with graphs.
+def new_random_state():
+    """After a capture that failed: the old state waits for its end, and gives no numbers."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(torch.Generator(device="cuda").graphsafe_get_state())
 
-    Events stand around a graph of some calls in a row, in which Python and the launches take no
-    part, or around as many calls where there is no graph. All have been called before.
+
+def kernel_turns(calls, repeats, graphs=(), times=3, seed=0):
+    """Milliseconds on the GPU itself, {name: [one for each round]}, between two events.
+
+    Between them are some calls in a row. Those named in `graphs` are captured, and replayed
+    without Python and launches; what cannot be captured is left out. All have been called
+    before.
     """
-    found = {name: captured(call, times) if graphs else None for name, call in calls.items()}
 
-    def timer(name):
+    def often(call):
+        def run():
+            for _ in range(times):
+                call()
+
+        return run
+
+    found = {
+        name: captured(call, times) if name in graphs else often(call)
+        for name, call in calls.items()
+    }
+    found = {name: run for name, run in found.items() if run}
+
+    def timer(run):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()
-        if found[name]:
-            found[name]()
-        else:
-            for _ in range(times):
-                calls[name]()
+        run()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / times
 
-    for replay in filter(None, found.values()):
-        replay()  # the first uploads the graph
-    turns = rounds({name: name for name in calls}, repeats, timer, seed)
-    return turns, {name for name in found if found[name]}
+    rounds(found, 1, timer)  # a first replay also uploads the graph
+    return rounds(found, repeats, timer, seed)
 
 
 def quartiles(numbers):
@@ -140,14 +155,22 @@ def compared(times, name, ours=OURS):
     return row
 
 
-def measured(calls, repeats, device, ours=OURS, graphs=True):
-    """{name: its row}: time on the wall, and on a GPU under "kernel" that of the kernels."""
+def measured(calls, repeats, device, ours=OURS, graphs=None):
+    """{name: its row}: time on the wall, and on a GPU under "kernel" that of the kernels.
+
+    The latter is that of CUDA graphs for the contestants in `graphs`, all by default, and the
+    others do not have it. No graph is made of calls of more than LONG milliseconds, behind
+    whose work the launches disappear, nor of any if `graphs` is empty: these are timed by
+    events around the calls.
+    """
     times = take_turns(calls, repeats, device)
     rows = {name: compared(times, name, ours) for name in calls}
     if device == "cuda":
-        times, graphed = kernel_turns(calls, repeats, graphs)
-        for name, row in rows.items():
-            row["kernel"] = compared(times, name, ours) | {"graph": name in graphed}
+        some = {name: calls[name] for name in calls if not graphs or name in graphs}
+        short = {name for name in some if rows[name]["ms"] < LONG and graphs != ()}
+        times = kernel_turns(some, repeats, short)
+        for name in times if ours in times else ():
+            rows[name]["kernel"] = compared(times, name, ours) | {"graph": name in short}
     return rows
 
 

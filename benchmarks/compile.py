@@ -23,7 +23,7 @@ MODELS = (
     "tnt_s_patch16_224",
     "vit_small_patch16_224",
 )
-WORKERS = {"kernels": 14, "models": 4}  # of models there is room for a few
+WORKERS = {"kernels": 14, "models": 6}  # of models there is room for a few
 
 
 def flash_call(device, shape, kind, step):
@@ -42,18 +42,16 @@ def windows_call(device, name, stage, shifted, kind, batch, options):
         windows.run(calls[way], kind, x)
 
 
-def model_call(device, name, library, kind, batch):
-    model = vision.peers(name)["timm" if library == "timm" else common.OURS].to(device)
-    size, backend = windows.MODELS.get(name, 224), "auto"
-    if library == common.OPTIMIZED:  # with the kernels
-        backend = "triton"
+def model_call(device, name, library, kind, batch, options):
+    found = vision.peers(name, **options)
+    size, dtype = vision.image_size(found[common.OURS]), torch.bfloat16
+    model = found["timm" if library == "timm" else common.OURS].to(device)
     images = itertools.repeat(torch.randn(batch, 3, size, size, device=device))
     if kind == "forward":
-        compiled = torch.compile(model.to(torch.bfloat16).eval())
-        call = vision.forward(compiled, images, torch.bfloat16)
+        call = vision.forward(torch.compile(model.to(dtype).eval()), images, dtype)
     else:
-        call = vision.training(torch.compile(model.train()), images, torch.bfloat16, device)
-    vision.under(backend, call)()
+        call = vision.training(torch.compile(model.train()), images, dtype, device)
+    vision.under("triton" if library == common.OPTIMIZED else "auto", call)()
 
 
 def jobs(device, tiny):
@@ -65,7 +63,7 @@ def jobs(device, tiny):
             (flash_call, (device, (1, 1, 4, 16), "causal", "forward")),
             (windows_call, (device, MODELS[0], 0, True, "forward", 1, small)),
         ]
-        return {"kernels": cases}
+        return {"kernels": cases, "models": []}  # to compile one on a CPU takes a minute
     kernels = [
         (flash_call, (device, (*flash.SHAPES[n], n, width), kind, step))
         for width in (64, 128)
@@ -81,7 +79,7 @@ def jobs(device, tiny):
         for kind in ("forward", "training")
     ]
     models = [
-        (model_call, (device, name, library, kind, 128))
+        (model_call, (device, name, library, kind, 128, {}))
         for name in MODELS
         for kind in ("forward", "training")
         for library in (common.OURS, common.OPTIMIZED, "timm")
@@ -103,21 +101,21 @@ def work(function, arguments):
 
 def main():
     parser = common.timing_parser(__doc__, repeats=1)
-    parser.add_argument("--workers", type=int, help="processes; 14 for kernels, 4 for models")
+    parser.add_argument("--workers", type=int, help="processes; 14 for kernels, 6 for models")
+    parser.add_argument("--group", choices=WORKERS, default="kernels")
     arguments = parser.parse_args()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in each process
     start = functools.partial(
         ProcessPoolExecutor, mp_context=multiprocessing.get_context("spawn")
     )
-    for group, some in jobs(arguments.device, arguments.tiny).items():
-        began = time.monotonic()
-        with start(arguments.workers or min(WORKERS[group], os.cpu_count())) as pool:
-            waiting = {pool.submit(work, *job): job for job in some}
-            for future in as_completed(waiting):
-                if problem := future.result():
-                    function, (_, *given) = waiting[future]
-                    print(f"  {function.__name__} {given}: {problem}", flush=True)
-        print(f"{len(some)} {group} in {time.monotonic() - began:.0f} s", flush=True)
+    some, began = jobs(arguments.device, arguments.tiny)[arguments.group], time.monotonic()
+    with start(arguments.workers or min(WORKERS[arguments.group], os.cpu_count())) as pool:
+        waiting = {pool.submit(work, *job): job for job in some}
+        for future in as_completed(waiting):
+            if problem := future.result():
+                function, (_, *given) = waiting[future]
+                print(f"  {function.__name__} {given}: {problem}", flush=True)
+    print(f"{len(some)} {arguments.group} in {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ and the last head are compared with the reference in float64.
 Recorded are medians and quartiles of the times and of the ratios of our time to theirs, errors,
 peak memory (of forward and backward together, where the backward pass is timed), and operations
 per second: two products forward, five backward, of what is seen. On a GPU each contestant has
-the time on the wall and, under "kernel", that of a CUDA graph, without Python and launches. The
-rows are written as they come; with --minutes the command ends after so many, and goes on when
-it is given again.
+the time on the wall and, under "kernel", that between two events: of a CUDA graph, without
+Python and launches, or of the calls themselves where they are long. The rows are written as
+they come; with --minutes the command ends after so many, and goes on when it is given again.
 
 `--tune [KERNEL ...]` times other tiles than the table's instead, each launch alone, in every
 kind, and prints the fastest; `--workers N` has as many processes compile ahead.
@@ -341,7 +341,7 @@ def tune(kernel, case, candidates, repeats, device):
 
     def turns(calls):
         if device == "cuda":
-            return common.kernel_turns(calls, repeats, graphs=False, times=5)[0]
+            return common.kernel_turns(calls, repeats, times=5)
         return common.take_turns(calls, repeats, device)
 
     table, alone = launch_of(kernel, case)[1], {}

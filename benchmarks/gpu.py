@@ -3,7 +3,7 @@
 Checks the library on CUDA, times it beside its peers and makes the chapters' full training
 runs, with the PyTorch that is there and without a network: the most important parts first, none
 for more than eight minutes. Each part is a list of commands; `--part NAME` runs one. `compile`
-fills the compilers' caches with many processes, for the parts that time kernels.
+and `compile_models` fill the compilers' caches with many processes, for the parts that time.
 
 An interrupted command can be given again. A part that is finished leaves a mark in the folder
 of the records and is not run again while the code is the same. What the timings of `flash`, of
@@ -45,7 +45,9 @@ NEEDS = {  # packages that not every machine has
     "run_digits": ("sklearn",),
     **dict.fromkeys(("run_detr", "run_captions"), ("sklearn", "scipy", "pycocotools")),
     **dict.fromkeys(("run_mae_cifar", "run_supernet", "run_supernet_cifar10"), ("sklearn",)),
-    **dict.fromkeys(("compile", "flash", "windows", "flash_wide"), ("triton",)),
+    **dict.fromkeys(
+        ("compile", "compile_models", "flash", "windows", "flash_wide"), ("triton",)
+    ),
     **dict.fromkeys(("translation", "vit", "swin", "swinv2", "mae_speed"), ("transformers",)),
     "detr_speed": ("transformers", "timm", "scipy", "torchvision"),
     "panoptic_speed": ("transformers", "timm", "scipy", "torchvision"),
@@ -116,6 +118,7 @@ PARTS = {  # the most important first
     "sanitize": sanitize,
     "flash": benchmark("flash", "--widths", "64"),
     "windows": benchmark("windows"),
+    "compile_models": lambda device, tiny: [script("compile", "--group", "models")],
     **{name: vision(name) for name in VISION},
     "flash_wide": benchmark("flash", "--widths", "128"),  # further rows of the same record
     "attention": benchmark("attention"),

@@ -10,8 +10,9 @@ takes part a second time, as "attnlib, optimized", with the kernels of `attnlib.
 `attnlib.windows`.
 
 On a GPU each row has the time on the wall and, under "kernel", the time between events around
-some calls in a row: where the forward pass is not compiled, of a CUDA graph, without Python and
-launches. With --minutes the command ends after so many, and goes on when it is given again.
+some calls in a row: of ours and timm's plain forward passes, that of a CUDA graph, without
+Python and launches. With --minutes the command ends after so many, and goes on when it is
+given again.
 """
 
 import itertools
@@ -270,7 +271,8 @@ def measure(name, mode, kind, batch, device, repeats, compiled, options):
         assert difference < allowed, (name, mode, library, difference)
     # which warms up, too
     memory = {library: common.peak_memory(call, device) for library, call in calls.items()}
-    rows = common.measured(calls, repeats, device, graphs=kind == "forward" and not compiled)
+    graphs = (OURS, OPTIMIZED, "timm") if kind == "forward" and not compiled else ()
+    rows = common.measured(calls, repeats, device, graphs=graphs)
     for library, row in rows.items():
         print(
             f"{name} {mode:16} {kind:8} batch {batch:3} "

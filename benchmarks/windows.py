@@ -6,8 +6,9 @@ timm's, ours through PyTorch, through the kernel, and through FlexAttention in t
 the windows in the batch and as one sequence with a mask of blocks (compiled on a GPU; a CPU has
 no backward pass of it). Weights are copied and outputs compared before anything is timed, and
 gradients of the maps; all take turns. On a GPU each way has the time on the wall and, under
-"kernel", that of a CUDA graph, without Python and launches. With --minutes the command ends
-after so many, and goes on when it is given again.
+"kernel", that of a CUDA graph, without Python and launches, or of the calls themselves where
+they are long. With --minutes the command ends after so many, and goes on when it is given
+again.
 """
 
 import functools

@@ -210,6 +210,8 @@ def test_kernel_times_leave_overheads_out(monkeypatch):
 
         return run
 
+    renewed = []
+    monkeypatch.setattr(common, "new_random_state", lambda: renewed.append(True))
     for name, fake in {
         "Event": lambda enable_timing: Event(now),
         "CUDAGraph": lambda: Graph(now),
@@ -220,14 +222,18 @@ def test_kernel_times_leave_overheads_out(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, fake)
     calls = {"attnlib": call(2), "slow": call(4), "other": call(2, can=False)}
     rows = common.measured(calls, 3, "cuda")
-    assert {name: row["kernel"]["ms"] for name, row in rows.items()} == {
-        "attnlib": 2,
-        "slow": 4,
-        "other": 12,
-    }
-    assert rows["slow"]["kernel"]["ratio"] == 0.5 and rows["slow"]["kernel"]["rounds"] == 3
-    assert [row["kernel"]["graph"] for row in rows.values()] == [True, True, False]
-    assert not common.measured(calls, 3, "cuda", graphs=False)["slow"]["kernel"]["graph"]
+    assert "kernel" not in rows["other"] and renewed == [True]
+    kernel = {name: rows[name]["kernel"] for name in ("attnlib", "slow")}
+    assert [row["ms"] for row in kernel.values()] == [2, 4]
+    assert kernel["slow"]["ratio"] == 0.5 and kernel["slow"]["rounds"] == 3
+    assert kernel["attnlib"]["graph"] and rows["slow"]["ms"] > 0
+    few = common.measured(calls, 3, "cuda", graphs=("attnlib", "slow"))
+    assert {name for name in few if "kernel" in few[name]} == {"attnlib", "slow"}
+    none = common.measured(calls, 3, "cuda", graphs=())
+    assert [row["kernel"]["ms"] for row in none.values()] == [12, 14, 12]
+    assert not any(row["kernel"]["graph"] for row in none.values())
+    monkeypatch.setattr(common, "LONG", 0.0)
+    assert not common.measured(calls, 3, "cuda")["slow"]["kernel"]["graph"]
 
 
 def test_rows_are_kept_until_the_code_changes(tmp_path, monkeypatch, capsys):
@@ -485,8 +491,14 @@ def test_what_is_timed_is_compiled_ahead(monkeypatch, capsys):
     assert names.count("flash_call") == 2 * len(flash.SHAPES) * len(flash.KINDS) * 2
     assert names.count("windows_call") == len(windows.MODELS) * 4 * 2 * 2
     assert {arguments[1] for _, arguments in some["models"]} == set(gpu.VISION.values())
-    batch = {arguments[-1] for _, arguments in some["models"]}
+    batch = {arguments[-2] for _, arguments in some["models"]}
     assert batch == {128}  # the largest of vision.py on a GPU, which alone is compiled
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda model: made.append(model) or model)
+    options = dict(vision.TINY["vit"], num_classes=4)
+    for kind in ("forward", "training"):
+        compile.model_call("cpu", "vit_small_patch16_224", "timm", kind, 1, options)
+    assert [model.training for model in made] == [False, True]
 
 
 # --- flash, more closely ----------------------------------------------------------------------
