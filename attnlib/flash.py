@@ -108,8 +108,8 @@ def triton_mode(device):
     Returns
     -------
     str or None
-        "compiled" on an NVIDIA GPU; "interpreted", slowly and for tests, by Triton's interpreter; None
-        where they do not run.
+        "compiled" on an NVIDIA GPU; "interpreted", slowly and for tests, by Triton's
+        interpreter; None where they do not run.
     """
     compiles = [isinstance(f, triton.JITFunction) for f in (_forward_kernel, tl.sum)]
     if not any(compiles):
@@ -134,11 +134,9 @@ def launch(kernel, programs, device, *arguments, **options):
 # %% ../nbs/51_flash.ipynb #kernel-tile
 @triton.jit
 def _head(pointer, z, H, stride_b, stride_h):
-    """Where the matrix of head z, counted through the batch, begins; None for no tensor."""
-    if pointer is not None:
-        z = tl.cast(z, tl.int64)
-        pointer += z // H * stride_b + z % H * stride_h
-    return pointer
+    """Where the matrix of head z, counted through the batch, begins."""
+    z = tl.cast(z, tl.int64)
+    return pointer + z // H * stride_b + z % H * stride_h
 
 
 @triton.jit
@@ -288,7 +286,8 @@ def _forward_kernel(Q, K, V, Mask, Bias, Out, Lse, scale, H, N, M,
     z, i = _block(N, BLOCK_M, CAUSAL)
     K = _head(K, z // GROUP, H // GROUP, skb, skh)  # GROUP heads of queries share one
     V = _head(V, z // GROUP, H // GROUP, svb, svh)
-    Mask, Bias = _head(Mask, z, H, smb, smh), _head(Bias, z, H, sbb, sbh)
+    Mask = _head(Mask, z, H, smb, smh) if Mask is not None else None
+    Bias = _head(Bias, z, H, sbb, sbh) if Bias is not None else None
     q = _tile(_head(Q, z, H, sqb, sqh), i, N, sqn, sqd, BLOCK_M, D, BLOCK_D, True)
     acc, total = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -357,7 +356,8 @@ def _query_kernel(Q, K, V, Mask, Bias, Out, GradOut, Lse, Delta, GradQ, scale, H
     z, i = _block(N, BLOCK_M, CAUSAL)
     K = _head(K, z // GROUP, H // GROUP, skb, skh)  # GROUP heads of queries share one
     V = _head(V, z // GROUP, H // GROUP, svb, svh)
-    Mask, Bias = _head(Mask, z, H, smb, smh), _head(Bias, z, H, sbb, sbh)
+    Mask = _head(Mask, z, H, smb, smh) if Mask is not None else None
+    Bias = _head(Bias, z, H, sbb, sbh) if Bias is not None else None
     q = _tile(_head(Q, z, H, sqb, sqh), i, N, sqn, sqd, BLOCK_M, D, BLOCK_D, True)
     do = _tile(_head(GradOut, z, H, sgb, sgh), i, N, sgn, sgd, BLOCK_M, DV, BLOCK_DV, True)
     out = _tile(_head(Out, z, H, sob, soh), i, N, son, sod, BLOCK_M, DV, BLOCK_DV, True)
@@ -417,7 +417,8 @@ def _key_kernel(Q, K, V, Mask, Bias, GradOut, Lse, Delta, GradK, GradV, scale, H
     for y in range(z * GROUP, (z + 1) * GROUP):  # the heads of queries
         q, do = _head(Q, y, H, sqb, sqh), _head(GradOut, y, H, sgb, sgh)
         lse, delta = Lse + tl.cast(y, tl.int64) * N, Delta + tl.cast(y, tl.int64) * N
-        mask, bias = _head(Mask, y, H, smb, smh), _head(Bias, y, H, sbb, sbh)
+        mask = _head(Mask, y, H, smb, smh) if Mask is not None else None
+        bias = _head(Bias, y, H, sbb, sbh) if Bias is not None else None
         dk, dv = _key_loop(
             dk, dv, k, v, q, do, lse, delta, mask, bias, first, whole, scale, j, N, M,
             sqn, sqd, sgn, sgd, smn, smm, sbn, sbm,
@@ -427,7 +428,8 @@ def _key_kernel(Q, K, V, Mask, Bias, GradOut, Lse, Delta, GradK, GradV, scale, H
             sqn, sqd, sgn, sgd, smn, smm, sbn, sbm,
             CAUSAL, False, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION)
     dk = dk * scale
-    GradK, GradV = _head(GradK, z, H // GROUP, stb, sth), _head(GradV, z, H // GROUP, sub, suh)
+    GradK = _head(GradK, z, H // GROUP, stb, sth)
+    GradV = _head(GradV, z, H // GROUP, sub, suh)
     _store(GradK, dk, j, M, stn, std, BLOCK_N, D, BLOCK_D, PRECISION)
     _store(GradV, dv, j, M, sun, sud, BLOCK_N, DV, BLOCK_DV, PRECISION)
 
@@ -461,7 +463,8 @@ def _bias_kernel(Q, K, V, Mask, Bias, GradOut, Lse, Delta, Order, Sums, scale, H
         do = _tile(_head(GradOut, z, H, sgb, sgh), i, N, sgn, sgd, BLOCK_M, DV, BLOCK_DV, True)
         lse = tl.load(Lse + z * N + rows, mask=rows < N, other=float("inf"))
         delta = tl.load(Delta + z * N + rows, mask=rows < N, other=0.0)
-        mask, bias = _head(Mask, z, H, smb, smh), _head(Bias, z, H, sbb, sbh)
+        mask = _head(Mask, z, H, smb, smh) if Mask is not None else None
+        bias = _head(Bias, z, H, sbb, sbh)
         _, ds = _gradient(q, k, do, v, lse[:, None], delta[:, None], rows[:, None],
                           cols[None, :], mask, bias, scale, N, M, smn, smm, sbn, sbm,
                           CAUSAL, True, PRECISION)
@@ -540,14 +543,14 @@ def product_precision(x):
 
 
 def refusal(x, width):
-    """Why there is no tile for heads of this width in x's dtype on its GPU; None if there is."""
+    """Why no tile serves heads of this width in x's dtype on its GPU; None if one does."""
     if not x.is_cuda or triton_mode(x.device) == "interpreted":
         return None
     chip = torch.cuda.get_device_properties(x.device)
     if chip.major < 8:
         return f"{chip.name}: the kernels need compute capability 8.0 or later"
     if x.dtype == torch.float32 and width > 128:
-        return f"width {width} in {x.dtype}: the kernels take 128 at most, or a dtype of 16 bits"
+        return f"width {width} in {x.dtype}: the kernels take 128, or a dtype of 16 bits"
 
 
 def _options(kernel, q, k, v, extra):
@@ -802,7 +805,7 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, scale=None):
         return reference(q, k, v, mask, bias, scale, 0.0)
     if scale < 0:  # the kernels take the maximum before they scale
         q, scale = -q, -scale
-    shared = all(x.ndim < 3 or x.shape[-3] == 1 for x in (k, v))  # by all heads of the last axis
+    shared = all(x.ndim < 3 or x.shape[-3] == 1 for x in (k, v))  # one for all heads
     own = [1] * len(lead[-1:]) if shared else lead[-1:]
     q = q.expand(*lead, *q.shape[-2:])
     k, v = (x.expand(*lead[:-1], *own, *x.shape[-2:]) for x in (k, v))

@@ -1,12 +1,12 @@
 """Compile every tiled kernel for GPUs that need not be there, and say what it takes.
 
-    python -m benchmarks.kernels --out FOLDER                    everything, about 1,900 compilations
+    python -m benchmarks.kernels --out FOLDER                    all, about 1,900 compilations
     python -m benchmarks.kernels --out FOLDER --only sm_90,bfloat16
 
 Compiled are the four kernels with and without a mask, a bias and the causal mask, in float32,
-float16 and bfloat16, for heads of several widths, for the generations of GPUs from Ampere (sm_80)
-to Blackwell (sm_100), each with the tile that `attnlib.flash.tiling` gives it. What a kernel may not
-do is said by `broken`. The record is also the memory of what has been compiled: a second
+float16 and bfloat16, for heads of several widths, for GPUs from Ampere (sm_80) to Blackwell
+(sm_100), each with the tile that `attnlib.flash.tiling` gives it. What a kernel may not do is
+said by `broken`. The record is also the memory of what has been compiled: a second
 command goes on where the first one ended, as long as the kernels' source and Triton's version
 are the same. A compilation takes one to three seconds of one core.
 """
@@ -43,13 +43,13 @@ FIRST = ("sm_80", "sm_90")  # what most readers have
 STACK = 128  # bytes of a thread's stack that are allowed: spilled, but not in every step
 COLLAPSED = 32  # the registers that NVIDIA's assembler leaves a thread when it has given up
 COLUMNS = (
-    "kernel gpu dtype width extra rows cols warps stages registers stack shared programs product "
-    "buffers"
+    "kernel gpu dtype width extra rows cols warps stages registers stack shared programs "
+    "product buffers"
 ).split()
 
 
 def options(kernel):
-    """The combinations of a mask (m), a bias (b) and the causal mask (c) that a kernel meets."""
+    """The combinations of mask (m), bias (b) and causal mask (c) that a kernel meets."""
     found = ("".join(x) for n in range(4) for x in itertools.combinations("mbc", n))
     return [extra for extra in found if kernel != "bias" or "b" in extra]
 
@@ -138,7 +138,9 @@ def source_hash(path=flash.__file__):
     text, parts = Path(path).read_text(), []
     for node in ast.parse(text).body:
         name = getattr(node, "name", None) or ast.unparse(getattr(node, "targets", [node])[0])
-        kernel = any("triton.jit" in ast.unparse(x) for x in getattr(node, "decorator_list", []))
+        kernel = any(
+            "triton.jit" in ast.unparse(x) for x in getattr(node, "decorator_list", [])
+        )
         if kernel or name in ("LOG2E", "TILES", "SHARED", "tiling", "compile_for"):
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
                 node.body = node.body[1:]
@@ -185,7 +187,7 @@ def write(path, rows, failed):
 
 
 def table(rows):
-    """The worst of each GPU and dtype: {(gpu, dtype): (kernels, stack, registers, programs)}."""
+    """The worst of each (gpu, dtype): kernels, stack, registers, programs."""
     found = {}
     for row in rows:
         found.setdefault((row["gpu"], row["dtype"]), []).append(row)

@@ -341,7 +341,11 @@ def test_grouped_queries(kind, heads, own, monkeypatch):
     torch.manual_seed(0)
     q = tensor(2, heads, 20, 8)
     k, v = tensor(2, own, 35, 8), tensor(2, own, 35, 5)
-    mask = torch.rand(2, 1, 20, 35, device=DEVICE) < 0.7 if kind in ("mask", "everything") else None
+    mask = (
+        torch.rand(2, 1, 20, 35, device=DEVICE) < 0.7
+        if kind in ("mask", "everything")
+        else None
+    )
     bias = tensor(heads, 20, 35) if kind in ("bias", "everything") else None
     causal, names = kind in ("causal", "everything"), started(monkeypatch)
     out = flash_attention(q, k, v, mask=mask, bias=bias, causal=causal)
@@ -351,7 +355,9 @@ def test_grouped_queries(kind, heads, own, monkeypatch):
     assert len(names) == 3 + (bias is not None)
     assert dict(names)["_key_kernel"] == 2 * own * -(-35 // 32) or DEVICE == "cuda"
     for a, b in zip(ours, repeated(q, k, v, grad, mask, bias, causal), strict=True):
-        assert a.shape == b.shape and (a.double() - b).abs().max() < 1e-5 * max(1, b.abs().max())
+        assert a.shape == b.shape and (a.double() - b).abs().max() < 1e-5 * max(
+            1, b.abs().max()
+        )
 
 
 @pytest.mark.parametrize(
@@ -507,7 +513,9 @@ def test_what_has_no_tile_is_refused(name, major, dtype, width, message, monkeyp
         with pytest.raises(TypeError, match=message):
             flash_attention(x, x, x)
         with attention_backend("triton"):
-            torch.testing.assert_close(attention(x, x, x), F.scaled_dot_product_attention(x, x, x))
+            torch.testing.assert_close(
+                attention(x, x, x), F.scaled_dot_product_attention(x, x, x)
+            )
 
 
 def python(code, **environment):
@@ -566,7 +574,7 @@ def test_tiled_attention(block_rows, block_cols):
 
 
 def cases_on_a_gpu():
-    """(dtype, width, mask or bias, causal, lengths): each pair of values occurs in some case."""
+    """(dtype, width, mask or bias, causal, lengths, group): each pair of values occurs."""
     values = (
         (torch.float32, torch.float16, torch.bfloat16),
         (16, 32, 64, 80, 96, 128, 256),
@@ -610,8 +618,9 @@ def test_cases_on_a_gpu_are_few():
 def test_full_sizes_on_a_gpu(case):
     dtype, d, extra, causal, (n, m), group = case
     torch.manual_seed(0)
-    q, k, v = tensor(2, 4, n, d, dtype=dtype), *(
-        tensor(2, 4 // group, m, d, dtype=dtype) for _ in range(2)
+    q, k, v = (
+        tensor(2, 4, n, d, dtype=dtype),
+        *(tensor(2, 4 // group, m, d, dtype=dtype) for _ in range(2)),
     )
     mask = torch.rand(2, 1, n, m, device=DEVICE) < 0.8 if extra in ("mask", "both") else None
     bias = tensor(4, n, m, dtype=dtype) if extra in ("bias", "both") else None

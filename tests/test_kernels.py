@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="it compiles the kernels")
 
 from benchmarks import kernels
 
@@ -36,12 +36,12 @@ def test_every_gate_holds(rows):
 
 
 def test_what_readers_have_is_complete(rows):
-    """Bfloat16 on the GPUs of data centers, every kernel, width and option."""
+    """Bfloat16 on the GPUs of data centers, heads of 64 and 128, every kernel and option."""
     done = {kernels.key(row) for row in rows}
     wanted = {
         tuple(map(str, (*job[:4], job[4] or "plain")))
         for job in kernels.jobs(["bfloat16"])
-        if job[1] in kernels.FIRST
+        if job[1] in kernels.FIRST and job[3] in (64, 128)
     }
     assert wanted <= done, f"{len(wanted - done)} kernels have not been compiled: {AGAIN}"
 
