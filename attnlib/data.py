@@ -819,7 +819,8 @@ def _caption_tokens(color, kind, number, relation):
     for number, between in rows.items():
         at, n = relation == number, 5 + len(between)
         tokens[at, 0], tokens[at, n + 2] = BOS, EOS
-        tokens[at, 1:4], tokens[at, n - 1 : n + 2] = torch.stack([article, c, k], 2)[at].unbind(1)
+        things = torch.stack([article, c, k], 2)[at]  # (rows, 2, 3)
+        tokens[at, 1:4], tokens[at, n - 1 : n + 2] = things.unbind(1)
         tokens[at, 4 : n - 1] = torch.tensor([words(word) for word in between])
         named[at, 2:4], named[at, n : n + 2] = 0, 1
     return tokens, named
@@ -844,9 +845,8 @@ def caption_scenes(count, split="train", size=32, *, seed=0):
         "image" (count, 3, size, size), from 0 to 1; "caption" (count, 10), tokens of
         `CAPTION_WORDS` between start and end, padded; "named" (count, 10), which object each
         token names by color or kind, -1 for other words; "kind" and "color" (count, 2), numbers
-        in `KINDS` and `CAPTION_COLORS`; "number" (count, 2), 1 or 2 of a thing; "box" (count, 2,
-        4), x₀, y₀, x₁, y₁ in pixels, and "mask", bool (count, 2, size, size): around both if
-        there are two.
+        in `KINDS` and `CAPTION_COLORS`; "number" (count, 2), 1 or 2 of a thing; "box" of a
+        thing (count, 2, 4), x₀, y₀, x₁, y₁ in pixels, and "mask", bool (count, 2, size, size).
 
     Raises
     ------
