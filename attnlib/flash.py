@@ -502,7 +502,7 @@ TILES = {
 WITH_EXTRA = {  # beside tiles of a mask or of a bias, which take registers
     "forward": {(2, 64): (128, 64, 8, 2), (2, 128): (128, 64, 8, 2)},
     "query": {(2, 64): (128, 64, 8, 2), (2, 128): (128, 32, 8, 2)},
-    "key": {(2, 64): (32, 128, 8, 2), (2, 128): (32, 64, 8, 2)},
+    "key": {(2, 64): (32, 64, 8, 2), (2, 128): (32, 64, 8, 2)},
 }
 
 # %% ../nbs/51_flash.ipynb #blocks
