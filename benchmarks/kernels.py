@@ -7,8 +7,8 @@ Compiled are the four kernels with and without a mask, a bias and the causal mas
 float16 and bfloat16, for heads of several widths, for GPUs from Ampere (sm_80) to Blackwell
 (sm_100), each with the tile that `attnlib.flash.tiling` gives it. What a kernel may not do is
 said by `broken`. The record is also the memory of what has been compiled: a second
-command goes on where the first one ended, as long as the kernels' source and Triton's version
-are the same. A compilation takes one to three seconds of one core.
+command goes on where the first one ended. It drops all rows if the kernels' source or Triton's
+version has changed, and those whose tile has. A compilation takes about a second of one core.
 """
 
 import argparse
@@ -42,6 +42,7 @@ WIDTHS = (64, 128, 32, 16, 80, 256)
 FIRST = ("sm_80", "sm_90")  # what most readers have
 STACK = 128  # bytes of a thread's stack that are allowed: spilled, but not in every step
 COLLAPSED = 32  # the registers that NVIDIA's assembler leaves a thread when it has given up
+DECIDING = ("LOG2E", "compile_for", "compile_kernel", "_resources", "_structure")
 COLUMNS = (
     "kernel gpu dtype width extra rows cols warps stages registers stack shared programs "
     "product buffers"
@@ -67,18 +68,22 @@ def jobs(only=()):
     return sorted(found, key=lambda job: (job[1] not in FIRST, job[2] == "float32"))
 
 
-def compiled(kernel, gpu, dtype, width, extra):
+def tile_of(kernel, gpu, dtype, width, extra):
+    """Rows, columns, warps and stages by which a kernel is launched."""
+    room, more = SHARED[int(gpu[3:])] << 10, "m" in extra or "b" in extra
+    found = tiling(kernel, width, width, DTYPES[dtype], more, room)
+    return [found[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
+
+
+def compiled(*job):
     """A row of the record: the tile, and what the compiler made of it."""
-    capability = int(gpu[3:])
+    kernel, gpu, dtype, width, extra = job
+    capability, tile = int(gpu[3:]), tile_of(*job)
     more = {name: name[0] in extra for name in ("mask", "bias", "causal")}
     made = compile_for(kernel, capability, getattr(torch, dtype), width, **more)
-    room = SHARED[capability] << 10
-    tile = tiling(kernel, width, width, DTYPES[dtype], more["mask"] or more["bias"], room)
-    warps = tile["num_warps"]
-    row = [kernel, gpu, dtype, width, extra or "plain"]
-    row += [tile["BLOCK_M"], tile["BLOCK_N"], warps, tile["num_stages"]]
+    row = [*job[:4], extra or "plain", *tile]
     row += [made["registers"], made["spilled"], made["shared"]]
-    row += [programs(capability, warps, made["registers"], made["shared"])]
+    row += [programs(capability, tile[2], made["registers"], made["shared"])]
     return dict(zip(COLUMNS, [*row, made["product"], made["buffers"]], strict=True))
 
 
@@ -119,19 +124,20 @@ def broken(row):
         wrong.append(f"{row['shared']} bytes of shared memory, above {room}")
     if int(row["programs"]) < 1:
         wrong.append("no program fits")
-    if row["gpu"] == "sm_90" and row["dtype"] != "float32":
-        loop = int(row["stages"]) > 1 and row["kernel"] != "bias"  # whose loop loads all anew
-        if int(row["rows" if row["kernel"] != "key" else "cols"]) >= 64 and (
-            row["product"] != "warp_group_dot"
-        ):
+    if row["dtype"] != "float32" and row["gpu"] != "sm_100":
+        large = int(row["rows" if row["kernel"] != "key" else "cols"]) >= 64
+        if row["gpu"] == "sm_90" and large and row["product"] != "warp_group_dot":
             wrong.append(f"products by {row['product']} and not by warp groups")
-        if loop and int(row["buffers"]) < 2:
+        # warps that multiply alone copy a tile to registers first, and need a buffer less
+        least = int(row["stages"]) - (row["product"] == "tt.dot")
+        loop = int(row["stages"]) > 1 and row["kernel"] != "bias"  # whose loop loads all anew
+        if loop and int(row["buffers"]) < least:
             wrong.append(f"{row['buffers']} buffers: the loop does not fetch ahead")
     return "; ".join(wrong)
 
 
 def source_hash(path=flash.__file__):
-    """A fingerprint of what decides how kernels compile: kernels, tiles, precision.
+    """A fingerprint of what decides how a kernel compiles with its tile.
 
     Comments, docstrings and layout do not count.
     """
@@ -141,7 +147,7 @@ def source_hash(path=flash.__file__):
         kernel = any(
             "triton.jit" in ast.unparse(x) for x in getattr(node, "decorator_list", [])
         )
-        if kernel or name in ("LOG2E", "TILES", "SHARED", "tiling", "compile_for"):
+        if kernel or name in DECIDING:
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
                 node.body = node.body[1:]
             parts.append(ast.unparse(node))
@@ -153,19 +159,25 @@ def key(row):
     return tuple(str(row[name]) for name in COLUMNS[:5])
 
 
+def key_of(job):
+    return tuple(map(str, (*job[:4], job[4] or "plain")))
+
+
 def read(path):
-    """The rows of a record, {key: row of strings}, if it is of today's kernels and Triton."""
+    """The rows of a record of today's kernels, tiles and Triton: {key: row of strings}."""
     if not path.exists():
         return {}
     record = json.loads(path.read_text())
     if (record["source"], record["triton"]) != (source_hash(), triton.__version__):
         return {}
-    return {key(row): row for row in csv.DictReader(record["rows"])}
+    today = {key_of(job): [str(x) for x in tile_of(*job)] for job in jobs()}
+    rows = {key(row): row for row in csv.DictReader(record["rows"])}
+    return {k: row for k, row in rows.items() if today[k] == [row[c] for c in COLUMNS[5:9]]}
 
 
 def write(path, rows, failed):
     """The record: a line of text for each kernel, and what has not been compiled yet."""
-    order = [tuple(map(str, (*job[:4], job[4] or "plain"))) for job in jobs()]
+    order = [key_of(job) for job in jobs()]
     lines = [",".join(str(rows[name][c]) for c in COLUMNS) for name in order if name in rows]
     missing = {}
     for name in order:
@@ -216,7 +228,7 @@ def main():
     wanted = [
         job
         for job in jobs([word for word in arguments.only.split(",") if word])
-        if tuple(map(str, (*job[:4], job[4] or "plain"))) not in rows
+        if key_of(job) not in rows
     ][: arguments.most]
     os.environ["TRITON_INTERPRET"] = "0"  # for the processes that compile
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
@@ -230,7 +242,7 @@ def main():
             except Exception as problem:
                 wrong = str(problem).strip().splitlines()[0][:90] if str(problem) else "failed"
             if wrong:
-                failed[" ".join(map(str, (*job[:4], job[4] or "plain")))] = wrong
+                failed[" ".join(key_of(job))] = wrong
             print(f"{count}/{len(wanted)} {' '.join(map(str, job))} {wrong}", flush=True)
             if count % 20 == 0:
                 write(path, rows, failed)
