@@ -959,7 +959,7 @@ def compile_for(kernel, capability, dtype=torch.bfloat16, width=64, causal=False
     return compile_kernel(function, capability, types, options, "s..", **launch_options)
 
 # %% ../nbs/51_flash.ipynb #model
-# products of 16-bit numbers (1/s), memory (bytes/s), multiprocessors, their clock (Hz), from
+# operations on 16-bit numbers (1/s), memory (bytes/s), multiprocessors, their clock (Hz), from
 # NVIDIA's data sheets (H100 and H200 SXM, A100 80 GB SXM) and architecture white papers
 CARDS = {
     "H200": (989e12, 4.8e12, 132, 1.83e9),
@@ -1019,13 +1019,15 @@ def flash_decode(q, k, v, *, splits=None, scale=None):
     Raises
     ------
     ValueError, TypeError, RuntimeError
-        As `flash_attention` does; and if `splits` is not from 1 to M.
+        As `flash_attention` does; and if `splits` is not from 1 to M, or `scale` is negative.
     """
     (batch, heads, n, d), (own, m, width) = q.shape, (*k.shape[1:3], v.shape[-1])
     _check_kernel(q, k, v, None, None, False)
     if heads % own or k.shape != (batch, own, m, d) or v.shape[:3] != k.shape[:3]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be "
                          "(B, h, N, d), (B, h_kv, M, d), (B, h_kv, M, d_v)")
+    if scale is not None and scale < 0:
+        raise ValueError(f"scale ({scale}) must not be negative")
     splits = max(1, min(m // 256, 256 // (batch * own))) if splits is None else splits
     if not 1 <= splits <= m:
         raise ValueError(f"splits ({splits}) must be from 1 to the number of keys ({m})")
