@@ -142,9 +142,14 @@ class AdditiveAttention(nn.Module):
 
 # %% ../nbs/10_attention.ipynb #check
 def check_attention(q, k, v, mask=None, bias=None, dropout_p=0.0):
-    """Raise if the arguments of `attention` do not fit together, saying which do not."""
+    """Raise if the arguments of `attention` do not fit together, saying which do not.
+
+    Returns the leading axes that q, k and v have together.
+    """
     try:
-        leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        leading = q.shape[:-2]
+        if not leading == k.shape[:-2] == v.shape[:-2]:
+            leading = torch.broadcast_shapes(leading, k.shape[:-2], v.shape[:-2])
         fits = q.ndim > 1 and q.shape[-1] == k.shape[-1] > 0 and k.shape[-2] == v.shape[-2]
     except (RuntimeError, IndexError):
         fits = False
@@ -163,6 +168,7 @@ def check_attention(q, k, v, mask=None, bias=None, dropout_p=0.0):
         check_fits("bias", bias, shape)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p ({dropout_p}) must be in [0, 1)")
+    return leading
 
 # %% ../nbs/10_attention.ipynb #combine
 def combined_bias(mask, bias, q, k):

@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['DTYPES', 'LOG2E', 'TILES', 'WITH_EXTRA', 'KERNELS', 'SHARED', 'CARDS', 'merge_partials', 'tiled_attention',
            'triton_mode', 'is_supported', 'launch', 'dot', 'rounded', 'tiling', 'product_precision', 'refusal',
-           'flash_attention', 'flash_backend', 'compile_kernel', 'compile_for', 'predicted_times', 'flash_decode']
+           'Ranges', 'packed_ranges', 'flash_attention', 'flash_backend', 'compile_kernel', 'compile_for',
+           'predicted_times', 'flash_decode']
 
 # %% ../nbs/51_flash.ipynb #imports
 import contextlib
+import functools
 import os
 import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Optional
 
 import torch
 
@@ -191,7 +192,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _logits(s, rows, cols, Mask, Bias, N, M, smn, smm, sbn, sbm,
+def _logits(s, rows, cols, Mask, Bias, low, high, N, M, smn, smm, sbn, sbm,
             CAUSAL: tl.constexpr, EDGE: tl.constexpr):
     """Add the bias to logits in base 2, and set those that a query may not see to -inf.
 
@@ -202,6 +203,8 @@ def _logits(s, rows, cols, Mask, Bias, N, M, smn, smm, sbn, sbm,
     if CAUSAL:
         here = here & (cols <= rows + (M - N))
     rows = tl.minimum(rows, N - 1).to(tl.int64)
+    if EDGE and low is not None:
+        here &= (low <= cols) & (cols < high)
     if EDGE:
         cols = tl.minimum(cols, M - 1)
     cols = cols.to(tl.int64)
@@ -212,6 +215,16 @@ def _logits(s, rows, cols, Mask, Bias, N, M, smn, smm, sbn, sbm,
     if EDGE:
         s = tl.where(here, s, float("-inf"))
     return s
+
+
+@triton.jit
+def _limits(Ranges, rows, N):
+    """The keys that each query sees: from the first number to before the second."""
+    low, high = None, None
+    if Ranges is not None:
+        rows = tl.minimum(rows, N - 1)
+        low, high = tl.load(Ranges + rows), tl.load(Ranges + N + rows)
+    return low, high
 
 # %% ../nbs/51_flash.ipynb #kernel-ranges
 @triton.jit
@@ -225,41 +238,66 @@ def _block(N, BLOCK: tl.constexpr, BACKWARD: tl.constexpr):
 
 
 @triton.jit
-def _keys_seen(i, N, M, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys before `whole` are seen by all queries of block i; from `last` on, by none."""
-    seen, last = M, M
+def _keys_seen(i, N, M, Ranges, CAUSAL: tl.constexpr, ONE: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where keys begin that a query of block i sees, that all see; and where both end."""
+    first, inner, seen, last = 0, 0, M, M
     if CAUSAL:
         seen, last = tl.minimum(i + M - N + 1, M), tl.minimum(i + M - N + BLOCK_M, M)
-    return seen // BLOCK_N * BLOCK_N, last
+    whole = seen // BLOCK_N * BLOCK_N
+    if Ranges is not None:
+        first, inner, whole, last = _span(Ranges, i, N, ONE, BLOCK_M, BLOCK_N)
+    return first, inner, whole, last
 
 
 @triton.jit
-def _queries_seeing(j, N, M, CAUSAL: tl.constexpr,
+def _queries_seeing(j, N, M, Ranges, CAUSAL: tl.constexpr, ONE: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Queries before `first` see no key of block j; from `whole` on they see them all."""
-    first, whole, end = 0, 0, tl.cdiv(N, BLOCK_M) * BLOCK_M
+    """The same four numbers for the queries that see block j of the keys."""
+    first, inner, end = 0, 0, tl.cdiv(N, BLOCK_M) * BLOCK_M
     if CAUSAL:
         first = tl.maximum(j - (M - N), 0) // BLOCK_M * BLOCK_M
-        last = tl.maximum(j + BLOCK_N - 1 - (M - N), 0)  # the first query to see the last key
-        whole = tl.minimum(tl.cdiv(last, BLOCK_M) * BLOCK_M, end)
-    return first, tl.where(j + BLOCK_N > M, end, whole)  # a block of fewer keys is an edge
+        seen = tl.maximum(j + BLOCK_N - 1 - (M - N), 0)  # the first query to see the last key
+        inner = tl.minimum(tl.cdiv(seen, BLOCK_M) * BLOCK_M, end)
+    whole, last = N, N
+    if Ranges is not None:
+        first, inner, whole, last = _span(Ranges, j, M, ONE, BLOCK_N, BLOCK_M)
+        end, whole = last, tl.where(j + BLOCK_N > M, last, whole)
+    return first, tl.where(j + BLOCK_N > M, end, inner), whole, last  # fewer keys: an edge
+
+
+@triton.jit
+def _span(Ranges, i, N, ONE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):
+    """The four numbers, in steps of STEP, for ranges that never move back.
+
+    The first of the rows from i on begins and ends first, the last one last. If all is to be
+    ONE loop, nothing counts as seen by all.
+    """
+    final = tl.minimum(i + ROWS, N) - 1
+    first, last = tl.load(Ranges + i) // STEP * STEP, tl.load(Ranges + N + final)
+    inner = last
+    if not ONE:
+        inner = tl.minimum(tl.cdiv(tl.load(Ranges + final), STEP) * STEP, last)
+    whole = tl.maximum(tl.load(Ranges + N + i) // STEP * STEP, inner)
+    return first, inner, whole, last
 
 # %% ../nbs/51_flash.ipynb #kernel-forward-inner
 @triton.jit
-def _forward_loop(acc, total, peak, q, K, V, Mask, Bias, first, last, scale, i, N, M,
+def _forward_loop(acc, total, peak, q, K, V, Mask, Bias, Ranges, first, last, scale, i, N, M,
                   skn, skd, svn, svd, smn, smm, sbn, sbm,
                   CAUSAL: tl.constexpr, EDGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                   BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):
     """Take the keys from `first` to `last` into the running result of a block of queries."""
     rows = i + tl.arange(0, BLOCK_M)[:, None]
+    low, high = _limits(Ranges, rows, N)
     for j in range(first, last, BLOCK_N):
         k = _tile(K, j, M, skn, skd, BLOCK_N, D, BLOCK_D, EDGE)
         s = dot(q, tl.trans(k), None, PRECISION)  # (BLOCK_M, BLOCK_N)
         if EDGE or Mask is not None or Bias is not None:
             cols = j + tl.arange(0, BLOCK_N)[None, :]
-            s = _logits(s * scale, rows, cols, Mask, Bias, N, M, smn, smm, sbn, sbm,
-                        CAUSAL, EDGE)
+            s = _logits(s * scale, rows, cols, Mask, Bias, low, high, N, M, smn, smm,
+                        sbn, sbm, CAUSAL, EDGE)
             new = tl.maximum(peak, tl.max(s, 1))
             shift = tl.where(new == float("-inf"), 0.0, new)  # nothing to see so far
             p = tl.exp2(s - shift[:, None])
@@ -276,7 +314,7 @@ def _forward_loop(acc, total, peak, q, K, V, Mask, Bias, first, last, scale, i, 
 
 # %% ../nbs/51_flash.ipynb #kernel-forward
 @triton.jit(do_not_specialize=["H", "N", "M"])
-def _forward_kernel(Q, K, V, Mask, Bias, Out, Lse, scale, H, N, M,
+def _forward_kernel(Q, K, V, Mask, Bias, Ranges, Out, Lse, scale, H, N, M,
                     sqb, sqh, sqn, sqd, skb, skh, skn, skd, svb, svh, svn, svd,
                     sob, soh, son, sod, smb, smh, smn, smm, sbb, sbh, sbn, sbm,
                     CAUSAL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
@@ -288,20 +326,19 @@ def _forward_kernel(Q, K, V, Mask, Bias, Out, Lse, scale, H, N, M,
     V = _head(V, z // GROUP, H // GROUP, svb, svh)
     Mask = _head(Mask, z, H, smb, smh) if Mask is not None else None
     Bias = _head(Bias, z, H, sbb, sbh) if Bias is not None else None
+    Ranges = Ranges + z // H * 2 * N if Ranges is not None else None
     q = _tile(_head(Q, z, H, sqb, sqh), i, N, sqn, sqd, BLOCK_M, D, BLOCK_D, True)
     acc, total = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     scale = scale * LOG2E  # the exponential is one of base 2
 
-    whole, last = _keys_seen(i, N, M, CAUSAL, BLOCK_M, BLOCK_N)
-    acc, total, peak = _forward_loop(
-        acc, total, peak, q, K, V, Mask, Bias, 0, whole, scale, i, N, M,
-        skn, skd, svn, svd, smn, smm, sbn, sbm,
-        CAUSAL, False, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION)
-    acc, total, peak = _forward_loop(
-        acc, total, peak, q, K, V, Mask, Bias, whole, last, scale, i, N, M,
-        skn, skd, svn, svd, smn, smm, sbn, sbm,
-        CAUSAL, True, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION)
+    one: tl.constexpr = Ranges is not None and (Mask is not None or Bias is not None)
+    bounds = _keys_seen(i, N, M, Ranges, CAUSAL, one, BLOCK_M, BLOCK_N)
+    for part in tl.static_range(0 if Ranges is not None else 1, 1 if one else 3):
+        acc, total, peak = _forward_loop(
+            acc, total, peak, q, K, V, Mask, Bias, Ranges, bounds[part], bounds[part + 1],
+            scale, i, N, M, skn, skd, svn, svd, smn, smm, sbn, sbm,
+            CAUSAL, part != 1, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION)
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
@@ -313,7 +350,8 @@ def _forward_kernel(Q, K, V, Mask, Bias, Out, Lse, scale, H, N, M,
 
 # %% ../nbs/51_flash.ipynb #kernel-gradient
 @triton.jit
-def _gradient(a, b, c, d, lse, delta, rows, cols, Mask, Bias, scale, N, M, smn, smm, sbn, sbm,
+def _gradient(a, b, c, d, lse, delta, rows, cols, Mask, Bias, low, high, scale, N, M,
+              smn, smm, sbn, sbm,
               CAUSAL: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr):
     """The weights P = exp2(S - L) of a tile again, and the gradient dS = P ∘ (dP - D) of S.
 
@@ -321,31 +359,33 @@ def _gradient(a, b, c, d, lse, delta, rows, cols, Mask, Bias, scale, N, M, smn, 
     (k, q, v, do) as (keys, queries).
     """
     s = dot(a, tl.trans(b), None, PRECISION) * (scale * LOG2E)
-    s = _logits(s, rows, cols, Mask, Bias, N, M, smn, smm, sbn, sbm, CAUSAL, EDGE)
+    s = _logits(s, rows, cols, Mask, Bias, low, high, N, M, smn, smm, sbn, sbm, CAUSAL, EDGE)
     p = tl.exp2(s - lse)
     return p, p * (dot(c, tl.trans(d), None, PRECISION) - delta)
 
 # %% ../nbs/51_flash.ipynb #kernel-query-inner
 @triton.jit
-def _query_loop(dq, q, do, lse, delta, K, V, Mask, Bias, first, last, scale, i, N, M,
-                skn, skd, svn, svd, smn, smm, sbn, sbm,
+def _query_loop(dq, q, do, lse, delta, K, V, Mask, Bias, Ranges, first, last, scale,
+                i, N, M, skn, skd, svn, svd, smn, smm, sbn, sbm,
                 CAUSAL: tl.constexpr, EDGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                 BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):
     """Add what the keys from `first` to `last` give to the gradient of a block of queries."""
     rows = i + tl.arange(0, BLOCK_M)[:, None]
+    low, high = _limits(Ranges, rows, N)
     for j in range(first, last, BLOCK_N):
         k = _tile(K, j, M, skn, skd, BLOCK_N, D, BLOCK_D, EDGE)
         v = _tile(V, j, M, svn, svd, BLOCK_N, DV, BLOCK_DV, EDGE)
         cols = j + tl.arange(0, BLOCK_N)[None, :]
         _, ds = _gradient(q, k, do, v, lse[:, None], delta[:, None], rows, cols, Mask, Bias,
-                          scale, N, M, smn, smm, sbn, sbm, CAUSAL, EDGE, PRECISION)
+                          low, high, scale, N, M, smn, smm, sbn, sbm, CAUSAL, EDGE, PRECISION)
         dq = dot(rounded(ds, k.dtype, PRECISION), k, dq, PRECISION)
     return dq
 
 # %% ../nbs/51_flash.ipynb #kernel-query
 @triton.jit(do_not_specialize=["H", "N", "M"])
-def _query_kernel(Q, K, V, Mask, Bias, Out, GradOut, Lse, Delta, GradQ, scale, H, N, M,
+def _query_kernel(Q, K, V, Mask, Bias, Ranges, Out, GradOut, Lse, Delta, GradQ,
+                  scale, H, N, M,
                   sqb, sqh, sqn, sqd, skb, skh, skn, skd, svb, svh, svn, svd,
                   sob, soh, son, sod, sgb, sgh, sgn, sgd, sdb, sdh, sdn, sdd,
                   smb, smh, smn, smm, sbb, sbh, sbn, sbm,
@@ -358,6 +398,7 @@ def _query_kernel(Q, K, V, Mask, Bias, Out, GradOut, Lse, Delta, GradQ, scale, H
     V = _head(V, z // GROUP, H // GROUP, svb, svh)
     Mask = _head(Mask, z, H, smb, smh) if Mask is not None else None
     Bias = _head(Bias, z, H, sbb, sbh) if Bias is not None else None
+    Ranges = Ranges + z // H * 2 * N if Ranges is not None else None
     q = _tile(_head(Q, z, H, sqb, sqh), i, N, sqn, sqd, BLOCK_M, D, BLOCK_D, True)
     do = _tile(_head(GradOut, z, H, sgb, sgh), i, N, sgn, sgd, BLOCK_M, DV, BLOCK_DV, True)
     out = _tile(_head(Out, z, H, sob, soh), i, N, son, sod, BLOCK_M, DV, BLOCK_DV, True)
@@ -366,21 +407,21 @@ def _query_kernel(Q, K, V, Mask, Bias, Out, GradOut, Lse, Delta, GradQ, scale, H
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(Delta + start + rows, delta, mask=rows < N)
 
-    whole, last = _keys_seen(i, N, M, CAUSAL, BLOCK_M, BLOCK_N)
+    one: tl.constexpr = Ranges is not None and (Mask is not None or Bias is not None)
+    bounds = _keys_seen(i, N, M, Ranges, CAUSAL, one, BLOCK_M, BLOCK_N)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    dq = _query_loop(dq, q, do, lse, delta, K, V, Mask, Bias, 0, whole, scale, i, N, M,
-                     skn, skd, svn, svd, smn, smm, sbn, sbm,
-                     CAUSAL, False, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION)
-    dq = _query_loop(dq, q, do, lse, delta, K, V, Mask, Bias, whole, last, scale, i, N, M,
-                     skn, skd, svn, svd, smn, smm, sbn, sbm,
-                     CAUSAL, True, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION)
+    for part in tl.static_range(0 if Ranges is not None else 1, 1 if one else 3):
+        dq = _query_loop(
+            dq, q, do, lse, delta, K, V, Mask, Bias, Ranges, bounds[part], bounds[part + 1],
+            scale, i, N, M, skn, skd, svn, svd, smn, smm, sbn, sbm,
+            CAUSAL, part != 1, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION)
     dq = dq * scale
     _store(_head(GradQ, z, H, sdb, sdh), dq, i, N, sdn, sdd, BLOCK_M, D, BLOCK_D, PRECISION)
 
 # %% ../nbs/51_flash.ipynb #kernel-key-inner
 @triton.jit
-def _key_loop(dk, dv, k, v, Q, GradOut, Lse, Delta, Mask, Bias, first, last, scale, j, N, M,
-              sqn, sqd, sgn, sgd, smn, smm, sbn, sbm,
+def _key_loop(dk, dv, k, v, Q, GradOut, Lse, Delta, Mask, Bias, Ranges, first, last,
+              scale, j, N, M, sqn, sqd, sgn, sgd, smn, smm, sbn, sbm,
               CAUSAL: tl.constexpr, EDGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
               BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):
@@ -392,8 +433,9 @@ def _key_loop(dk, dv, k, v, Q, GradOut, Lse, Delta, Mask, Bias, first, last, sca
         rows = i + tl.arange(0, BLOCK_M)
         lse = tl.load(Lse + rows, mask=rows < N, other=float("inf"))  # no query, no weight
         delta = tl.load(Delta + rows, mask=rows < N, other=0.0)
+        low, high = _limits(Ranges, rows[None, :], N)
         p, ds = _gradient(k, q, v, do, lse[None, :], delta[None, :], rows[None, :], cols, Mask,
-                          Bias, scale, N, M, smn, smm, sbn, sbm,
+                          Bias, low, high, scale, N, M, smn, smm, sbn, sbm,
                           CAUSAL, EDGE, PRECISION)  # transposed: (BLOCK_N, BLOCK_M)
         dv = dot(rounded(p, do.dtype, PRECISION), do, dv, PRECISION)
         dk = dot(rounded(ds, q.dtype, PRECISION), q, dk, PRECISION)
@@ -401,7 +443,8 @@ def _key_loop(dk, dv, k, v, Q, GradOut, Lse, Delta, Mask, Bias, first, last, sca
 
 # %% ../nbs/51_flash.ipynb #kernel-key
 @triton.jit(do_not_specialize=["H", "N", "M"])
-def _key_kernel(Q, K, V, Mask, Bias, GradOut, Lse, Delta, GradK, GradV, scale, H, N, M,
+def _key_kernel(Q, K, V, Mask, Bias, Ranges, KeyRanges, GradOut, Lse, Delta, GradK, GradV,
+                scale, H, N, M,
                 sqb, sqh, sqn, sqd, skb, skh, skn, skd, svb, svh, svn, svd,
                 sgb, sgh, sgn, sgd, stb, sth, stn, std, sub, suh, sun, sud,
                 smb, smh, smn, smm, sbb, sbh, sbn, sbm,
@@ -413,20 +456,21 @@ def _key_kernel(Q, K, V, Mask, Bias, GradOut, Lse, Delta, GradK, GradV, scale, H
     k = _tile(_head(K, z, H // GROUP, skb, skh), j, M, skn, skd, BLOCK_N, D, BLOCK_D, True)
     v = _tile(_head(V, z, H // GROUP, svb, svh), j, M, svn, svd, BLOCK_N, DV, BLOCK_DV, True)
     dk, dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    first, whole = _queries_seeing(j, N, M, CAUSAL, BLOCK_M, BLOCK_N)
+    if Ranges is not None:
+        batch = z // (H // GROUP)
+        Ranges, KeyRanges = Ranges + batch * 2 * N, KeyRanges + batch * 2 * M
+    one: tl.constexpr = Ranges is not None and (Mask is not None or Bias is not None)
+    bounds = _queries_seeing(j, N, M, KeyRanges, CAUSAL, one, BLOCK_M, BLOCK_N)
     for y in range(z * GROUP, (z + 1) * GROUP):  # the heads of queries
         q, do = _head(Q, y, H, sqb, sqh), _head(GradOut, y, H, sgb, sgh)
         lse, delta = Lse + tl.cast(y, tl.int64) * N, Delta + tl.cast(y, tl.int64) * N
         mask = _head(Mask, y, H, smb, smh) if Mask is not None else None
         bias = _head(Bias, y, H, sbb, sbh) if Bias is not None else None
-        dk, dv = _key_loop(
-            dk, dv, k, v, q, do, lse, delta, mask, bias, first, whole, scale, j, N, M,
-            sqn, sqd, sgn, sgd, smn, smm, sbn, sbm,
-            CAUSAL, True, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION)
-        dk, dv = _key_loop(
-            dk, dv, k, v, q, do, lse, delta, mask, bias, whole, N, scale, j, N, M,
-            sqn, sqd, sgn, sgd, smn, smm, sbn, sbm,
-            CAUSAL, False, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION)
+        for part in tl.static_range(0, 1 if one else 2 if Ranges is None else 3):
+            dk, dv = _key_loop(
+                dk, dv, k, v, q, do, lse, delta, mask, bias, Ranges, bounds[part],
+                bounds[part + 1], scale, j, N, M, sqn, sqd, sgn, sgd, smn, smm, sbn, sbm,
+                CAUSAL, part != 1, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION)
     dk = dk * scale
     GradK = _head(GradK, z, H // GROUP, stb, sth)
     GradV = _head(GradV, z, H // GROUP, sub, suh)
@@ -435,8 +479,8 @@ def _key_kernel(Q, K, V, Mask, Bias, GradOut, Lse, Delta, GradK, GradV, scale, H
 
 # %% ../nbs/51_flash.ipynb #kernel-bias
 @triton.jit(do_not_specialize=["H", "N", "M", "repeats", "splits"])
-def _bias_kernel(Q, K, V, Mask, Bias, GradOut, Lse, Delta, Order, Sums, scale, H, N, M,
-                 repeats, splits,
+def _bias_kernel(Q, K, V, Mask, Bias, Ranges, GradOut, Lse, Delta, Order, Sums,
+                 scale, H, N, M, repeats, splits,
                  sqb, sqh, sqn, sqd, skb, skh, skn, skd, svb, svh, svn, svd,
                  sgb, sgh, sgn, sgd, smb, smh, smn, smm, sbb, sbh, sbn, sbm,
                  CAUSAL: tl.constexpr, GROUP: tl.constexpr, ONE_ROW: tl.constexpr,
@@ -465,8 +509,10 @@ def _bias_kernel(Q, K, V, Mask, Bias, GradOut, Lse, Delta, Order, Sums, scale, H
         delta = tl.load(Delta + z * N + rows, mask=rows < N, other=0.0)
         mask = _head(Mask, z, H, smb, smh) if Mask is not None else None
         bias = _head(Bias, z, H, sbb, sbh)
+        ranges = Ranges + z // H * 2 * N if Ranges is not None else None
+        low, high = _limits(ranges, rows[:, None], N)
         _, ds = _gradient(q, k, do, v, lse[:, None], delta[:, None], rows[:, None],
-                          cols[None, :], mask, bias, scale, N, M, smn, smm, sbn, sbm,
+                          cols[None, :], mask, bias, low, high, scale, N, M, smn, smm, sbn, sbm,
                           CAUSAL, True, PRECISION)
         total += ds
     _store_sums(Sums, total, job.to(tl.int64), i, j, N, M, ONE_ROW, ONE_COL, BLOCK_M, BLOCK_N)
@@ -500,7 +546,7 @@ TILES = {
              (4, 64): (16, 32, 4, 2), (4, 128): (16, 32, 8, 1)},
 }
 WITH_EXTRA = {  # beside tiles of a mask or of a bias, which take registers
-    "forward": {(2, 64): (128, 64, 8, 2), (2, 128): (128, 64, 8, 2)},
+    "forward": {(2, 64): (128, 64, 8, 2), (2, 128): (128, 32, 8, 2)},
     "query": {(2, 64): (128, 32, 8, 2), (2, 128): (128, 32, 8, 2)},
     "key": {(2, 64): (32, 64, 8, 2), (2, 128): (32, 64, 8, 2), (4, 64): (16, 32, 4, 2)},
 }
@@ -553,21 +599,32 @@ def refusal(x, width):
         return f"width {width} in {x.dtype}: the kernels take 128, or a dtype of 16 bits"
 
 
-def _options(kernel, q, k, v, extra):
-    """The tiling for tensors on their device, and the precision of the products."""
-    precision, group = product_precision(q), q.shape[1] // k.shape[1]
-    widths, more = (q.shape[-1], v.shape[-1]), dict(GROUP=group, PRECISION=precision)
-    if precision == "interpreted":  # small tiles, so that small examples have several
+@functools.cache
+def _known_options(cut, kernel, widths, dtype, extra, group, device, _):
+    """The tiling by the function `cut` on a device, and the precision of the products."""
+    more = dict(GROUP=group, PRECISION=product_precision(torch.empty(0, dtype=dtype,
+                                                                     device=device)))
+    if more["PRECISION"] == "interpreted":  # small tiles, so that small examples have several
         rows, cols = (16, 32) if kernel == "key" else (32, 16)
-        return tiling(kernel, *widths, 2) | more | dict(BLOCK_M=rows, BLOCK_N=cols)
-    chip = torch.cuda.get_device_properties(q.device)
+        return cut(kernel, *widths, 2) | more | dict(BLOCK_M=rows, BLOCK_N=cols)
+    chip = torch.cuda.get_device_properties(device)
     shared = getattr(chip, "shared_memory_per_block_optin", None)
-    return tiling(kernel, *widths, q.element_size(), extra, shared) | more
+    return cut(kernel, *widths, dtype.itemsize, extra, shared) | more
+
+
+def _options(kernel, q, k, v, extra):
+    """How a kernel is launched on these tensors."""
+    precision = torch.get_float32_matmul_precision()  # by which product_precision goes
+    return _known_options(tiling, kernel, (q.shape[-1], v.shape[-1]), q.dtype, extra,
+                          q.shape[1] // k.shape[1], q.device, precision)
 
 # %% ../nbs/51_flash.ipynb #operator-forward
 def _strides(x):
     """Strides for a kernel: 0 along an axis of length one, which is broadcast, and for None."""
-    return [0] * 4 if x is None else [s if n > 1 else 0 for s, n in zip(x.stride(), x.shape)]
+    if x is None:
+        return 0, 0, 0, 0
+    (b, h, n, d), (sb, sh, sn, sd) = x.shape, x.stride()
+    return sb if b > 1 else 0, sh if h > 1 else 0, sn if n > 1 else 0, sd if d > 1 else 0
 
 
 def _start(kernel, programs, tensors, numbers, strided, **options):
@@ -582,43 +639,45 @@ def _bytes(mask):
 
 def _empty(like, rows, width):
     """Room for (B, h, rows, width): in memory (B, rows, h, width), as heads are joined."""
-    return like.new_empty(like.shape[0], rows, like.shape[1], width).transpose(1, 2)
+    batch, heads = like.shape[:2]
+    return like.new_empty_strided((batch, heads, rows, width),
+                                  (rows * heads * width, width, heads * width, 1))
 
 
-@torch.library.custom_op("attnlib::flash_forward", mutates_args=())
-def _flash_forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Optional[torch.Tensor],
-        bias: Optional[torch.Tensor], causal: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(q, k, v, mask, bias, ranges, causal, scale):
     """Output (B, h, N, d_v) and log-sum-exp (B, h, N), in base 2, for q (B, h, N, d), …"""
     (batch, heads, n, _), m, mask = q.shape, k.shape[2], _bytes(mask)
-    out, lse = _empty(q, n, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = _forward_room(q, k, v)
     options = _options("forward", q, k, v, mask is not None or bias is not None)
-    _start(_forward_kernel, triton.cdiv(n, options["BLOCK_M"]) * batch * heads,
-           (q, k, v, mask, bias, out, lse), (scale, heads, n, m), (q, k, v, out, mask, bias),
-           CAUSAL=causal, **options)
+    _start(_forward_kernel, -(-n // options["BLOCK_M"]) * batch * heads,
+           (q, k, v, mask, bias, ranges, out, lse), (scale, heads, n, m),
+           (q, k, v, out, mask, bias), CAUSAL=causal, **options)
     return out, lse
 
 
-@_flash_forward.register_fake
-def _(q, k, v, mask, bias, causal, scale):
-    return _empty(q, q.shape[2], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _forward_room(q, k, v, *_):
+    batch, heads, n, _ = q.shape
+    return _empty(q, n, v.shape[-1]), q.new_empty(batch, heads, n, dtype=torch.float32)
+
+
+torch.library.define("attnlib::flash_forward",
+                     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
+                     "Tensor? ranges, bool causal, float scale) -> (Tensor, Tensor)")
+torch.library.impl("attnlib::flash_forward", ("cpu", "cuda"), _forward)
+torch.library.register_fake("attnlib::flash_forward", _forward_room)
+_flash_forward = torch.ops.attnlib.flash_forward.default
 
 # %% ../nbs/51_flash.ipynb #operator-backward
-@torch.library.custom_op("attnlib::flash_backward", mutates_args=())
-def _flash_backward(
-        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        mask: Optional[torch.Tensor], bias: Optional[torch.Tensor], out: torch.Tensor,
-        lse: torch.Tensor, causal: bool, scale: float, for_bias: bool,
-        for_queries: bool = True, for_keys: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, scale,
+              for_bias, for_queries=True, for_keys=True):
     """The gradients of q, k, v and bias; one that is not asked for is empty."""
     (batch, heads, n, d), m, mask = q.shape, k.shape[2], _bytes(mask)
-    inputs, numbers, extra = (q, k, v, mask, bias), (scale, heads, n, m), mask is not None
+    inputs, numbers = (q, k, v, mask, bias, ranges), (scale, heads, n, m)
+    extra = mask is not None or bias is not None
     dq, dk, dv, dbias = (q.new_empty(0) for _ in range(4))
     if for_queries:
         dq, delta = _empty(q, n, d), torch.empty_like(lse)
-        options = _options("query", q, k, v, extra or bias is not None)
+        options = _options("query", q, k, v, extra)
         _start(_query_kernel, triton.cdiv(n, options["BLOCK_M"]) * batch * heads,
                (*inputs, out, grad, lse, delta, dq), numbers,
                (q, k, v, out, grad, dq, mask, bias), CAUSAL=causal, **options)
@@ -626,23 +685,40 @@ def _flash_backward(
         delta = (grad.float() * out.float()).sum(-1).contiguous()  # (B, h, N)
     if for_keys:
         dk, dv = _empty(k, m, d), _empty(v, m, v.shape[-1])
-        options = _options("key", q, k, v, extra or bias is not None)
+        options = _options("key", q, k, v, extra)
         _start(_key_kernel, triton.cdiv(m, options["BLOCK_N"]) * batch * k.shape[1],
-               (*inputs, grad, lse, delta, dk, dv), numbers,
+               (*inputs, key_ranges, grad, lse, delta, dk, dv), numbers,
                (q, k, v, grad, dk, dv, mask, bias), CAUSAL=causal, **options)
     if for_bias:
         dbias = _bias_gradient(inputs, grad, lse, delta, causal, scale)
     return dq, dk, dv, dbias
 
 
-@_flash_backward.register_fake
-def _(grad, q, k, v, mask, bias, out, lse, causal, scale, for_bias, for_queries=True,
-      for_keys=True):
+def _backward_room(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, scale,
+                   for_bias, for_queries=True, for_keys=True):
     (n, d), m, nothing = q.shape[2:], k.shape[2], q.new_empty(0)
     return (_empty(q, n, d) if for_queries else nothing,
             _empty(k, m, d) if for_keys else nothing.clone(),
             _empty(v, m, v.shape[-1]) if for_keys else nothing.clone(),
             bias.new_empty(bias.shape) if for_bias else nothing.clone())
+
+
+torch.library.define("attnlib::flash_backward",
+                     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
+                     "Tensor? ranges, Tensor? key_ranges, Tensor out, Tensor lse, bool causal, "
+                     "float scale, bool for_bias, bool for_queries=True, bool for_keys=True) "
+                     "-> (Tensor, Tensor, Tensor, Tensor)")
+torch.library.impl("attnlib::flash_backward", ("cpu", "cuda"), _backward)
+torch.library.register_fake("attnlib::flash_backward", _backward_room)
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError("flash_attention has no gradients of gradients; "
+                       "attention_backend('reference') has")
+
+
+torch.library.register_autograd("attnlib::flash_backward", _no_second_derivative)
+_flash_backward = torch.ops.attnlib.flash_backward.default
 
 # %% ../nbs/51_flash.ipynb #operator-bias
 def _sharing(bias, batch, heads):
@@ -654,7 +730,7 @@ def _sharing(bias, batch, heads):
 
 def _bias_gradient(inputs, grad, lse, delta, causal, scale, enough=1024):
     """The gradient of a bias (B or 1, h or 1, N or 1, M or 1), summed over tiles first."""
-    q, k, v, mask, bias = inputs
+    q, k, v, mask, bias, _ = inputs
     (batch, heads, n, _), m, options = q.shape, k.shape[2], _options("bias", q, k, v, True)
     order = _sharing(bias, batch, heads)
     matrices, shared = order.shape
@@ -670,23 +746,24 @@ def _bias_gradient(inputs, grad, lse, delta, causal, scale, enough=1024):
     return sums.sum([1, *one]).view(bias.shape).to(bias.dtype)
 
 # %% ../nbs/51_flash.ipynb #operator-autograd
-def _save(ctx, inputs, output):
-    q, k, v, mask, bias, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, mask, bias, *output)
-    ctx.mark_non_differentiable(output[1])
+class _Flash(torch.autograd.Function):
+    """Attention of q (B, h, N, d), k and v, and its gradients."""
 
+    @staticmethod
+    def forward(ctx, q, k, v, mask, bias, ranges, key_ranges, causal, scale):
+        out, lse = _flash_forward(q, k, v, mask, bias, ranges, causal, scale)
+        ctx.save_for_backward(q, k, v, mask, bias, ranges, key_ranges, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        return out
 
-def _flash_gradients(ctx, grad, _):
-    q, k, v, mask, bias, out, lse = ctx.saved_tensors
-    for_q, for_k, for_v, _, for_bias, *_ = ctx.needs_input_grad
-    made = _flash_backward(grad, q, k, v, mask, bias, out, lse, ctx.causal, ctx.scale,
-                           for_bias, for_q, for_k or for_v)
-    dq, dk, dv, dbias = (x if needed else None for x, needed in
-                         zip(made, (for_q, for_k, for_v, for_bias)))
-    return dq, dk, dv, None, dbias, None, None
-
-
-_flash_forward.register_autograd(_flash_gradients, setup_context=_save)
+    @staticmethod
+    def backward(ctx, grad):
+        for_q, for_k, for_v, _, for_bias, *_ = ctx.needs_input_grad
+        made = _flash_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale,
+                               for_bias, for_q, for_k or for_v)
+        dq, dk, dv, dbias = (x if needed else None for x, needed in
+                             zip(made, (for_q, for_k, for_v, for_bias)))
+        return dq, dk, dv, None, dbias, *[None] * 4
 
 # %% ../nbs/51_flash.ipynb #operator-flops
 @register_flop_formula(torch.ops.attnlib.flash_forward)
@@ -695,17 +772,108 @@ def _forward_flops(q, k, v, *args, **kwargs):
 
 
 @register_flop_formula(torch.ops.attnlib.flash_backward)
-def _backward_flops(grad, q, k, v, mask, bias, out, lse, causal, scale, for_bias,
-                    for_queries=True, for_keys=True, **kwargs):
+def _backward_flops(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, scale,
+                    for_bias, for_queries=True, for_keys=True, **kwargs):
     kernels = for_bias + for_queries + for_keys  # each computes S and dP again, d and d_v wide
     wide, narrow = kernels + for_queries + for_keys, kernels + for_keys  # dQ, dK; dV
     return 2 * q[:3].numel() * k[2] * (wide * q[3] + narrow * v[3])
 
+# %% ../nbs/51_flash.ipynb #packed
+class Ranges:
+    """Which keys each query sees, if these are neighbors: from `first` to before `last`.
+
+    Parameters
+    ----------
+    first, last : integer Tensor, shape (N,) or (B, N)
+        From one query to the next neither may decrease.
+    keys : int
+        How many there are, M.
+
+    Attributes
+    ----------
+    by_query, by_key : int32 Tensor, shapes (B or 1, 2, N) and (B or 1, 2, M)
+        The bounds of the keys that a query sees, and of the queries that see a key.
+
+    Raises
+    ------
+    ValueError
+        If a bound decreases, or is not from 0 to M.
+    """
+
+    def __init__(self, first, last, keys):
+        bounds = torch.stack(torch.broadcast_tensors(first, last), -2)  # (2, N) or (B, 2, N)
+        if bounds.is_floating_point() or bounds.ndim > 3:
+            raise ValueError(f"first and last ({bounds.dtype}, shape {tuple(first.shape)}) "
+                             "must be integers of shape (N,) or (B, N)")
+        if bounds.numel() and ((bounds.diff() < 0).any() or bounds.min() < 0
+                               or bounds.max() > keys):
+            raise ValueError("first and last must not decrease, and be from 0 to keys "
+                             f"({keys})")
+        bounds = bounds.view(-1, 2, bounds.shape[-1])  # (B or 1, 2, N)
+        first, last = bounds.long().contiguous().unbind(1)
+        numbers = torch.arange(keys, device=first.device).repeat(len(first), 1)  # (B or 1, M)
+        # j < last_i from some query on, and first_i <= j up to some query
+        inverse = [torch.searchsorted(x.contiguous(), numbers, right=True)
+                   for x in (last, first)]
+        self.by_query, self.by_key = bounds.int(), torch.stack(inverse, 1).int()
+
+    def mask(self):
+        """The same as a mask (B or 1, 1, N, M), True where a query may attend."""
+        first, last = self.by_query[:, :, None, :, None].unbind(1)  # (B or 1, 1, N, 1)
+        numbers = torch.arange(self.by_key.shape[-1], device=first.device)
+        return (first <= numbers) & (numbers < last)
+
+    def check(self, q, k, causal):
+        """Raise if queries (B, ..., N, d) and keys (B, ..., M, d) do not fit."""
+        (batch, _, n), m = self.by_query.shape, self.by_key.shape[-1]
+        fits = (n, m) == (q.shape[-2], k.shape[-2]) and batch in (1, *q.shape[:-3][:1])
+        if causal or not fits:
+            raise ValueError(f"ranges of {n} queries and {m} keys, for {batch} sequences, with "
+                             f"causal={causal}, do not fit q {tuple(q.shape)}, "
+                             f"k {tuple(k.shape)}")
+
+
+def packed_ranges(lengths, causal=False, window=None, device=None):
+    """Ranges for sequences that stand one behind the other in one long sequence.
+
+    Parameters
+    ----------
+    lengths : list of int, or integer Tensor
+        Of the sequences. A single length is allowed.
+    causal : bool
+        Whether a token sees no later tokens of its sequence.
+    window : int, optional
+        A token sees tokens that are less than `window` away; 1 is itself alone.
+    device : torch.device, optional
+
+    Returns
+    -------
+    Ranges
+
+    Raises
+    ------
+    ValueError
+        If a length is negative, or `window` less than 1.
+    """
+    lengths = torch.as_tensor(lengths, device=device)
+    if (lengths < 0).any() or window is not None and window < 1:
+        raise ValueError(f"lengths ({lengths.tolist()}) must be at least 0 and window "
+                         f"({window}) at least 1")
+    ends = lengths.cumsum(0).repeat_interleave(lengths)  # (N,), of the sequence of each token
+    numbers = torch.arange(len(ends), device=device)
+    first, last = ends - lengths.repeat_interleave(lengths), numbers + 1 if causal else ends
+    if window is not None:
+        first = torch.maximum(first, numbers - window + 1)
+        last = torch.minimum(last, numbers + window)
+    return Ranges(first, last, len(ends))
+
 # %% ../nbs/51_flash.ipynb #two-axes
 def _split_groups(q, k, v, mask, bias):
     """Heads (h) beside fewer (h/g) of keys, as axes (h/g, g) beside (h/g, 1); else None."""
-    heads, own, values = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v))
-    if own in (1, heads) or values != own or heads % own:
+    if min(q.ndim, k.ndim, v.ndim) < 3 or k.shape[-3] in (1, q.shape[-3]):
+        return None
+    heads, own = q.shape[-3], k.shape[-3]
+    if v.shape[-3] != own or heads % own:
         return None
     q, mask, bias = (
         x if not isinstance(x, torch.Tensor) or x.ndim < 3
@@ -728,6 +896,8 @@ def _merges(x, shape, a, grouped):
 def _two_axes(*tensors):
     """Views of q, k, v, mask, bias with two leading axes, where strides allow it."""
     count = tensors[0].ndim
+    if all(x is None or x.ndim == count == 4 for x in tensors):
+        return tensors
     tensors = [None if x is None else x[(None,) * (count - x.ndim)] for x in tensors]
     for a in reversed(range(count - 3)):
         shape = tensors[0].shape
@@ -738,17 +908,19 @@ def _two_axes(*tensors):
     return [None if x is None else x[(None,) * (4 - x.ndim)] for x in tensors]
 
 
-def _attend(q, k, v, mask, bias, causal, scale):
+def _attend(q, k, v, mask, bias, ranges, causal, scale):
     """Attention of (..., N, d) for any number of leading axes."""
     q, k, v, mask, bias = _two_axes(q, k, v, mask, bias)
     if q.ndim == 4:
-        return _flash_forward(q, k, v, mask, bias, causal, scale)[0]
-    parts = ([None if x is None else x[min(i, len(x) - 1)] for x in (q, k, v, mask, bias)]
-             for i in range(len(q)))
-    return torch.stack([_attend(*part, causal, scale) for part in parts])
+        ranges = [x if x is None else x.repeat_interleave(len(q) // len(x), 0) for x in ranges]
+        return _Flash.apply(q, k, v, mask, bias, *ranges, causal, scale)
+    parts = ([None if x is None else x[min(i, len(x) - 1)]
+              for x in (q, k, v, mask, bias, *ranges)] for i in range(len(q)))
+    return torch.stack([_attend(*part[:5], [x if x is None else x[None] for x in part[5:]],
+                                causal, scale) for part in parts])
 
 # %% ../nbs/51_flash.ipynb #flash-attention
-def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, scale=None):
+def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None, scale=None):
     """Attention in tiles, by Triton kernels (Dao et al. 2022, algorithms 1 and 4; Dao 2023).
 
     It is `attnlib.attention.attention` without dropout and without gradients of gradients, in
@@ -772,6 +944,9 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, scale=None):
     causal : bool
         Whether query i attends to keys up to its own position only, as by
         ``causal_mask(N, M)``, beside the mask.
+    ranges : Ranges, optional
+        The keys that each query sees, beside the mask; in place of `causal`. With ranges for
+        each of B sequences q is (B, h, N, d_k). What no range contains is not computed.
     scale : float, optional
         Factor of QKᵀ; 1/√d_k by default.
 
@@ -783,7 +958,7 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, scale=None):
     ------
     ValueError
         If shapes do not fit together, or a width is above 256, or there are more queries than
-        keys under `causal`.
+        keys under `causal`, or `ranges` are of other lengths or come with `causal`.
     TypeError
         If `mask` is not boolean, `bias` not floating point, or q, k, v not of one dtype that
         the kernels take on their GPU.
@@ -793,24 +968,27 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, scale=None):
     split = _split_groups(q, k, v, mask, bias)
     if split is not None:
         q, k, v, *more = split
-        more = dict(zip(("mask", "bias"), more), causal=causal, scale=scale)
+        more = dict(zip(("mask", "bias"), more), causal=causal, ranges=ranges, scale=scale)
         return flash_attention(q, k, v, **more).flatten(-4, -3)  # (B, h/g, g, N, d_v)
-    check_attention(q, k, v, mask, bias)
+    lead = check_attention(q, k, v, mask, bias)
     mask, causal = (None, True) if isinstance(mask, str) else (mask, causal)
     q, k, v = _cast(q, k, v)
     _check_kernel(q, k, v, mask, bias, causal)
-    lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    if ranges is not None:
+        ranges.check(q, k, causal)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if 0 in (*lead, q.shape[-2], k.shape[-2], v.shape[-1]):  # nothing but a graph to make
+    if 0 in (q.numel(), k.numel(), v.numel()):  # nothing but a graph to make
         return reference(q, k, v, mask, bias, scale, 0.0)
     if scale < 0:  # the kernels take the maximum before they scale
         q, scale = -q, -scale
-    shared = all(x.ndim < 3 or x.shape[-3] == 1 for x in (k, v))  # one for all heads
-    own = [1] * len(lead[-1:]) if shared else lead[-1:]
-    q = q.expand(*lead, *q.shape[-2:])
-    k, v = (x.expand(*lead[:-1], *own, *x.shape[-2:]) for x in (k, v))
-    out = _attend(q, k, v, mask, bias, causal, scale)  # (B, h, N, d_v)
-    return out.reshape(*lead, *out.shape[-2:])
+    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+        shared = all(x.ndim < 3 or x.shape[-3] == 1 for x in (k, v))  # one for all heads
+        own = [1] * len(lead[-1:]) if shared else lead[-1:]
+        q = q.expand(*lead, *q.shape[-2:])
+        k, v = (x.expand(*lead[:-1], *own, *x.shape[-2:]) for x in (k, v))
+    seen = (None, None) if ranges is None else (ranges.by_query, ranges.by_key)
+    out = _attend(q, k, v, mask, bias, seen, causal, scale)  # (B, h, N, d_v)
+    return out if out.ndim == q.ndim else out.reshape(*lead, *out.shape[-2:])
 
 # %% ../nbs/51_flash.ipynb #check
 def _cast(*tensors):
@@ -827,15 +1005,15 @@ def _check_kernel(q, k, v, mask, bias, causal):
         raise RuntimeError(f"q is on {q.device}, and Triton runs on CPU tensors only if "
                            "TRITON_INTERPRET=1 is set before it is imported; "
                            "attention_backend('sdpa') works everywhere")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype != q.dtype or x.dtype not in DTYPES:
-            raise TypeError(f"{name} of dtype {x.dtype}: q, k, v must have one dtype, which is "
-                            f"one of {', '.join(map(str, DTYPES))}")
-        if x.shape[-1] > 256:
-            raise ValueError(f"{name} of width {x.shape[-1]} is wider than the kernels' 256")
-        reason = refusal(x, x.shape[-1])
-        if reason:
-            raise TypeError(f"{name} on {reason}; attention_backend('sdpa') works everywhere")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        raise TypeError(f"q of dtype {q.dtype}, k of {k.dtype}, v of {v.dtype} must have one "
+                        f"dtype, which is one of {', '.join(map(str, DTYPES))}")
+    width = max(q.shape[-1], v.shape[-1])
+    if width > 256:
+        raise ValueError(f"q or v of width {width} is wider than the kernels' 256")
+    reason = refusal(q, width)
+    if reason:
+        raise TypeError(f"q on {reason}; attention_backend('sdpa') works everywhere")
     for name, x in (("k", k), ("v", v), ("mask", mask), ("bias", bias)):
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; they must be on "
@@ -922,7 +1100,7 @@ SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of
 
 
 def compile_for(kernel, capability, dtype=torch.bfloat16, width=64, causal=False, mask=False,
-                bias=False, group=1):
+                bias=False, ranges=False, group=1):
     """Compile a kernel for a GPU that need not be there, and say what it takes.
 
     Works in a process that was started with TRITON_INTERPRET=0, with strides as those of
@@ -933,7 +1111,7 @@ def compile_for(kernel, capability, dtype=torch.bfloat16, width=64, causal=False
     kernel : {"forward", "query", "key", "bias"}
     capability : int
         80 for an A100, 90 for an H100 or H200, and so on.
-    dtype, width, causal, mask, bias, group
+    dtype, width, causal, mask, bias, ranges, group
         What the kernel is compiled for; `group` heads share a key. The kernel "bias" needs a
         bias.
 
@@ -949,12 +1127,13 @@ def compile_for(kernel, capability, dtype=torch.bfloat16, width=64, causal=False
     float32 = "tf32x3" if capability >= 80 else "ieee"
     options |= dict(CAUSAL=causal, GROUP=group, ONE_ROW=False, ONE_COL=False,
                     PRECISION=float32 if size == 4 else "ieee")
-    options |= {name: None for name, there in (("Mask", mask), ("Bias", bias)) if not there}
+    given = dict(Mask=mask, Bias=bias, Ranges=ranges, KeyRanges=ranges)
+    options |= {name: None for name, there in given.items() if not there}
     options |= {name: 1 for name in names if re.fullmatch("s.[dm]", name)}  # strides in a row
     numbers = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     types = {name: numbers if name[0].isupper() else "i32" for name in names}
     types |= dict(Mask="*u8", Order="*i64", Lse="*fp32", Delta="*fp32", Sums="*fp32",
-                  scale="fp32", H="i32", N="i32", M="i32")
+                  Ranges="*i32", KeyRanges="*i32", scale="fp32", H="i32", N="i32", M="i32")
     options = {name: value for name, value in options.items() if name in names}
     return compile_kernel(function, capability, types, options, "s..", **launch_options)
 
@@ -1038,8 +1217,9 @@ def flash_decode(q, k, v, *, splits=None, scale=None):
         if start < end:  # the second part is what the first leaves over
             keys, values = (x[:, :, start:end].flatten(0, 1).unflatten(1, (count, -1))
                             for x in (k, v))  # (B h_kv, count, keys, d)
-            parts.append(_flash_forward(rows.expand(-1, count, -1, -1), keys, values, None,
-                                        None, False, scale))
+            rows_of_all = rows.expand(-1, count, -1, -1)
+            parts.append(_flash_forward(rows_of_all, keys, values, None, None, None, False,
+                                        scale))
     out, lse = (torch.cat(own, 1) for own in zip(*parts))  # (B h_kv, parts, rows, d_v)
     weights = torch.softmax(lse * 0.6931471805599453, 1)  # L is in base 2
     out = (weights[..., None] * out.float()).sum(1).to(q.dtype)  # eq-flash-merge, all at once

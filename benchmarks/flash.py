@@ -2,9 +2,10 @@
 
 Compared are the equation ("reference"), each backend of PyTorch that takes the inputs,
 FlexAttention ("flex"), compiled on a GPU, and ours ("triton"); they take turns. The kinds are
-plain, causal, with a bias, and a sliding window, which ours and PyTorch's backends get as a
-mask. Before anything is timed the outputs and all gradients, of the bias as well, of the first
-and the last head are compared with the reference in float64.
+plain, causal, with a bias, a sliding window, and eight sequences packed into one. Ours gets the
+last two as ranges, PyTorch's backends as a mask. Before anything is timed the outputs and all
+gradients, of the bias as well, of the first and the last head are compared with the reference
+in float64.
 
 Recorded are medians and quartiles of the times and of the ratios of our time to theirs, errors,
 peak memory (of forward and backward together, where the backward pass is timed), and operations
@@ -31,7 +32,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnlib import flash
 from attnlib.attention import attention, attention_backend
-from attnlib.flash import flash_attention, triton
+from attnlib.flash import flash_attention, packed_ranges, triton
 from benchmarks import common
 
 SHAPES = {  # tokens: (B, h)
@@ -46,6 +47,7 @@ KINDS = {  # what a case has beside q, k, v
     "causal": dict(causal=True),
     "bias": dict(bias=True),
     "sliding": dict(causal=True, window=1024),
+    "packed": dict(causal=True, packed=8),
 }
 PYTORCH = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -67,6 +69,7 @@ class Case:
     bias: torch.Tensor | None = None
     causal: bool = False
     window: int | None = None  # keys that a query sees at most, itself included
+    packed: int = 1  # sequences that follow each other
 
     @property
     def leaves(self):
@@ -78,10 +81,10 @@ class Case:
 
     def rule(self):
         """Whether query i sees key j, as FlexAttention asks."""
-        window = self.window or self.tokens
+        window, own = self.window or self.tokens, self.tokens // self.packed
 
         def sees(b, h, i, j):
-            return (i >= j) & (i - j < window)
+            return (i >= j) & (i - j < window) & (i // own == j // own)
 
         return sees
 
@@ -106,9 +109,17 @@ class Case:
 
     def pairs(self):
         """How many pairs of query and key there are."""
-        width = min(self.window or self.tokens, self.tokens)
-        below = self.tokens * width - width * (width - 1) // 2
+        own = self.tokens // self.packed
+        width = min(self.window or own, own)
+        below = self.packed * (own * width - width * (width - 1) // 2)
         return below if self.causal else self.tokens**2
+
+    @functools.cached_property
+    def ranges(self):
+        """The rule as our kernels read it, where it is more than causal."""
+        own, device = [self.tokens // self.packed] * self.packed, self.q.device
+        if self.window or self.packed > 1:
+            return packed_ranges(own, causal=True, window=self.window, device=device)
 
     def head(self, h):
         """One head of the case, of the whole batch, in float64."""
@@ -130,6 +141,8 @@ def make(shape, dtype, device, kind, needs=True):
         kind["bias"] = bias
     if "window" in kind:
         kind["window"] = min(kind["window"], max(1, shape[2] // 4))
+    if "packed" in kind:
+        kind["packed"] = min(kind["packed"], max(1, shape[2] // 4))
     return Case(q, k, v, torch.randn(shape, **options), **kind)
 
 
@@ -143,7 +156,7 @@ def reference(case):
 
 def pytorch(backend):
     def call(case):
-        told = case.bias is None and case.window is None  # by a flag, with nothing to add
+        told = case.bias is None and case.ranges is None  # by a flag, with nothing to add
         options = dict(is_causal=case.causal) if told else dict(attn_mask=case.added)
         with sdpa_kernel(backend):
             return torch.nn.functional.scaled_dot_product_attention(
@@ -154,7 +167,7 @@ def pytorch(backend):
 
 
 def ours(case):
-    options = dict(causal=case.causal) if case.window is None else dict(mask=case.seen)
+    options = dict(causal=case.causal) if case.ranges is None else dict(ranges=case.ranges)
     return flash_attention(case.q, case.k, case.v, bias=case.bias, **options)
 
 

@@ -3,23 +3,23 @@
     python -m benchmarks.kernels --out FOLDER                    all, about 1,900 compilations
     python -m benchmarks.kernels --out FOLDER --only sm_90,bfloat16
 
-Compiled are the four kernels with and without a mask, a bias and the causal mask, in float32,
-float16 and bfloat16, for heads of several widths, for GPUs from Ampere (sm_80) to Blackwell
-(sm_100), each with the tile that `attnlib.flash.tiling` gives it. What a kernel may not do is
-said by `broken`. The record is also the memory of what has been compiled: a second
-command goes on where the first one ended. It drops all rows if the kernels' source or Triton's
-version has changed, and those whose tile has. A compilation takes about a second of one core.
+Compiled are the four kernels with and without a mask, a bias and the causal mask or ranges, in
+float32, float16 and bfloat16, for heads of several widths, for GPUs from Ampere (sm_80) to
+Blackwell (sm_100), each with the tile that `attnlib.flash.tiling` gives it. What a kernel may
+not do is said by `broken`. The record is also the memory of what has been compiled: a second
+command goes on where the first one ended. It drops all rows if Triton's version has changed,
+and those whose tile has, or whose code: each row has a hash of what Triton makes of the
+kernel's source before it knows the GPU. A compilation takes about a second of one core.
 """
 
 import argparse
-import ast
+import contextlib
 import csv
 import hashlib
-import io
+import inspect
 import itertools
 import json
 import os
-import tokenize
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -42,16 +42,16 @@ WIDTHS = (64, 128, 32, 16, 80, 256)
 FIRST = ("sm_80", "sm_90")  # what most readers have
 STACK = 128  # bytes of a thread's stack that are allowed: spilled, but not in every step
 COLLAPSED = 32  # the registers that NVIDIA's assembler leaves a thread when it has given up
-DECIDING = ("LOG2E", "compile_for", "compile_kernel", "_resources", "_structure")
 COLUMNS = (
     "kernel gpu dtype width extra rows cols warps stages registers stack shared programs "
-    "product buffers"
+    "product buffers code"
 ).split()
 
 
 def options(kernel):
-    """The combinations of mask (m), bias (b) and causal mask (c) that a kernel meets."""
-    found = ("".join(x) for n in range(4) for x in itertools.combinations("mbc", n))
+    """The combinations of mask (m), bias (b) and causal mask (c) or ranges (r)."""
+    found = ["".join(x) for n in range(4) for x in itertools.combinations("mbc", n)]
+    found += ["r", "br"]
     return [extra for extra in found if kernel != "bias" or "b" in extra]
 
 
@@ -79,12 +79,13 @@ def compiled(*job):
     """A row of the record: the tile, and what the compiler made of it."""
     kernel, gpu, dtype, width, extra = job
     capability, tile = int(gpu[3:]), tile_of(*job)
-    more = {name: name[0] in extra for name in ("mask", "bias", "causal")}
+    more = {name: name[0] in extra for name in ("mask", "bias", "causal", "ranges")}
+    code = code_of(*job)
     made = compile_for(kernel, capability, getattr(torch, dtype), width, **more)
     row = [*job[:4], extra or "plain", *tile]
     row += [made["registers"], made["spilled"], made["shared"]]
     row += [programs(capability, tile[2], made["registers"], made["shared"])]
-    return dict(zip(COLUMNS, [*row, made["product"], made["buffers"]], strict=True))
+    return dict(zip(COLUMNS, [*row, made["product"], made["buffers"], code], strict=True))
 
 
 def programs(capability, warps, registers, shared):
@@ -136,23 +137,55 @@ def broken(row):
     return "; ".join(wrong)
 
 
-def source_hash(path=flash.__file__):
-    """A fingerprint of what decides how a kernel compiles with its tile.
+class Translated(Exception):
+    """Carries what Triton would have compiled."""
 
-    Comments, docstrings and layout do not count.
-    """
-    text, parts = Path(path).read_text(), []
-    for node in ast.parse(text).body:
-        name = getattr(node, "name", None) or ast.unparse(getattr(node, "targets", [node])[0])
-        kernel = any(
-            "triton.jit" in ast.unparse(x) for x in getattr(node, "decorator_list", [])
+
+@contextlib.contextmanager
+def only_translated():
+    """Within it `triton.compile` stops when it has a kernel in its own language."""
+    from triton._C.libtriton import ir
+
+    before = triton.compile
+
+    def translate(source, target, options):
+        backend, context = triton.compiler.make_backend(target), ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        options, stages = backend.parse_options(dict(options)), {}
+        asked = dict(
+            target=target,  # Triton 3.4 does not ask for it
+            options=options,
+            codegen_fns=backend.get_codegen_implementation(options),
+            module_map=backend.get_module_map(),
+            context=context,
         )
-        if kernel or name in DECIDING:
-            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
-                node.body = node.body[1:]
-            parts.append(ast.unparse(node))
-    tokens = tokenize.generate_tokens(io.StringIO("\n".join(parts)).readline)
-    return hashlib.sha256(" ".join(t.string.strip() for t in tokens).encode()).hexdigest()[:16]
+        names = inspect.signature(source.make_ir).parameters
+        made = source.make_ir(*(asked[name] for name in names))
+        backend.add_stages(stages, options, source.language)
+        raise Translated(stages["ttir"](made, {}).str_nodebug())
+
+    triton.compile = translate
+    try:
+        yield
+    finally:
+        triton.compile = before
+
+
+def code_of(kernel, gpu, dtype, width, extra):
+    """A hash of a kernel in Triton's language, in which names and comments do not count.
+
+    Constants are put first, for their order there depends on the source's.
+    """
+    more = {name: name[0] in extra for name in ("mask", "bias", "causal", "ranges")}
+    try:
+        with only_translated():
+            compile_for(kernel, int(gpu[3:]), getattr(torch, dtype), width, **more)
+    except Translated as found:
+        lines = str(found).splitlines()
+    constants = sorted(line for line in lines if "arith.constant" in line)
+    rest = [line for line in lines if "arith.constant" not in line]
+    return hashlib.sha256("\n".join(constants + rest).encode()).hexdigest()[:8]
 
 
 def key(row):
@@ -164,15 +197,27 @@ def key_of(job):
 
 
 def read(path):
-    """The rows of a record of today's kernels, tiles and Triton: {key: row of strings}."""
+    """The rows of a record of today's tiles and Triton: {key: row of strings}."""
     if not path.exists():
         return {}
     record = json.loads(path.read_text())
-    if (record["source"], record["triton"]) != (source_hash(), triton.__version__):
+    if record["triton"] != triton.__version__:
         return {}
     today = {key_of(job): [str(x) for x in tile_of(*job)] for job in jobs()}
     rows = {key(row): row for row in csv.DictReader(record["rows"])}
     return {k: row for k, row in rows.items() if today[k] == [row[c] for c in COLUMNS[5:9]]}
+
+
+def of_today(rows, pool):
+    """Those of the rows whose kernels' code is today's."""
+    today = [job for job in jobs() if key_of(job) in rows]
+    codes = pool.map(code_of, *zip(*today, strict=True), chunksize=20) if today else []
+    names = [
+        key_of(job)
+        for job, code in zip(today, codes, strict=True)
+        if rows[key_of(job)]["code"] == code
+    ]
+    return {name: rows[name] for name in names}
 
 
 def write(path, rows, failed):
@@ -184,7 +229,6 @@ def write(path, rows, failed):
         if name not in rows:
             missing[" ".join(name[1:3])] = missing.get(" ".join(name[1:3]), 0) + 1
     record = {
-        "source": source_hash(),
         "triton": triton.__version__,
         "compiled": len(lines),
         "of": len(order),
@@ -224,14 +268,11 @@ def main():
     parser.add_argument("--most", type=int, help="compile this many at most")
     arguments = parser.parse_args()
     path = arguments.out / "kernels_static.json"
-    rows, failed = read(path), {}
-    wanted = [
-        job
-        for job in jobs([word for word in arguments.only.split(",") if word])
-        if key_of(job) not in rows
-    ][: arguments.most]
     os.environ["TRITON_INTERPRET"] = "0"  # for the processes that compile
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+        rows, failed = of_today(read(path), pool), {}
+        words = [word for word in arguments.only.split(",") if word]
+        wanted = [job for job in jobs(words) if key_of(job) not in rows][: arguments.most]
         running = {pool.submit(compiled, *job): job for job in wanted}
         for count, future in enumerate(as_completed(running), 1):
             job = running[future]

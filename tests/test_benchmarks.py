@@ -417,7 +417,7 @@ def test_no_part_is_forgotten():
 
 def test_attention(record):
     found = record("attention", "attention_cpu")
-    assert len(found["rows"]) == 8
+    assert len(found["rows"]) == 10
     for row in found["rows"]:
         assert row["reference"]["ratio"] == 1 and row["sdpa"]["ms"] > 0
         assert row["difference"] < (1e-5 if row["dtype"] == "float32" else 5e-2)
@@ -451,7 +451,7 @@ def test_flash(record):
     """Every kind, and every contestant that runs; a CPU has no FlexAttention backward."""
     pytest.importorskip("triton")
     found = record("flash", "flash_cpu")
-    assert "triton" in found and len(found["rows"]) == 8
+    assert "triton" in found and len(found["rows"]) == 10
     for row in found["rows"]:
         assert row["backends"]["triton"]["ms"] > 0 and "reference" in row["backends"]
         assert ("flex" in row["backends"]) == (row["pass"] == "forward")
@@ -537,7 +537,7 @@ def test_a_wrong_gradient_of_the_bias_is_caught(flash):
     assert flash.compare(wrong, flash.forward, case, outputs) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["plain", "causal", "bias", "sliding"])
+@pytest.mark.parametrize("kind", ["plain", "causal", "bias", "sliding", "packed"])
 def test_flex_attention_is_the_same_attention(flash, kind):
     """In every kind it and PyTorch's backends are the equation, in float32."""
     case = flash.make((2, 2, 9, 8), torch.float32, "cpu", kind, needs=False)
@@ -605,7 +605,7 @@ def test_a_kernel_is_tuned_by_its_launch_alone(flash):
     """Interpreted: the launch that is timed writes what the pass wrote."""
     case = flash.make((1, 1, 20, 16), torch.float32, "cpu", "sliding")
     call, _ = flash.launch_of("forward", case)
-    out = call.args[8].detach()  # function, programs, device; q, k, v, mask, bias; the output
+    out = call.args[9].detach()  # function, programs, device; q, k, v, mask, bias, ranges; it
     wanted = out.clone()
     out.zero_()
     call()
