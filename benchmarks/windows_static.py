@@ -49,8 +49,7 @@ def jobs(only=()):
             for options in ("s", *MORE.get((width, window), ())):
                 kernels = ("forward", *windows.passes((window,) * 2, width, size))
                 found += [
-                    (k, gpu, dtype, str(width), str(window), options or "plain")
-                    for k in kernels
+                    (k, gpu, dtype, str(width), str(window), options or "none") for k in kernels
                 ]
     return [job for job in found if set(only) <= set(job)]
 
@@ -64,7 +63,8 @@ def functions():
     found = {}
     for module in (flash, windows):
         for node in ast.parse(Path(module.__file__).read_text()).body:
-            name = getattr(node, "name", None) or ast.unparse(getattr(node, "targets", [node])[0])
+            given = ast.unparse(getattr(node, "targets", [node])[0])
+            name = getattr(node, "name", given)
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
                 node.body = node.body[1:]
             names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
@@ -98,14 +98,14 @@ def current(row):
     return row["source"] == source_hash(job[0]) and [row[c] for c in TILE] == tile_of(job)
 
 
-# --- compiling, and what it may not give --------------------------------------------------------
+# --- compiling, and what it may not give -----------------------------------------------------
 
 
 def compiled(job):
     """A row of the record: the tile, and what the compiler made of it."""
     kernel, gpu, dtype, width, window, options = job
     capability, tile = int(gpu[3:]), tile_of(job)
-    flags = dict(shifted="s" in options, cosine="c" in options, padded=options.startswith("sp"))
+    flags = dict(shifted="s" in options, cosine="c" in options, padded="p" in options)
     made = windows.compile_for(
         kernel, capability, (int(window),) * 2, int(width), getattr(torch, dtype), **flags
     )
@@ -139,8 +139,9 @@ def broken(row):
     if row["gpu"] == "sm_90" and row["dtype"] != "float32" and int(row["block"]) >= 64:
         if not group:
             wrong.append(f"products by {row['product']} and not by warp groups")
-    # warps that multiply alone copy a tile to registers first, and need a buffer less
-    least = int(row["stages"]) - (not group)
+    # a tile that goes through registers, to warps that multiply alone or past padding, needs a
+    # buffer less
+    least = int(row["stages"]) - (not group or "p" in row["options"])
     if row["gpu"] != "sm_100" and int(row["stages"]) > 1 and int(row["buffers"]) < least:
         wrong.append(f"{row['buffers']} buffers: the loop does not fetch ahead")
     return "; ".join(wrong)
@@ -157,8 +158,9 @@ def read(path):
     rows = csv.DictReader(record["rows"])
     known, wanted = set(windows.FUNCTIONS), set(jobs())
     found = {tuple(row[name] for name in NAMES): row for row in rows if row["kernel"] in known}
-    of_today = record["triton"] == triton.__version__
-    return {job: row for job, row in found.items() if of_today and job in wanted and current(row)}
+    if record["triton"] != triton.__version__:
+        return {}
+    return {job: row for job, row in found.items() if job in wanted and current(row)}
 
 
 def write(path, rows):
