@@ -34,6 +34,13 @@ WINDOWS = (7, 16, 8, 12, 14, 24)
 WIDTHS = {"bfloat16": (32, 64, 16, 128, 96), "float16": (32, 64, 16, 128, 96)}
 WIDTHS["float32"] = (32, 64, 16)
 MORE = {(32, 7): ("", "sp"), (32, 8): ("sc",), (32, 14): ("sp",), (32, 16): ("sc",)}
+PRODUCTS = {  # of a fused block: widths in and out, in units of the map's, and what is fused
+    "qkv": (1, 3, dict(norm=True)),
+    "proj": (1, 1, dict(residual=True)),
+    "fc1": (1, 4, dict(norm=True, gelu=True)),
+    "fc2": (4, 1, dict(residual=True)),
+    "merging": (4, 2, dict(norm=True)),
+}
 NAMES = "kernel gpu dtype width window options".split()  # what is compiled
 TILE = "block warps stages".split()
 COLUMNS = [*NAMES, *TILE, *"registers stack shared programs product buffers source".split()]
@@ -51,6 +58,8 @@ def jobs(only=()):
                 found += [
                     (k, gpu, dtype, str(width), str(window), options or "none") for k in kernels
                 ]
+        widths, names = ("96", "384"), tuple(PRODUCTS)
+        found += [(k, gpu, dtype, w, "-", "-") for k in names for w in widths]
     return [job for job in found if set(only) <= set(job)]
 
 
@@ -65,16 +74,18 @@ def functions():
         for node in ast.parse(Path(module.__file__).read_text()).body:
             given = ast.unparse(getattr(node, "targets", [node])[0])
             name = getattr(node, "name", given)
-            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
-                node.body = node.body[1:]
-            names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+            if isinstance(node, ast.FunctionDef):
+                node.body = node.body[ast.get_docstring(node) is not None :]
+                node.decorator_list = []
+            names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} - {"_"}
             found[name] = ast.unparse(node), names
     return found
 
 
 def source_hash(kernel):
     """A fingerprint of a launch's function and of all that it calls; words do not count."""
-    todo, seen = [windows.FUNCTIONS[kernel].__name__, "compile_kernel"], set()
+    first = "_product" if kernel in PRODUCTS else windows.FUNCTIONS[kernel].__name__
+    todo, seen = [first, "compile_kernel"], set()
     while todo:
         name = todo.pop()
         if name in functions() and name not in seen:
@@ -88,6 +99,9 @@ def tile_of(job):
     """Block, warps and stages of a launch."""
     kernel, _, dtype, width, window, _ = job
     size = getattr(torch, dtype).itemsize
+    if kernel in PRODUCTS:
+        rows, _, _, warps, stages = windows.PRODUCT_TILES[size]
+        return [str(rows), str(warps), str(stages)]
     found = windows.tiling(kernel, (int(window),) * 2, int(width), size)
     return [str(found[name]) for name in ("BLOCK", "num_warps", "num_stages")]
 
@@ -105,10 +119,16 @@ def compiled(job):
     """A row of the record: the tile, and what the compiler made of it."""
     kernel, gpu, dtype, width, window, options = job
     capability, tile = int(gpu[3:]), tile_of(job)
-    flags = dict(shifted="s" in options, cosine="c" in options, padded="p" in options)
-    made = windows.compile_for(
-        kernel, capability, (int(window),) * 2, int(width), getattr(torch, dtype), **flags
-    )
+    number = getattr(torch, dtype)
+    if kernel in PRODUCTS:
+        *widths, fused = PRODUCTS[kernel]
+        widths = [int(width) * w for w in widths]
+        made = windows.compile_linear(capability, number, *widths, **fused)
+    else:
+        flags = dict(shifted="s" in options, cosine="c" in options, padded="p" in options)
+        made = windows.compile_for(
+            kernel, capability, (int(window),) * 2, int(width), number, **flags
+        )
     fit = programs(capability, int(tile[1]), made["registers"], made["shared"])
     values = [made["registers"], made["spilled"], made["shared"], fit, made["product"]]
     row = [*job, *tile, *values, made["buffers"], source_hash(kernel)]
@@ -117,8 +137,11 @@ def compiled(job):
 
 def floor(row):
     """The registers below which a thread cannot hold its share of the sums in float32."""
-    block, lanes = int(row["block"]), max(16, triton.next_power_of_2(int(row["width"])))
-    tiles = {"forward": 1, "query": 1, "key": 2, "whole": 3, "bias": 0}[row["kernel"]]
+    if row["kernel"] in PRODUCTS:
+        block, lanes, *_ = windows.PRODUCT_TILES[getattr(torch, row["dtype"]).itemsize]
+    else:
+        block, lanes = int(row["block"]), max(16, triton.next_power_of_2(int(row["width"])))
+    tiles = {"forward": 1, "query": 1, "key": 2, "whole": 3, "bias": 0}.get(row["kernel"], 1)
     sums = tiles * block * lanes + (row["kernel"] in ("whole", "bias")) * block**2
     own = sums // (32 * int(row["warps"]))
     return COLLAPSED + 1 if row["gpu"] == "sm_100" else max(COLLAPSED + 1, own)
@@ -139,9 +162,10 @@ def broken(row):
     if row["gpu"] == "sm_90" and row["dtype"] != "float32" and int(row["block"]) >= 64:
         if not group:
             wrong.append(f"products by {row['product']} and not by warp groups")
-    # a tile that goes through registers, to warps that multiply alone or past padding, needs a
-    # buffer less
-    least = int(row["stages"]) - (not group or "p" in row["options"])
+    # a tile that goes through registers needs a buffer less: for warps that multiply alone,
+    # past padding, or in float32 to be taken apart
+    past = not group or "p" in row["options"] or row["dtype"] == "float32"
+    least = int(row["stages"]) - past
     if row["gpu"] != "sm_100" and int(row["stages"]) > 1 and int(row["buffers"]) < least:
         wrong.append(f"{row['buffers']} buffers: the loop does not fetch ahead")
     return "; ".join(wrong)
@@ -155,9 +179,8 @@ def read(path):
     if not path.exists():
         return {}
     record = json.loads(path.read_text())
-    rows = csv.DictReader(record["rows"])
-    known, wanted = set(windows.FUNCTIONS), set(jobs())
-    found = {tuple(row[name] for name in NAMES): row for row in rows if row["kernel"] in known}
+    rows, wanted = csv.DictReader(record["rows"]), set(jobs())
+    found = {tuple(row[name] for name in NAMES): row for row in rows}
     if record["triton"] != triton.__version__:
         return {}
     return {job: row for job, row in found.items() if job in wanted and current(row)}
