@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['CHOICES', 'SCALINGS', 'OF_2019', 'LLAMA_3', 'LLAMA_31', 'QWEN', 'PUBLISHED', 'GPTConfig', 'check_config', 'rotation',
            'slowdown', 'token_positions', 'decoder_mask', 'grouped_attention', 'CausalSelfAttention', 'MLP',
-           'make_norm', 'Block', 'min_p_filter', 'next_token', 'init_weights', 'check_prompt', 'check_prompts',
-           'pad_left', 'config_of', 'check_published', 'read_transformers', 'GPT']
+           'make_norm', 'Block', 'init_weights', 'check_prompt', 'check_prompts', 'pad_left', 'min_p_filter',
+           'next_token', 'config_of', 'check_published', 'read_transformers', 'GPT', 'text_batches', 'text_loss',
+           'text_bits']
 
 # %% ../nbs/24_gpt.ipynb #imports
 import math
@@ -138,35 +139,6 @@ def check_config(config):
             known = "; ".join(f"{name!r} with {', '.join(sorted(needs))}"
                               for name, needs in SCALINGS.items())
             raise ValueError(f"rope_scaling ({scaling}) must have the rope_type {known}")
-
-# %% ../nbs/24_gpt.ipynb #published
-OF_2019 = dict(norm="layer", position="learned", mlp="gelu", bias=True)
-LLAMA_3 = dict(n_kv_head=8, rope_base=5e5)
-LLAMA_31 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0,
-                original_max_position_embeddings=8192)
-QWEN = dict(rope_base=1e6, norm_eps=1e-6)
-PUBLISHED = {  # vocab_size, block_size, n_layer, n_head
-    "gpt2": GPTConfig(50257, 1024, 12, 12, n_embd=768, **OF_2019),
-    "gpt2-medium": GPTConfig(50257, 1024, 24, 16, n_embd=1024, **OF_2019),
-    "gpt2-large": GPTConfig(50257, 1024, 36, 20, n_embd=1280, **OF_2019),
-    "gpt2-xl": GPTConfig(50257, 1024, 48, 25, n_embd=1600, **OF_2019),
-    "llama-2-7b": GPTConfig(32000, 4096, 32, 32, n_embd=4096, n_inner=11008, tied=False),
-    "llama-3-8b": GPTConfig(128256, 8192, 32, 32, n_embd=4096, n_inner=14336, tied=False,
-                            **LLAMA_3),
-    "llama-3.1-405b": GPTConfig(128256, 131072, 126, 128, n_embd=16384, n_inner=53248,
-                                tied=False, rope_scaling=LLAMA_31 | dict(factor=8.0), **LLAMA_3),
-    "llama-3.2-1b": GPTConfig(128256, 131072, 16, 32, n_embd=2048, n_inner=8192,
-                              rope_scaling=LLAMA_31 | dict(factor=32.0), **LLAMA_3),
-    "llama-3.2-3b": GPTConfig(128256, 131072, 28, 24, n_embd=3072, n_inner=8192,
-                              rope_scaling=LLAMA_31 | dict(factor=32.0), **LLAMA_3),
-    "qwen2.5-0.5b": GPTConfig(151936, 32768, 24, 14, 2, 896, n_inner=4864, qkv_bias=True,
-                              **QWEN),
-    "qwen2.5-7b": GPTConfig(152064, 131072, 28, 28, 4, 3584, n_inner=18944, qkv_bias=True,
-                            tied=False, **QWEN),
-    "qwen3-0.6b": GPTConfig(151936, 40960, 28, 16, 8, 1024, 128, 3072, qk_norm=True, **QWEN),
-    "qwen3-8b": GPTConfig(151936, 40960, 36, 32, 8, 4096, 128, 12288, qk_norm=True, tied=False,
-                          **QWEN),
-}
 
 # %% ../nbs/24_gpt.ipynb #frequencies
 def rotation(config, positions, dtype=torch.float32):
@@ -328,28 +300,6 @@ class Block(nn.Module):
         x = x + self.attn(self.ln_1(x), turn, mask, cache, layer)
         return x + self.mlp(self.ln_2(x))
 
-# %% ../nbs/24_gpt.ipynb #next-token
-def min_p_filter(logits, p):
-    """Keep tokens at least p times as probable as the best one, set the others to −inf."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"min_p ({p}) must be in [0, 1]")
-    if p == 0:
-        return logits
-    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -torch.inf)
-
-
-def next_token(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, generator=None):
-    """Tokens (B,) drawn by logits (B, vocab); at the temperature 0 the most probable ones."""
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature ({temperature}) must be at least 0, and finite")
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
-    for keep, limit in ((top_k_filter, top_k), (top_p_filter, top_p), (min_p_filter, min_p)):
-        logits = logits if limit is None else keep(logits, limit)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-
 # %% ../nbs/24_gpt.ipynb #init
 def init_weights(model):
     """GPT-2's: matrices of deviation 0.02, smaller where they add to the residual stream."""
@@ -410,6 +360,57 @@ def pad_left(prompts, pad_id=0):
     tokens = torch.tensor([[pad_id] * (longest - len(row)) + list(row) for row in prompts])
     lengths = torch.tensor([len(row) for row in prompts])
     return tokens, torch.arange(longest) >= longest - lengths[:, None]
+
+# %% ../nbs/24_gpt.ipynb #next-token
+def min_p_filter(logits, p):
+    """Keep tokens at least p times as probable as the best one, set the others to −inf."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"min_p ({p}) must be in [0, 1]")
+    if p == 0:
+        return logits
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -torch.inf)
+
+
+def next_token(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, generator=None):
+    """Tokens (B,) drawn by logits (B, vocab); at the temperature 0 the most probable ones."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature ({temperature}) must be at least 0, and finite")
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
+    for keep, limit in ((top_k_filter, top_k), (top_p_filter, top_p), (min_p_filter, min_p)):
+        logits = logits if limit is None else keep(logits, limit)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+# %% ../nbs/24_gpt.ipynb #published
+OF_2019 = dict(norm="layer", position="learned", mlp="gelu", bias=True)
+LLAMA_3 = dict(n_kv_head=8, rope_base=5e5)
+LLAMA_31 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=8192)
+QWEN = dict(rope_base=1e6, norm_eps=1e-6)
+PUBLISHED = {  # vocab_size, block_size, n_layer, n_head
+    "gpt2": GPTConfig(50257, 1024, 12, 12, n_embd=768, **OF_2019),
+    "gpt2-medium": GPTConfig(50257, 1024, 24, 16, n_embd=1024, **OF_2019),
+    "gpt2-large": GPTConfig(50257, 1024, 36, 20, n_embd=1280, **OF_2019),
+    "gpt2-xl": GPTConfig(50257, 1024, 48, 25, n_embd=1600, **OF_2019),
+    "llama-2-7b": GPTConfig(32000, 4096, 32, 32, n_embd=4096, n_inner=11008, tied=False),
+    "llama-3-8b": GPTConfig(128256, 8192, 32, 32, n_embd=4096, n_inner=14336, tied=False,
+                            **LLAMA_3),
+    "llama-3.1-405b": GPTConfig(128256, 131072, 126, 128, n_embd=16384, n_inner=53248,
+                                tied=False, rope_scaling=LLAMA_31 | dict(factor=8.0), **LLAMA_3),
+    "llama-3.2-1b": GPTConfig(128256, 131072, 16, 32, n_embd=2048, n_inner=8192,
+                              rope_scaling=LLAMA_31 | dict(factor=32.0), **LLAMA_3),
+    "llama-3.2-3b": GPTConfig(128256, 131072, 28, 24, n_embd=3072, n_inner=8192,
+                              rope_scaling=LLAMA_31 | dict(factor=32.0), **LLAMA_3),
+    "qwen2.5-0.5b": GPTConfig(151936, 32768, 24, 14, 2, 896, n_inner=4864, qkv_bias=True,
+                              **QWEN),
+    "qwen2.5-7b": GPTConfig(152064, 131072, 28, 28, 4, 3584, n_inner=18944, qkv_bias=True,
+                            tied=False, **QWEN),
+    "qwen3-0.6b": GPTConfig(151936, 40960, 28, 16, 8, 1024, 128, 3072, qk_norm=True, **QWEN),
+    "qwen3-8b": GPTConfig(151936, 40960, 36, 32, 8, 4096, 128, 12288, qk_norm=True, tied=False,
+                          **QWEN),
+}
 
 # %% ../nbs/24_gpt.ipynb #transformers-config
 def config_of(source):
@@ -597,3 +598,53 @@ class GPT(nn.Module):
         model = cls(config).to(weights["wte.weight"])
         model.load_state_dict(weights, strict=True)
         return model.eval()
+
+# %% ../nbs/24_gpt.ipynb #batches
+def text_batches(tokens, length, batch_size, seed=0):
+    """Pieces of a long text for `attnlib.train.fit`, drawn anew for each step.
+
+    Parameters
+    ----------
+    tokens : int64 Tensor, shape (n,)
+    length, batch_size, seed : int
+
+    Returns
+    -------
+    callable
+        `batches(step)` is a tuple of one Tensor (batch_size, length + 1).
+    """
+    check_count("length", length)
+    if len(tokens) <= length:
+        raise ValueError(f"tokens ({len(tokens)}) must be more than length ({length})")
+
+    def batches(step):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        starts = torch.randint(len(tokens) - length, (batch_size, 1), generator=generator)
+        return (tokens[starts + torch.arange(length + 1)],)  # (B, 1) + (n + 1) -> (B, n + 1)
+
+    return batches
+
+
+def text_loss(model, batch):
+    """Nats of all tokens but the first of each row, summed, and their number."""
+    (tokens,) = batch
+    logits = model(tokens[:, :-1]).flatten(0, 1)  # (B, n, vocab) -> (B n, vocab)
+    loss = F.cross_entropy(logits.float(), tokens[:, 1:].flatten(), reduction="sum")
+    return loss, tokens[:, 1:].numel()
+
+
+@torch.no_grad()
+def text_bits(model, tokens, length, stride=None):
+    """Bits that a model needs for tokens (n,), the first apart: -log2 of their probability.
+
+    Every token is predicted once, from at least `length` - `stride` tokens before it where
+    there are so many; `stride` is half of the length by default.
+    """
+    stride, total = length // 2 if stride is None else stride, 0.0
+    with evaluation(model):
+        for start in range(0, len(tokens) - 1, stride):
+            begin = max(0, start + stride - length)
+            piece = tokens[begin : start + stride + 1]
+            log_probs = model(piece[None, :-1])[0, start - begin :].double().log_softmax(-1)
+            total -= log_probs.gather(1, piece[start - begin + 1 :, None]).sum().item()
+    return total / math.log(2)

@@ -1,7 +1,7 @@
 """Pin the book's prose as a corpus: `python -m tools.pin_text`.
 
 All Markdown of the chapters, in the order of the book, without the lines that only mark up:
-fences of theorems and solutions, labels, tables. `attnlib.data.book_text` reads the snapshot. It
+fences of theorems and solutions, labels, tables. `attnlib.data.book_text` reads it. It
 is pinned because chapters that train on it store what they got: making it anew changes them.
 """
 
