@@ -16,6 +16,7 @@ import http.client
 import math
 import tarfile
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -200,7 +201,7 @@ def book_text(split=None):
     """
     if split is not None and split not in BOOK_PARTS:
         raise ValueError(f"split ({split!r}) must be one of {', '.join(map(repr, BOOK_PARTS))}")
-    path = Path(__file__).with_name("book_text.txt.bz2")
+    path = files("attnlib") / "book_text.txt.bz2"
     text = bz2.decompress(path.read_bytes()).decode("utf-8")
     start, end = (0.0, 1.0) if split is None else BOOK_PARTS[split]
     return text[int(start * len(text)) : int(end * len(text))]
@@ -226,7 +227,8 @@ def train_tokenizer(text, vocab_size):
         If the vocabulary is too small.
     """
     if vocab_size < 257:
-        raise ValueError(f"vocab_size ({vocab_size}) must be at least 257: 256 bytes and an end")
+        raise ValueError(f"vocab_size ({vocab_size}) must be at least 257: "
+                         "256 bytes and an end")
     with data_extra():
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     tokenizer = Tokenizer(models.BPE())

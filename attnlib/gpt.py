@@ -157,7 +157,7 @@ def rotation(config, positions, dtype=torch.float32):
     if config.rope_scaling is not None:
         one = position_angles(torch.ones(1), config.head_width, base=config.rope_base)
         angles = angles * slowdown(one, **config.rope_scaling).to(angles.device)
-    angles = angles[:, None] if positions.ndim == 2 else angles  # (B, N, d / 2) -> (B, 1, N, d / 2)
+    angles = angles[:, None] if positions.ndim == 2 else angles  # (B, N, d/2) -> (B, 1, N, d/2)
     return angles.cos().to(positions.device, dtype), angles.sin().to(positions.device, dtype)
 
 
@@ -229,7 +229,7 @@ def grouped_attention(q, k, v, mask=None, dropout_p=0.0):
         heads = attention(q, k, v, mask=mask, dropout_p=dropout_p)
         return heads.flatten(1, 2).unsqueeze(2)  # (B, g, h / g, d) -> (B, h, 1, d)
     if group > 1:
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))  # (B, g, M, d) -> (B, h, M, d)
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))  # -> (B, h, M, d) each
     return attention(q, k, v, mask=mask, dropout_p=dropout_p)
 
 # %% ../nbs/24_gpt.ipynb #attention
@@ -263,7 +263,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.update(layer, k, v)  # (B, g, N, d) -> (B, g, earlier + N, d)
         dropout_p = self.dropout if self.training else 0.0
         heads = grouped_attention(q, k, v, mask, dropout_p)  # (B, h, N, d)
-        return self.resid_dropout(self.c_proj(merge_heads(heads)))  # -> (B, N, h d) -> (B, N, C)
+        return self.resid_dropout(self.c_proj(merge_heads(heads)))  # (B, N, h d) -> (B, N, C)
 
 # %% ../nbs/24_gpt.ipynb #block
 class MLP(nn.Module):
@@ -398,7 +398,8 @@ PUBLISHED = {  # vocab_size, block_size, n_layer, n_head
     "llama-3-8b": GPTConfig(128256, 8192, 32, 32, n_embd=4096, n_inner=14336, tied=False,
                             **LLAMA_3),
     "llama-3.1-405b": GPTConfig(128256, 131072, 126, 128, n_embd=16384, n_inner=53248,
-                                tied=False, rope_scaling=LLAMA_31 | dict(factor=8.0), **LLAMA_3),
+                                rope_scaling=LLAMA_31 | dict(factor=8.0), tied=False,
+                                **LLAMA_3),
     "llama-3.2-1b": GPTConfig(128256, 131072, 16, 32, n_embd=2048, n_inner=8192,
                               rope_scaling=LLAMA_31 | dict(factor=32.0), **LLAMA_3),
     "llama-3.2-3b": GPTConfig(128256, 131072, 28, 24, n_embd=3072, n_inner=8192,
@@ -483,7 +484,8 @@ def read_transformers(source):
     config, weights = config_of(source.config), source.state_dict()
     if source.config.model_type == "gpt2":
         weights = rename_keys(weights, GPT2)
-        weights = {key: x.T if ".c_" in key and x.ndim == 2 else x for key, x in weights.items()}
+        weights = {key: x.T if x.ndim == 2 and ".c_" in key else x
+                   for key, x in weights.items()}
     else:
         weights = fuse_qkv(rename_keys(weights, LLAMA), r"(.*)\.([qkv])_proj\.(weight|bias)",
                            "{}.c_attn.{}")
@@ -548,11 +550,11 @@ class GPT(nn.Module):
     def stream(self, tokens, max_new_tokens, *, attention_mask=None, eos_id=None, **sampling):
         """As `generate`, but gives the new tokens (B,) one after the other."""
         check_prompts(tokens, max_new_tokens, attention_mask, self.config)
-        cache, ended = KVCache(), torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        cache, ended = KVCache(), torch.zeros_like(tokens[:, 0], dtype=torch.bool)
         with evaluation(self):
             for _ in range(max_new_tokens):
                 x = self.features(tokens, attention_mask, cache)[:, -1]
-                tokens = next_token(self.lm_head(x), **sampling)[:, None]  # (B, vocab) -> (B, 1)
+                tokens = next_token(self.lm_head(x), **sampling)[:, None]  # (B, V) -> (B, 1)
                 if attention_mask is not None:
                     attention_mask = F.pad(attention_mask, (0, 1), value=1)
                 if eos_id is not None:

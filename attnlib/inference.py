@@ -344,7 +344,9 @@ REPLACEMENTS = {  # class: what makes a faster layer of one of its objects, or N
     SelfAttention: lambda x: None if x.rotary else FastSelfAttention(x),
     CausalSelfAttention: FastCausalAttention, MLP: pack_gpt_mlp,
 }
-PLAIN = {nn.Linear, nn.GELU, nn.Dropout, nn.Sequential, nn.Identity, nn.RMSNorm}  # what such layers hold
+PLAIN = {  # what such layers hold
+    nn.Linear, nn.GELU, nn.Dropout, nn.Sequential, nn.Identity, nn.RMSNorm,
+}
 
 
 def replace(module):

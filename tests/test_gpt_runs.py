@@ -37,7 +37,8 @@ def test_the_record_beats_its_baselines():
     record = read_record("gpt_book")
     assert not record["tiny"] and len(record["runs"]) == 3
     assert {row["part"] for row in record["tuning"]} == {"valid"}
-    best = min(record["tuning"], key=lambda row: row["bits"])
+    rows = [row for row in record["tuning"] if row["vocab"] <= gpt_book.MINUTE]
+    best = min(rows, key=lambda row: row["bits"])
     assert {(row["vocab"], row["lr"]) for row in record["runs"]} == {
         (best["vocab"], best["lr"])
     }
