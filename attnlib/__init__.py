@@ -15,6 +15,7 @@ from .autoformer import AutoFormer, SuperTransformer
 from .beit import Beit, BeitForMaskedImageModeling
 from .deit import DistilledVisionTransformer
 from .detr import DETR
+from .gpt import GPT, GPTConfig
 from .mae import MaskedAutoencoder
 from .models import create_model, list_models, load_pretrained
 from .modern import SwiGLU, apply_rotary_2d, use_rotary
@@ -41,6 +42,8 @@ __all__ = [
     "BeitForMaskedImageModeling",
     "DETR",
     "DistilledVisionTransformer",
+    "GPT",
+    "GPTConfig",
     "LearnedPositionalEmbedding",
     "MaskedAutoencoder",
     "MultiHeadAttention",

@@ -31,15 +31,18 @@ class SwiGLU(nn.Module):
         Width of gate and value together, an even number; `in_features` by default.
     drop : float
         Dropout after either layer.
+    bias : bool
+        Whether the two layers add one.
     """
 
-    def __init__(self, in_features, hidden_features=None, drop=0.0, device=None, dtype=None):
+    def __init__(self, in_features, hidden_features=None, drop=0.0, bias=True, device=None,
+                 dtype=None):
         super().__init__()
         hidden_features = hidden_features or in_features
         if hidden_features % 2:
             raise ValueError(f"hidden_features ({hidden_features}) must be even: half of them "
                              "are the gate")
-        options = dict(device=device, dtype=dtype)
+        options = dict(bias=bias, device=device, dtype=dtype)
         self.fc1 = nn.Linear(in_features, hidden_features, **options)
         self.fc2 = nn.Linear(hidden_features // 2, in_features, **options)
         self.drop = nn.Dropout(drop)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['position_angles', 'sinusoidal_encoding', 'LearnedPositionalEmbedding', 'relative_positions',
            'relative_position_bucket', 'RelativePositionBias', 'alibi_slopes', 'alibi_bias', 'sincos_2d',
-           'rotate_pairs', 'apply_rotary']
+           'rotate_halves', 'rotate_pairs', 'apply_rotary']
 
 # %% ../nbs/12_position.ipynb #imports
 import math
@@ -329,6 +329,24 @@ def sincos_2d(height, width, dim, *, device=None, dtype=torch.float32):
     return encoding.to(device=device, dtype=dtype)  # (height * width, dim)
 
 # %% ../nbs/12_position.ipynb #rotary
+def rotate_halves(x, cos, sin):
+    """Turn the pairs (x_0, x_(d/2)), (x_1, x_(1 + d/2)), ... of the last axis counterclockwise.
+
+    Parameters
+    ----------
+    x : Tensor, shape (..., N, d)
+        Queries or keys, with an even d.
+    cos, sin : Tensor, broadcastable to (..., N, d / 2)
+        Of the angles, one for each pair, in x's dtype: layers can share them.
+
+    Returns
+    -------
+    Tensor, shape (..., N, d)
+    """
+    first, second = x.chunk(2, dim=-1)  # (..., N, d) -> twice (..., N, d / 2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
 def rotate_pairs(x, angles):
     """Turn the pairs (x_0, x_1), (x_2, x_3), ... of the last axis counterclockwise.
 
@@ -371,7 +389,7 @@ def _check_broadcast(name, x, shape, what):
             f"{name} of shape {tuple(x.shape)} must broadcast to {tuple(shape)}, {what}")
 
 # %% ../nbs/12_position.ipynb #apply-rotary
-def apply_rotary(x, positions, *, base=10000.0):
+def apply_rotary(x, positions, *, base=10000.0, interleaved=True):
     """Rotary position embedding: turn queries or keys by their positions.
 
     Su et al. (2024, section 3.2).
@@ -385,6 +403,9 @@ def apply_rotary(x, positions, *, base=10000.0):
         each sequence of a batch has its own, shape (B, 1, N).
     base : float
         The wavelengths run from 2π to almost 2π · base.
+    interleaved : bool
+        Whether neighboring entries are a pair, as in the paper, or the entries i and i + d / 2,
+        as in Hugging Face's decoders.
 
     Returns
     -------
@@ -398,4 +419,9 @@ def apply_rotary(x, positions, *, base=10000.0):
         If `positions` is in half precision.
     """
     _check_broadcast("positions", positions, x.shape[:-1], "the tokens of x")
-    return rotate_pairs(x, position_angles(positions, x.shape[-1], base=base))
+    angles = position_angles(positions, x.shape[-1], base=base)
+    if interleaved:
+        return rotate_pairs(x, angles)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (y.to(x.device, dtype) for y in (angles.cos(), angles.sin()))
+    return rotate_halves(x.to(dtype), cos, sin).to(x.dtype)

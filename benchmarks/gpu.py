@@ -125,7 +125,13 @@ PARTS = {  # the most important first
     "translation": benchmark("translation", "--dropout", "0", "0.1"),
     **{
         name: benchmark(name)
-        for name in ("mae_speed", "detr_speed", "panoptic_speed", "autoformer_speed")
+        for name in (
+            "mae_speed",
+            "detr_speed",
+            "panoptic_speed",
+            "autoformer_speed",
+            "gpt_speed",
+        )
     },
     **{f"run_{name}": run(name) for name in RUNS + NETWORK},
 }

@@ -1,0 +1,154 @@
+"""GPT beside transformers' own GPT-2 and Llama: `python -m benchmarks.gpt_speed`.
+
+The same random weights in both. A training step is forward, loss and backward; decoding writes
+tokens greedily behind a prompt of 32, with a cache in both, plain and as
+`optimize_for_inference` makes it (on a CPU). Contestants take turns; a row has the ratio to
+transformers. On a CPU one thread is used, and its own time counts, without that of other
+programs. On a GPU weights are in bfloat16, and a training step is timed compiled as well, with
+its model utilisation: 6 operations for each parameter and token, and 12 L d N for attention
+(Chowdhery et al. 2022, appendix B), over --peak. The record is FOLDER/gpt_speed_DEVICE.json;
+with --tiny its numbers mean nothing.
+"""
+
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+
+from attnlib.gpt import GPT
+from attnlib.inference import optimize_for_inference
+from benchmarks.common import OPTIMIZED, OURS, experiment_parser, ratio, take_turns, write
+
+# the peers import torchvision, which needs what `common` imports
+# isort: split
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+PEER = "transformers"
+SIZES = {  # layers, heads, heads of keys and values, width, vocabulary, new tokens
+    "tiny": (2, 3, 1, 48, 60, 3),
+    "14M": (6, 6, 2, 384, 8192, 48),
+    "124M": (12, 12, 4, 768, 50257, 16),
+}
+
+
+def peer(kind, size):
+    """A model of the transformers library with random weights, without dropout."""
+    layers, heads, groups, width, vocab, _ = SIZES[size]
+    torch.manual_seed(0)
+    same = dict(vocab_size=vocab, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    if kind == "GPT-2":
+        drop = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        shape = dict(n_positions=1024, n_embd=width, n_layer=layers, n_head=heads)
+        return GPT2LMHeadModel(GPT2Config(**same, **drop, **shape)).eval()
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=8 * round(width / 3),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        **same,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def pair(kind, size, device):
+    """The peer, and ours with its weights."""
+    theirs = peer(kind, size)
+    if device == "cuda":
+        theirs = theirs.to(device, torch.bfloat16)
+    return theirs, GPT.from_pretrained(theirs)
+
+
+def decoding_calls(theirs, ours, batch, new, device):
+    vocab = ours.config.vocab_size
+    tokens = torch.randint(vocab, (batch, 32), device=device)
+    models = {OURS: ours}
+    if device == "cpu":
+        models[OPTIMIZED] = optimize_for_inference(ours)
+    options = dict(max_new_tokens=new, do_sample=False, use_cache=True)
+    options["attention_mask"] = torch.ones_like(tokens)
+    calls = {name: lambda m=m: m.generate(tokens, new, 0.0) for name, m in models.items()}
+    return calls | {PEER: lambda: theirs.generate(tokens, **options)}
+
+
+def step(model, loss):
+    """Forward, loss and backward of a model, as a function."""
+
+    def run():
+        model.zero_grad(set_to_none=True)
+        loss().backward()
+
+    return run
+
+
+def training_calls(theirs, ours, batch, length, device):
+    tokens = torch.randint(ours.config.vocab_size, (batch, length), device=device)
+    calls, targets = {}, tokens[:, 1:].flatten()
+    theirs.train()
+    models = {OURS: ours.train()}
+    if device == "cuda":
+        models[f"{OURS}, compiled"] = torch.compile(ours)
+    for name, m in models.items():
+        calls[name] = step(
+            m, lambda m=m: F.cross_entropy(m(tokens)[:, :-1].flatten(0, 1).float(), targets)
+        )
+
+    def their_loss():
+        return theirs(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    return calls | {PEER: step(theirs, their_loss)}
+
+
+def utilisation(model, batch, length, ms, peak):
+    """The share of a processor's operations a second that the model's own operations are."""
+    c, n = model.config, sum(p.numel() for p in model.parameters())
+    n -= model.wpe.weight.numel() if model.wpe is not None else 0
+    work = 6 * n + 12 * c.n_layer * c.n_head * c.head_width * length
+    return round(work * batch * length / (ms / 1000) / peak, 3)
+
+
+def main():
+    parser = experiment_parser(__doc__)
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=here)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--peak", type=float, default=989e12, help="operations a second")
+    arguments = parser.parse_args()
+    device, tiny, rows = arguments.device, arguments.tiny, []
+    if device == "cpu":
+        torch.set_num_threads(1)
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    batch, length = (1, 8) if tiny else (4, 128) if device == "cpu" else (16, 1024)
+
+    def measure(calls, **setting):
+        take_turns(calls, 1 if device == "cpu" else 3, device)  # first rounds are not counted
+        times = take_turns(calls, arguments.repeats, device, clock=clock)
+        for name in calls:
+            ms = round(statistics.median(times[name]), 2)
+            rows.append({**setting, "what": name, "ms": ms, **ratio(times[name], times[PEER])})
+            print(rows[-1], flush=True)
+
+    for size in ["tiny"] if tiny else ["14M", "124M"] if device == "cpu" else ["124M"]:
+        for kind in ("GPT-2", "Llama"):
+            theirs, ours = pair(kind, size, device)
+            new = SIZES[size][-1] if device == "cpu" else 64
+            for rows_of in (1, 16):
+                setting = dict(kind=kind, size=size, task="decoding", batch=rows_of, new=new)
+                with torch.no_grad():
+                    measure(decoding_calls(theirs, ours, rows_of, new, device), **setting)
+            if size != "124M" or device == "cuda":  # a step of it takes seconds on a CPU
+                setting = dict(kind=kind, size=size, task="training", batch=batch)
+                measure(training_calls(theirs, ours, batch, length, device), **setting)
+                for row in rows[-3:] if device == "cuda" else ():
+                    row["utilisation"] = utilisation(
+                        ours, batch, length, row["ms"], arguments.peak
+                    )
+    record = dict(length=length, peak=arguments.peak, tiny=tiny, rows=rows)
+    write(arguments.out, "gpt_speed", device, record)
+
+
+if __name__ == "__main__":
+    main()

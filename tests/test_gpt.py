@@ -1,0 +1,484 @@
+"""GPT: parity with transformers, cache, padding, sampling, counts, bad input, the corpus."""
+
+import dataclasses
+import math
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnlib.attention import record_attention
+from attnlib.data import book_text, text_corpus, train_tokenizer
+from attnlib.decoding import KVCache
+from attnlib.gpt import (
+    GPT,
+    PUBLISHED,
+    GPTConfig,
+    decoder_mask,
+    grouped_attention,
+    min_p_filter,
+    next_token,
+    pad_left,
+    rotation,
+    slowdown,
+)
+from attnlib.inference import optimize_for_inference
+from attnlib.position import apply_rotary
+from helpers import close
+
+torch.set_num_threads(1)
+NONE = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+LLAMA = dict(
+    vocab_size=60,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    **NONE,
+)
+LONGER = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+GPT2 = dict(vocab_size=60, n_positions=64, n_embd=32, n_layer=3, n_head=4, **NONE)
+PEERS = {
+    "gpt2": ("GPT2", "GPT2LMHeadModel", GPT2),
+    "llama": ("Llama", "LlamaForCausalLM", LLAMA),
+    "llama 3.1": (
+        "Llama",
+        "LlamaForCausalLM",
+        LLAMA | dict(rope_parameters=LONGER, tie_word_embeddings=True),
+    ),
+    "linear": (
+        "Llama",
+        "LlamaForCausalLM",
+        LLAMA | dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0)),
+    ),
+    "mistral": ("Mistral", "MistralForCausalLM", LLAMA | dict(sliding_window=8)),
+    "qwen2": ("Qwen2", "Qwen2ForCausalLM", LLAMA | dict(rms_norm_eps=1e-6)),
+    "qwen3": (
+        "Qwen3",
+        "Qwen3ForCausalLM",
+        LLAMA | dict(head_dim=16, tie_word_embeddings=True),
+    ),
+}
+every = pytest.mark.parametrize("name", PEERS)
+SMALL = dict(vocab_size=40, block_size=32, n_layer=2, n_head=4, n_embd=32)
+OPTIONS = {
+    "default": {},
+    "2019": dict(norm="layer", position="learned", mlp="gelu", bias=True),
+    "grouped": dict(n_kv_head=2),
+    "one head of keys": dict(n_kv_head=1, head_dim=6),
+    "window": dict(window=5),
+    "normalised": dict(qk_norm=True, tied=False, qkv_bias=True),
+    "no positions": dict(position="none"),
+    "all": dict(n_kv_head=2, window=5, qk_norm=True, rope_base=500.0, n_inner=24),
+}
+optional = pytest.mark.parametrize("option", OPTIONS)
+
+
+def peer(name, **options):
+    """A small model of the transformers library, every one of its parameters random."""
+    config, model, settings = PEERS[name]
+    config = getattr(transformers, f"{config}Config")(**settings | options)
+    torch.manual_seed(0)
+    model = getattr(transformers, model)(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(float(p.ndim == 1), 0.1)
+    return model
+
+
+def small(option="default", seed=0, **options):
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**SMALL | OPTIONS[option] | options)).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return model
+
+
+def some_tokens(batch=2, n=20, vocab=40, seed=1):
+    return torch.randint(1, vocab, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+@every
+def test_logits_and_gradients_are_those_of_transformers(name):
+    theirs = peer(name)
+    ours, tokens = GPT.from_pretrained(theirs), some_tokens(n=40, vocab=60)
+    outputs = ours(tokens), theirs(tokens).logits
+    close(*outputs, 1e-5)
+    leaves = ours.wte.weight, theirs.get_input_embeddings().weight
+    grads = [torch.autograd.grad(y.logsumexp(-1).mean(), x)[0] for x, y in zip(leaves, outputs)]
+    close(*grads, 1e-6)
+
+
+class Norm(torch.nn.Module):
+    """Their RMSNorm, without its step through float32."""
+
+    def __init__(self, weight, eps):
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x):
+        return self.weight * x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt()
+
+
+class Angles(torch.nn.Module):
+    """Their rotary embedding, without its step through float32."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, x, position_ids):
+        cos, sin = rotation(self.config, position_ids[0], torch.float64)
+        return cos.repeat(1, 2)[None], sin.repeat(1, 2)[None]
+
+
+@every
+def test_logits_in_float64(name):
+    """As of GPT-2 as it is; the others take norms and angles in float32, which is replaced."""
+    theirs = peer(name).double()
+    ours = GPT.from_pretrained(theirs)
+    if name != "gpt2":
+        theirs.model.rotary_emb = Angles(ours.config)
+        for key, part in list(theirs.named_modules()):
+            if type(part).__name__.endswith("RMSNorm"):
+                theirs.set_submodule(key, Norm(part.weight, part.variance_epsilon))
+    tokens = some_tokens(n=40, vocab=60)
+    close(ours(tokens), theirs(tokens).logits, 1e-10)
+
+
+@every
+def test_angles_are_theirs(name):
+    """The formula that replaces theirs in float64 agrees with theirs in float32."""
+    if name != "gpt2":
+        theirs, positions = peer(name), torch.arange(64)
+        config = GPT.from_pretrained(theirs).config
+        wanted = theirs.model.rotary_emb(torch.zeros(1), positions[None])
+        for ours, both in zip(rotation(config, positions), wanted):
+            close(ours, both[0, :, : config.head_width // 2], 1e-5)
+
+
+@every
+def test_greedy_tokens_are_theirs(name):
+    theirs, tokens = peer(name), some_tokens(n=6, vocab=60)
+    ours = GPT.from_pretrained(theirs)
+    wanted = theirs.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=40,
+        do_sample=False,
+        use_cache=True,
+    )
+    assert torch.equal(ours.generate(tokens, 40, temperature=0), wanted)
+
+
+@every
+def test_padded_prompts_are_theirs(name):
+    theirs = peer(name)
+    ours = GPT.from_pretrained(theirs)
+    tokens, mask = pad_left([[5, 6, 7, 8, 9, 10], [3, 4]])
+    wanted = theirs.generate(
+        tokens, attention_mask=mask.long(), max_new_tokens=20, do_sample=False, pad_token_id=0
+    )
+    assert torch.equal(ours.generate(tokens, 20, temperature=0, attention_mask=mask), wanted)
+
+
+def test_weights_are_copies():
+    theirs = peer("gpt2")
+    ours = GPT.from_pretrained(theirs)
+    with torch.no_grad():
+        ours.wte.weight.zero_()
+    assert theirs.transformer.wte.weight.abs().sum() > 0
+    assert ours.lm_head.weight is ours.wte.weight
+
+
+COUNTS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_published_sizes_have_the_published_counts(name):
+    with torch.device("meta"):
+        model = GPT(PUBLISHED[name])
+    assert sum(p.numel() for p in model.parameters()) == COUNTS[name]
+
+
+@optional
+def test_a_cache_changes_nothing(option):
+    model, tokens = small(option), some_tokens()
+    whole, cache, parts = model(tokens), KVCache(), []
+    for start, end in ((0, 7), (7, 8), (8, 12), *((i, i + 1) for i in range(12, 20))):
+        parts.append(model(tokens[:, start:end], cache=cache))
+    close(torch.cat(parts, dim=1), whole)
+    assert len(cache) == 20 and cache.room[0].shape[2] == model.config.kv_heads
+
+
+@optional
+def test_no_token_sees_a_later_one(option):
+    model, tokens = small(option), some_tokens()
+    other = tokens.clone()
+    other[:, 11:] = other[:, 11:] % 39 + 1
+    close(model(tokens)[:, :11], model(other)[:, :11], 0)
+    assert (model(tokens)[:, 11:] - model(other)[:, 11:]).abs().amax(-1).min() > 1e-6
+
+
+@optional
+def test_padding_on_the_left_changes_nothing(option):
+    model = small(option)
+    prompts = [[5, 6, 7, 8, 9], [3, 4], [11]]
+    tokens, mask = pad_left(prompts)
+    together = model.generate(tokens, 12, temperature=0, attention_mask=mask)
+    for row, prompt in zip(together, prompts):
+        alone = model.generate(torch.tensor([prompt]), 12, temperature=0)[0]
+        assert torch.equal(row[5 - len(prompt) :], alone)
+    logits = model(tokens, mask)
+    close(logits[1, -2:], model(torch.tensor([prompts[1]]))[0])
+
+
+def test_a_window_reaches_layers_times_its_width():
+    model = small("window", n_layer=3, window=4, position="none")
+    x = y = model.wte(some_tokens(1, 20)).detach().requires_grad_()
+    for block in model.h:
+        y = block(y, mask=decoder_mask(20, 20, 4))
+    grad = torch.autograd.grad(y[0, -1].sum(), x)[0][0].abs().sum(-1)
+    assert grad.nonzero()[0] == 19 - 3 * (4 - 1)
+
+
+def test_grouped_attention_repeats_keys():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 9, 8, generator=g, dtype=torch.float64) for h in (6, 2, 2))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+    close(grouped_attention(q, k, v, "causal"), wanted)
+    close(grouped_attention(q[:, :, -1:], k, v), wanted[:, :, -1:])
+
+
+def test_layouts_of_rotary_positions():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 9, 8, generator=g, dtype=torch.float64)
+    sort = torch.cat([torch.arange(0, 8, 2), torch.arange(1, 8, 2)])
+    positions = torch.arange(9)
+    wanted = apply_rotary(x, positions)[..., sort]
+    close(apply_rotary(x[..., sort], positions, interleaved=False), wanted)
+
+
+def test_slower_rotations():
+    frequencies = torch.tensor([1.0, 0.01, 1e-5], dtype=torch.float64)
+    kept = slowdown(frequencies, **{k: v for k, v in LONGER.items() if k != "rope_theta"})
+    close(kept, torch.tensor([1.0, 1 / 8, 1 / 8], dtype=torch.float64), 1e-12)
+
+
+# --- generation -------------------------------------------------------------------------------
+
+
+def test_streaming_gives_the_same_tokens():
+    model, tokens = small(), some_tokens(n=5)
+    new = list(model.stream(tokens, 9, temperature=0))
+    whole = model.generate(tokens, 9, temperature=0)
+    assert torch.equal(torch.stack(new, dim=1), whole[:, 5:]) and len(new) == 9
+    assert torch.is_grad_enabled() and not model.training
+
+
+def test_a_row_ends():
+    model, tokens = small(), some_tokens(3, 4)
+    plain = model.generate(tokens, 20, temperature=0)[:, 4:]
+    eos = int(plain[0, 3])
+    ended = model.generate(tokens, 20, temperature=0, eos_id=eos)[:, 4:]
+    for row, free in zip(ended.tolist(), plain.tolist()):
+        stop = free.index(eos) + 1 if eos in free else len(row)
+        assert row[:stop] == free[: min(stop, len(row))] and set(row[stop:]) <= {eos}
+
+
+def test_training_mode_is_restored():
+    model = small(dropout=0.5).train()
+    first = model.generate(some_tokens(), 4, temperature=0)
+    assert (
+        torch.equal(first, model.generate(some_tokens(), 4, temperature=0)) and model.training
+    )
+
+
+@pytest.mark.parametrize("options", [{}, dict(top_k=3), dict(top_p=0.7), dict(min_p=0.2)])
+def test_draws_have_their_probabilities(options):
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0]).log_softmax(-1)
+    p = (logits / 0.8).softmax(-1)
+    kept = {0: p >= 0, 1: p >= p[2], 2: p >= p[1], 3: p >= 0.2 * p[0]}[
+        0 if not options else 1 + ["top_k", "top_p", "min_p"].index(*options)
+    ]
+    wanted = torch.where(kept, p, 0) / p[kept].sum()
+    drawn = next_token(
+        logits.expand(40_000, 5), 0.8, **options, generator=torch.Generator().manual_seed(0)
+    )
+    found = torch.tensor([Counter(drawn.tolist())[i] for i in range(5)]) / 40_000
+    close(found, wanted, 0.012)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0.0, 1.0), st.integers(0, 100))
+def test_min_p_keeps_the_best(p, seed):
+    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(seed))
+    kept = min_p_filter(logits, p) > -math.inf
+    assert kept.gather(1, logits.argmax(1, keepdim=True)).all()
+    shares = logits.softmax(-1)
+    assert (shares[kept] >= (p - 1e-5) * shares.amax(1, keepdim=True).expand(3, 9)[kept]).all()
+
+
+# --- optimized --------------------------------------------------------------------------------
+
+
+@optional
+def test_an_optimized_copy_gives_the_same(option):
+    model = small(option).float()
+    fast, tokens = optimize_for_inference(model), some_tokens()
+    with torch.no_grad():
+        close(fast(tokens), model(tokens), 1e-4)
+    wanted = model.generate(tokens[:, :6], 20, temperature=0)
+    assert torch.equal(fast.generate(tokens[:, :6], 20, temperature=0), wanted)
+    prompts, mask = pad_left([[5, 6, 7, 8, 9], [3, 4], [11]])
+    wanted = model.generate(prompts, 12, temperature=0, attention_mask=mask)
+    found = fast.generate(prompts, 12, temperature=0, attention_mask=mask)
+    assert torch.equal(found, wanted)
+
+
+# --- bad input --------------------------------------------------------------------------------
+
+BAD = [
+    (dict(norm="batch"), "norm"),
+    (dict(position="sinus"), "position"),
+    (dict(mlp="relu"), "mlp"),
+    (dict(n_head=5), "n_embd"),
+    (dict(n_kv_head=3), "n_kv_head"),
+    (dict(n_kv_head=0), "n_kv_head"),
+    (dict(head_dim=7), "head_dim"),
+    (dict(window=0), "window"),
+    (dict(dropout=1.0), "dropout"),
+    (dict(vocab_size=0), "vocab_size"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "rope_scaling.*yarn"),
+    (dict(rope_scaling=dict(rope_type="llama3", factor=4.0)), "rope_scaling.*low_freq_factor"),
+]
+
+
+@pytest.mark.parametrize("options, message", BAD)
+def test_an_impossible_configuration(options, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**SMALL | options)
+
+
+def test_bad_tokens():
+    model, tokens = small(), some_tokens()
+    for wrong, message in (
+        (tokens + 30, "tokens holds the token"),
+        (some_tokens(n=33), "block_size"),
+        (tokens[0], "tokens of shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(wrong)
+    with pytest.raises(TypeError, match="tokens of dtype"):
+        model(tokens.float())
+    with pytest.raises(ValueError, match="attention_mask of shape"):
+        model(tokens, torch.ones(2, 19))
+    with pytest.raises(ValueError, match="block_size"):
+        model.generate(tokens, 14)
+    assert model.generate(tokens, 13).shape == (2, 33)  # the last token need not be read
+
+
+def test_bad_prompts():
+    model, tokens = small(), some_tokens(n=5)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 1]])
+    with pytest.raises(ValueError, match="attention_mask.* in row 1.*left"):
+        model.generate(tokens, 3, attention_mask=mask)
+    with pytest.raises(ValueError, match="row 0"):
+        model.generate(tokens, 3, attention_mask=mask.flip(1) * 0)
+    with pytest.raises(ValueError, match="prompts"):
+        pad_left([[1, 2], []])
+    for wrong, message in (
+        (dict(temperature=-1.0), "temperature"),
+        (dict(top_k=0), "top_k"),
+        (dict(top_p=0.0), "top_p"),
+        (dict(min_p=2.0), "min_p"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(tokens, 3, **wrong)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        model.generate(tokens, 0)
+
+
+def test_a_model_that_cannot_be_read():
+    yarn = dict(rope_type="yarn", rope_theta=1e4, factor=2.0)
+    for model, message in (
+        (peer("gpt2", activation_function="relu"), "activation_function"),
+        (peer("llama", attention_bias=True), "attention_bias"),
+        (peer("llama", hidden_act="gelu"), "hidden_act"),
+        (peer("llama", rope_parameters=yarn), "rope_scaling.*yarn"),
+        (
+            peer("qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=1),
+            "layer_types",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GPT.from_pretrained(model)
+
+
+def test_a_configuration_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GPTConfig().n_layer = 3
+    assert dataclasses.replace(GPTConfig(), n_head=8).kv_heads == 8
+
+
+# --- the corpus -------------------------------------------------------------------------------
+
+
+def test_the_pinned_text_comes_back():
+    text = book_text()
+    assert len(text) == 770_274 and text == "".join(map(book_text, ("train", "valid", "test")))
+    tokenizer = train_tokenizer(book_text("test"), 400)
+    for sample in (text[:20_000], "🙂 注意\t\u00a0\n\n  x", ""):
+        assert tokenizer.decode(tokenizer.encode(sample).ids) == sample
+    assert tokenizer.get_vocab_size() == 400
+    assert tokenizer.token_to_id("<|endoftext|>") == 399
+
+
+def test_bad_corpora(tmp_path):
+    with pytest.raises(ValueError, match="split"):
+        book_text("dev")
+    with pytest.raises(ValueError, match="name"):
+        text_corpus("war and peace")
+    with pytest.raises(ValueError, match="split"):
+        text_corpus("tinystories", "test")
+    with pytest.raises(ValueError, match="vocab_size"):
+        train_tokenizer("text", 256)
+    (tmp_path / "TinyStoriesV2-GPT4-valid.txt").write_text("not the published file")
+    with pytest.raises(ValueError, match="SHA-256"):
+        text_corpus("tinystories", "valid", tmp_path)
+
+
+def test_weights_of_attention_are_recorded():
+    model, tokens = small("grouped"), some_tokens()
+    with record_attention() as maps:
+        model(tokens)
+    assert [tuple(x.shape) for x in maps] == [(2, 4, 20, 20)] * 2

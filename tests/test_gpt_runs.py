@@ -1,0 +1,82 @@
+"""The recorded runs of GPT: every command works, and the records hold what is said."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from attnlib.data import book_text
+from attnlib.gpt import GPT, GPTConfig, text_batches, text_bits, text_loss
+from attnlib.train import read_record
+from benchmarks import gpt_book, gpt_speed
+from helpers import close
+
+
+def run(command, folder, monkeypatch, *options):
+    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--out", str(folder), *options])
+    command.main()
+
+
+def test_the_speed_is_recorded(tmp_path, monkeypatch):
+    run(gpt_speed, tmp_path, monkeypatch, "--device", "cpu", "--repeats", "1")
+    rows = json.loads((tmp_path / "gpt_speed_cpu.json").read_text())["rows"]
+    assert {row["task"] for row in rows} == {"decoding", "training"}
+    assert {row["kind"] for row in rows} == {"GPT-2", "Llama"}
+    assert all(row["ratio"] > 0 for row in rows)
+
+
+def test_the_book_is_learned(tmp_path, monkeypatch):
+    run(gpt_book, tmp_path, monkeypatch)
+    record = json.loads((tmp_path / "gpt_book.json").read_text())
+    assert record["tiny"] and record["runs"][0]["part"] == "test"
+
+
+def test_the_record_beats_its_baselines():
+    record = read_record("gpt_book")
+    assert not record["tiny"] and len(record["runs"]) == 3
+    assert {row["part"] for row in record["tuning"]} == {"valid"}
+    rows = [row for row in record["tuning"] if row["vocab"] <= gpt_book.MINUTE]
+    best = min(rows, key=lambda row: row["bits"])
+    assert {(row["vocab"], row["lr"]) for row in record["runs"]} == {
+        (best["vocab"], best["lr"])
+    }
+    assert max(row["bits"] for row in record["runs"]) < min(record["baselines"].values())
+
+
+def test_n_grams_are_probabilities():
+    """They sum to one: with every continuation of a context the shares add up."""
+    train, context = "abcabcabdaab" * 3, "ab"
+    total = 0.0
+    for letter in "abcd":
+        bits = 3 * gpt_book.n_grams(train, context + letter, 3)
+        total += 2 ** -(bits - 2 * gpt_book.n_grams(train, context, 3))
+    assert 0.97 < total <= 1.0  # a fifth symbol, never seen, has the rest
+
+
+def test_bits_of_a_text():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(40, 16, 2, 2, n_embd=16)).double()
+    tokens = torch.randint(40, (100,))
+    whole = (
+        -model(tokens[None, :11]).log_softmax(-1)[0, :10].gather(1, tokens[1:11, None]).sum()
+    )
+    close(text_bits(model, tokens[:11], 16), whole.item() / math.log(2), 1e-9)
+    assert abs(text_bits(model, tokens, 16) / 99 - math.log2(40)) < 0.5
+    total, count = text_loss(model, (tokens[:17][None],))
+    close(text_bits(model, tokens[:17], 16, 16), total.item() / math.log(2), 1e-4)
+    assert count == 16
+
+
+def test_batches_are_pieces_of_the_text():
+    tokens = torch.arange(50)
+    (piece,) = text_batches(tokens, 8, 200)(3)
+    assert piece.shape == (200, 9) and (piece.diff(dim=1) == 1).all()
+    assert piece.min() == 0 and piece.max() == 49
+    with pytest.raises(ValueError, match="tokens"):
+        text_batches(tokens, 50, 2)
+
+
+def test_the_pinned_text_is_prose():
+    assert "attention" in book_text("test") and ":::" not in book_text()
