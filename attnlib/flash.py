@@ -896,8 +896,6 @@ def _merges(x, shape, a, grouped):
 def _two_axes(*tensors):
     """Views of q, k, v, mask, bias with two leading axes, where strides allow it."""
     count = tensors[0].ndim
-    if all(x is None or x.ndim == count == 4 for x in tensors):
-        return tensors
     tensors = [None if x is None else x[(None,) * (count - x.ndim)] for x in tensors]
     for a in reversed(range(count - 3)):
         shape = tensors[0].shape
@@ -910,9 +908,11 @@ def _two_axes(*tensors):
 
 def _attend(q, k, v, mask, bias, ranges, causal, scale):
     """Attention of (..., N, d) for any number of leading axes."""
-    q, k, v, mask, bias = _two_axes(q, k, v, mask, bias)
+    if q.ndim != 4 or mask is not None or bias is not None:
+        q, k, v, mask, bias = _two_axes(q, k, v, mask, bias)
     if q.ndim == 4:
-        ranges = [x if x is None else x.repeat_interleave(len(q) // len(x), 0) for x in ranges]
+        if ranges[0] is not None:  # the same for all heads that have become sequences
+            ranges = [x.repeat_interleave(len(q) // len(x), 0) for x in ranges]
         return _Flash.apply(q, k, v, mask, bias, *ranges, causal, scale)
     parts = ([None if x is None else x[min(i, len(x) - 1)]
               for x in (q, k, v, mask, bias, *ranges)] for i in range(len(q)))

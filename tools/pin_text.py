@@ -35,5 +35,7 @@ def book(skip=()):
 if __name__ == "__main__":
     text = book(skip=("24_gpt",))
     TARGET.write_bytes(bz2.compress(text.encode("utf-8"), 9))
-    print(f"{TARGET.name}: {len(text):,} characters, {len(text.split()):,} words, "
-          f"{TARGET.stat().st_size:,} bytes")
+    print(
+        f"{TARGET.name}: {len(text):,} characters, {len(text.split()):,} words, "
+        f"{TARGET.stat().st_size:,} bytes"
+    )
