@@ -824,9 +824,12 @@ class Ranges:
         return (first <= numbers) & (numbers < last)
 
     def check(self, q, k, causal):
-        """Raise if queries (B, ..., N, d) and keys (B, ..., M, d) do not fit."""
+        """Raise if queries (B, ..., N, d) and keys (B, ..., M, d) do not fit, or their GPU."""
         (batch, _, n), m = self.by_query.shape, self.by_key.shape[-1]
         fits = (n, m) == (q.shape[-2], k.shape[-2]) and batch in (1, *q.shape[:-3][:1])
+        if q.is_cuda and torch.cuda.get_device_capability(q.device) >= (10, 0):
+            raise TypeError("ranges have no tiles for GPUs of compute capability 10 or later, "
+                            "of which q is on one; the mask of `ranges.mask()` can serve there")
         if causal or not fits:
             raise ValueError(f"ranges of {n} queries and {m} keys, for {batch} sequences, with "
                              f"causal={causal}, do not fit q {tuple(q.shape)}, "
@@ -961,7 +964,7 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None,
         keys under `causal`, or `ranges` are of other lengths or come with `causal`.
     TypeError
         If `mask` is not boolean, `bias` not floating point, or q, k, v not of one dtype that
-        the kernels take on their GPU.
+        the kernels take on their GPU, or with `ranges` on a GPU of compute capability 10.
     RuntimeError
         If Triton does not run on the device of q.
     """

@@ -420,6 +420,13 @@ def test_bad_ranges():
             flash_attention(q, k, v, ranges=ranges, **options)
 
 
+def test_ranges_are_refused_where_they_have_no_tile(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    q = types.SimpleNamespace(is_cuda=True, device="cuda", shape=(1, 1, 6, 8))
+    with pytest.raises(TypeError, match="no tiles for GPUs of compute capability 10"):
+        packed_ranges([6]).check(q, q, False)
+
+
 # --- heads that share keys --------------------------------------------------------------------
 
 

@@ -181,3 +181,16 @@ def test_command_goes_on_where_it_ended(tmp_path):
         assert done.returncode == 0, done.stderr
         record = json.loads((tmp_path / "kernels_static.json").read_text())
         assert record["compiled"] == count and "1/1 bias sm_90" in done.stdout
+
+
+def test_kernels_compile_on_the_oldest_triton():
+    """A record made with the version that pyproject.toml asks for: all options, two GPUs."""
+    record = json.loads((ROOT / "benchmarks" / "results" / "kernels_floor.json").read_text())
+    floor = ".".join(record["triton"].split(".")[:2])
+    assert f"triton>={floor};" in (ROOT / "pyproject.toml").read_text()
+    rows = list(csv.DictReader(record["rows"]))
+    done = {(row["kernel"], row["gpu"], row["extra"]) for row in rows}
+    for kernel in kernels.flash.TILES:
+        for extra in kernels.options(kernel):
+            if "r" not in extra:
+                assert {(kernel, gpu, extra or "plain") for gpu in ("sm_80", "sm_90")} <= done
