@@ -21,6 +21,7 @@ kind, and prints the fastest; `--workers N` has as many processes compile ahead.
 import contextlib
 import functools
 import itertools
+import math
 import multiprocessing
 import statistics
 from concurrent.futures import ProcessPoolExecutor
@@ -142,7 +143,7 @@ def make(shape, dtype, device, kind, needs=True):
     if "window" in kind:
         kind["window"] = min(kind["window"], max(1, shape[2] // 4))
     if "packed" in kind:
-        kind["packed"] = min(kind["packed"], max(1, shape[2] // 4))
+        kind["packed"] = math.gcd(kind["packed"], shape[2])  # all of one length
     return Case(q, k, v, torch.randn(shape, **options), **kind)
 
 
