@@ -345,7 +345,7 @@ def text_corpus(name="book", split="train", folder=None):
     ----------
     name : {"book", "tinystories"}
         This book's prose (`book_text`), or stories written by GPT-4 in words of small children
-        (Eldan and Li 2023), 2.2 GB, whose ends are marked "<|endoftext|>".
+        (Eldan and Li 2023), 2.2 GB, whose ends are marked ``<|endoftext|>``.
     split : {"train", "valid", "test"}
         The stories have no "test".
     folder : path, optional
