@@ -28,6 +28,7 @@ $(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
 
 book: $(VENV)/book.stamp ## render the book from the stored outputs
 	$(BIN)/jupyter-book build . -q
+	$(BIN)/python -m tools.plain --out $(BOOK)/plain
 	@echo "The book: file://$(CURDIR)/$(BOOK)/index.html   (make serve: http://localhost:$(PORT))"
 
 serve: book ## render the book and serve it on localhost

@@ -9,6 +9,10 @@ from docutils import nodes
 from sphinx.util import logging
 
 logger = logging.getLogger(__name__)
+COLAB = "https://colab.research.google.com/github"
+KAGGLE = "https://kaggle.com/kernels/welcome?src=https://github.com"
+PLAIN = "plain"  # the branch with the copies that `python -m tools.plain` makes
+ICON = '<i class="fa-brands fa-kaggle"></i>'
 IMPORTS = ("imports", "setup")  # ids of the cells whose fold is called "Imports"
 
 
@@ -81,11 +85,23 @@ def tidy_boxes(app, doctree, docname):
 
 
 def show_lone_buttons(app, pagename, templatename, context, doctree):
-    """A menu with one entry becomes that entry: "Colab" is seen without opening anything."""
-    context["header_buttons"] = [
-        button["buttons"][0] if len(button.get("buttons", [])) == 1 else button
-        for button in context.get("header_buttons", [])
-    ]
+    """A menu with one entry becomes that entry: "Colab" is seen without opening anything.
+
+    Colab gets the copy of the notebook that needs no book around it, and Kaggle as well.
+    """
+    found = []
+    for button in context.get("header_buttons", []):
+        button = button["buttons"][0] if len(button.get("buttons", [])) == 1 else button
+        found.append(button)
+        if COLAB in button.get("url", ""):
+            copy = button["url"].split(COLAB)[1].split("/blob/")[0]
+            copy += f"/blob/{PLAIN}/{pagename.split('/')[-1]}.ipynb"
+            button["url"] = COLAB + copy
+            about = dict(
+                text="Kaggle", tooltip="Launch on Kaggle", label="launch-kaggle-button"
+            )
+            found.append(button | about | dict(icon=ICON, url=KAGGLE + copy))
+    context["header_buttons"] = found
 
 
 def drop_mathjax_from_every_page(app, config):

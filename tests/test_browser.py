@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 import chapters
+from tools import plain
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = Path(os.environ.get("ATTNLIB_BOOK", ROOT / "_build" / "html")).resolve()
@@ -54,6 +55,7 @@ def listed(entry):
 PAGES = [TOC["root"], *(page for part in TOC["parts"] for page in listed(part))]
 NOTEBOOKS = [page for page in PAGES if (ROOT / f"{page}.ipynb").exists()]
 CHAPTERS = [page for part in TOC["parts"] if part.get("numbered") for page in listed(part)]
+PLAIN = plain.Names()
 every_page = pytest.mark.parametrize("name", [*PAGES, "genindex", "py-modindex", "search"])
 every_notebook = pytest.mark.parametrize("name", NOTEBOOKS)
 
@@ -335,14 +337,28 @@ def test_no_id_stands_twice(opened, name):
 
 
 @every_page
-def test_colab_opens_the_notebook(opened, name):
-    repository, branch = CONFIG["repository"]["url"], CONFIG["repository"]["branch"]
-    colab = "https://colab.research.google.com/github"
-    prefix = f"{repository.replace('https://github.com', colab)}/blob/{branch}/"
-    colab = {link for link in opened(name)["links"] if "colab" in urlsplit(link).netloc}
-    assert colab <= {f"{prefix}{notebook}.ipynb" for notebook in NOTEBOOKS}
-    if name in NOTEBOOKS:
-        assert colab == {f"{prefix}{name}.ipynb"}
+def test_buttons_open_the_plain_copy(opened, name):
+    path = CONFIG["repository"]["url"].removeprefix("https://github.com")
+    copies = {page: f"{path}/blob/plain/{page.split('/')[-1]}.ipynb" for page in NOTEBOOKS}
+    hosts = {
+        "https://colab.research.google.com/github": "colab",
+        "https://kaggle.com/kernels/welcome?src=https://github.com": "kaggle",
+    }
+    for prefix, host in hosts.items():
+        found = {link for link in opened(name)["links"] if host in urlsplit(link).netloc}
+        assert found <= {prefix + copy for copy in copies.values()}
+        if name in NOTEBOOKS:
+            assert found == {prefix + copies[name]}
+
+
+@every_notebook
+def test_numbers_of_the_plain_copy_are_those_of_the_book(opened, name):
+    page = (BOOK / f"{name}.html").read_text(encoding="utf-8")
+    for called, address in PLAIN.labels.values():
+        if address.startswith(f"{plain.BOOK}{name}.html#"):
+            box = page.split(f'id="{address.split("#")[1]}"')[1]
+            number = re.search(r'class="(?:caption-number|eqno)">\s*([^<]+)', box)[1]
+            assert number.strip() == called
 
 
 @every_page

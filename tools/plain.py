@@ -1,0 +1,239 @@
+"""The chapters in Markdown that every reader of notebooks shows: `python -m tools.plain`.
+
+A chapter is written in MyST, whose boxes and references only the book understands. Colab and
+GitHub would show them as source. This command writes a copy of each notebook in which
+
+    :::{prf:theorem} Name         is  a quotation headed "Theorem 1.1 (Name)."
+    :::{exercise} Name            is  a quotation headed "Exercise 1.2 (Name)."
+    solution-start, solution-end  are the fold "Solution of exercise 1.2", and folded code
+    {cite:t}`liu2021`             is  a link "Liu et al. (2021)" to the paper
+    {prf:ref}, {ref}, {eq}, {doc} are links into the book
+    $$ ... $$ (eq-name)           is  a formula with its number as a tag
+
+Numbers are those of the book, which a test compares. Code and outputs stay as they are, but for
+the directives of nbdev. The site publishes the copies, and its buttons open them.
+"""
+
+import argparse
+import json
+import re
+import runpy
+import unicodedata
+from pathlib import Path
+
+import yaml
+from pybtex.database import parse_file
+
+ROOT = Path(__file__).resolve().parent.parent
+parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]  # the order of the book
+BOOK = yaml.safe_load((ROOT / "_config.yml").read_text("utf-8"))["html"]["baseurl"]
+BOX = re.compile(r"(?ms)^:::\{(prf:\w+|exercise)\}[ ]*([^\n]*)\n(.*?)^:::[ ]*$")
+LABEL = re.compile(r"(?m)^:label:[ ]*(\S+)\n")
+FORMULA = re.compile(r"(?s)\$\$(.+?)\$\$(?:[ ]*\(([\w-]+)\))?")
+ROLE = re.compile(r"\{(doc|ref|eq|prf:ref|cite:t|cite:p)\}`([^`]+)`")
+MARK = re.compile(r"(?s)(```\{solution-(?:start|end)\}.*?```)")
+START, END = re.compile(r"```\{solution-start\}[ ]*(\S+)"), "```{solution-end}"
+
+
+def source(cell):
+    return "".join(cell["source"])
+
+
+def read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+# --- what the book calls its parts ------------------------------------------------------------
+
+
+def names(notebook, page, number):
+    """{label: (what it is called, its address)} of a chapter's boxes and formulas."""
+    found, counts = {}, {}
+
+    def numbered(kind):
+        counts[kind] = counts.get(kind, 0) + 1
+        return f"{number}.{counts[kind]}" if number else str(counts[kind])
+
+    for cell in notebook["cells"]:
+        if cell["cell_type"] != "markdown":
+            continue
+        for box in BOX.finditer(source(cell)):
+            kind, label = box[1].removeprefix("prf:"), LABEL.search(box[3])
+            if kind != "proof":
+                name = f"{kind.capitalize()} {numbered(kind)}"
+                if label:
+                    found[label[1]] = name, f"{BOOK}{page}.html#{label[1]}"
+        for formula in FORMULA.finditer(source(cell)):
+            if formula[2]:
+                address = f"{BOOK}{page}.html#equation-{formula[2].lower()}"
+                found[formula[2]] = f"({numbered('equation')})", address
+    return found
+
+
+ACCENTS = {
+    "'": "\u0301",
+    "`": "\u0300",
+    '"': "\u0308",
+    "^": "\u0302",
+    "~": "\u0303",
+    "c": "\u0327",
+}
+LATEX = re.compile(r"""\\(?:(['`"^~]|c(?=[ {]))\{?\\?([A-Za-z])\}?|([A-Za-z]+)[ ]?)""")
+LETTERS = {"L": "Ł", "l": "ł", "o": "ø", "O": "Ø", "ss": "ß", "i": "ı", "aa": "å"}
+
+
+def unlatex(match):
+    """An accent or a letter of LaTeX as a character."""
+    if match[1]:
+        return unicodedata.normalize("NFC", match[2] + ACCENTS[match[1]])
+    return LETTERS.get(match[3], match[3])
+
+
+def last_names(entry):
+    """As "Liu", "Liu and Hu", or "Liu et al." in a text."""
+    last = [" ".join(p.prelast_names + p.last_names) for p in entry.persons["author"]]
+    last = [re.sub(r"[{}\\]", "", LATEX.sub(unlatex, name)) for name in last]
+    if len(last) > 2 or last[-1] == "others":
+        return f"{last[0]} et al."
+    return " and ".join(last)
+
+
+def citations():
+    """{key: (names, year, address)} of the bibliography."""
+    found = {}
+    for key, entry in parse_file(ROOT / "references.bib").entries.items():
+        f = entry.fields
+        arxiv = f.get("eprint") or next(
+            iter(re.findall(r"arXiv:(\S+)", f.get("howpublished", ""))), None
+        )
+        address = f.get("url") or (arxiv and f"https://arxiv.org/abs/{arxiv}")
+        address = address or (f.get("doi") and f"https://doi.org/{f['doi']}")
+        found[key] = last_names(entry), f.get("year", ""), address or f"{BOOK}bibliography.html"
+    return found
+
+
+class Names:
+    """All that the roles of the book refer to."""
+
+    def __init__(self, root=ROOT):
+        self.chapters = [chapter for _, some in parts(root) for chapter in some]
+        self.pages = {chapter.page.split("/")[-1]: chapter for chapter in self.chapters}
+        self.labels, self.citations = {}, citations()
+        for chapter in self.chapters:
+            notebook = read(root / f"{chapter.page}.ipynb")
+            self.labels |= names(notebook, chapter.page, chapter.number)
+
+    def link(self, role, target):
+        """What stands for {role}`target`."""
+        if role.startswith("cite"):
+            return self.cite(role, target)
+        text, _, inner = target.rpartition("<")
+        name = (inner.rstrip(">") if text else target).split("/")[-1]
+        if role == "doc":
+            chapter = self.pages[name]
+            return f"[{text.strip() or chapter.title}]({BOOK}{chapter.page}.html)"
+        called, address = self.labels[name]
+        return f"[{text.strip() or called}]({address})"
+
+    def cite(self, role, keys):
+        some = [self.citations[key.strip()] for key in keys.split(",")]
+        if role == "cite:t":
+            return ", ".join(f"[{who} ({year})]({where})" for who, year, where in some)
+        return "(" + "; ".join(f"[{who}, {year}]({where})" for who, year, where in some) + ")"
+
+
+# --- a cell -----------------------------------------------------------------------------------
+
+
+def quoted(text):
+    return "\n".join(f"> {line}".rstrip() for line in text.strip().split("\n"))
+
+
+def markdown(text, known):
+    """A cell's text without a word of MyST."""
+
+    def box(match):
+        kind, title, body = match[1].removeprefix("prf:"), match[2].strip(), match[3]
+        label = LABEL.search(body)
+        body = LABEL.sub("", body).strip()
+        if kind == "proof":
+            return f"*Proof.* {body}" + ("\n\n∎" if body.endswith("$$") else " ∎")
+        name = known.labels[label[1]][0] if label else kind.capitalize()
+        return quoted(f"**{name}{f' ({title})' if title else ''}.** {body}")
+
+    def formula(match):
+        if not match[2]:
+            return match[0]
+        tag = known.labels[match[2]][0].strip("()")
+        return f"$${match[1].rstrip()} \\tag{{{tag}}}\n$$"
+
+    text = FORMULA.sub(formula, text)
+    text = BOX.sub(box, text)
+    return ROLE.sub(lambda match: known.link(match[1], match[2]), text)
+
+
+def folded(text, name):
+    return f"<details>\n<summary>{name}</summary>\n\n{text.strip()}\n\n</details>"
+
+
+def code(cell, solution):
+    """A code cell without the directives of nbdev; that of a solution is folded."""
+    lines = [line for line in source(cell).splitlines() if not line.startswith("#|")]
+    cell["source"] = "\n".join(lines).strip("\n")
+    tags = set(cell["metadata"].get("tags", ()))
+    cell["metadata"] = {}
+    if solution or "hide-input" in tags:
+        title = f"#@title {solution or 'Code of the figure, or imports'}"
+        cell["source"] = f"{title}\n{cell['source']}"
+        cell["metadata"] = {"cellView": "form", "jupyter": {"source_hidden": True}}
+    return cell
+
+
+def pieces(text, solution, known):
+    """A text cell in plain Markdown, and the solution that goes on behind it, if any."""
+    found = []
+    for piece in MARK.split(text):
+        if start := START.match(piece):
+            solution = f"Solution of {known.labels[start[1]][0].lower()}"
+        elif piece.startswith(END):
+            solution = None
+        elif piece.strip():
+            piece = markdown(piece.strip(), known)
+            found.append(folded(piece, solution) if solution else piece)
+    return "\n\n".join(found), solution
+
+
+def plain(page, known):
+    """A chapter's notebook as a copy that needs no book around it."""
+    notebook, cells, solution = read(ROOT / f"{page}.ipynb"), [], None
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell = code(cell, solution)
+        else:
+            text, solution = pieces(source(cell), solution, known)
+            cell |= dict(source=text)
+        if cell["source"]:
+            cells.append(cell)
+    where = f"[a page of the book]({BOOK}{page}.html)"
+    cells[0]["source"] += f"\n\n*A chapter of [attnlib]({BOOK}); also {where}.*"
+    kept = ("kernelspec", "language_info")
+    metadata = {key: notebook["metadata"][key] for key in kept if key in notebook["metadata"]}
+    return notebook | dict(cells=cells, metadata=metadata)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "_build/html/plain")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    known = Names()
+    for chapter in known.chapters:
+        path = arguments.out / f"{chapter.page.split('/')[-1]}.ipynb"
+        path.write_text(
+            json.dumps(plain(chapter.page, known), indent=1, ensure_ascii=False) + "\n"
+        )
+    print(f"{len(known.chapters)} plain notebooks in {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
