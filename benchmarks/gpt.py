@@ -84,8 +84,8 @@ def text_run(ids, sizes, config, steps, lr, seed, judge="valid"):
 class Record:
     """Rows by name, kept in a file; what is there is not run again."""
 
-    def __init__(self, arguments):
-        self.path = arguments.out / f"gpt_{arguments.what}.json"
+    def __init__(self, arguments, family="gpt"):
+        self.path = arguments.out / f"{family}_{arguments.what}.json"
         self.tiny, self.found = arguments.tiny, dict(rows=[])
         if self.path.exists() and not arguments.tiny:
             self.found = json.loads(self.path.read_text())
