@@ -254,7 +254,6 @@ def test_nystrom_as_in_transformers():
         num_landmarks=4,
         segment_means_seq_len=32,
         attention_probs_dropout_prob=0.0,
-        inv_coeff_init_option="original",
     )
     torch.manual_seed(0)
     theirs = module.NystromformerSelfAttention(config).eval().double()
