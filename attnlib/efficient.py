@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['sparse_mask', 'check_lengths', 'local_attention', 'check_grid', 'axial_attention', 'pooled_attention',
-           'linformer_attention', 'segment_means', 'iterated_inverse', 'nystrom_attention', 'random_features',
+           'linformer_attention', 'segment_means', 'iterated_inverse', 'nystrom_attention', 'random_features', 'full',
            'positive', 'linear_attention', 'performer_attention', 'delta_attention', 'lsh_attention']
 
 # %% ../nbs/54_efficient.ipynb #imports
@@ -212,7 +212,7 @@ def iterated_inverse(a, steps):
 
 
 def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
-    """Attention through a few landmarks (Xiong et al. 2021, equation 13).
+    """Attention through a few landmarks (Xiong et al. 2021, section 3).
 
     Parameters
     ----------
@@ -267,6 +267,11 @@ def random_features(m, d, *, orthogonal=True, generator=None):
     return w.flatten(0, 1)[:m]
 
 # %% ../nbs/54_efficient.ipynb #linear
+def full(*tensors):
+    """Tensors in float32 at least: long sums in half precision lose what comes late."""
+    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+
+
 def positive(x):
     """The features elu(x) + 1 of Katharopoulos et al. (2020, equation 7)."""
     return F.elu(x) + 1
@@ -296,10 +301,12 @@ def linear_attention(q, k, v, *, feature_map=positive, causal=False, mask=None, 
     out : Tensor, shape (..., N, d_v)
         A query that sees nothing gets zeros.
     state : Tensor, shape (..., m, d_v + 1)
+        In float32 at least.
     """
     check_lengths(q, k, v)
     check_count("chunk", chunk)
-    n, q, k = q.shape[-2], feature_map(q), feature_map(k)
+    dtype, n, (q, k, v) = v.dtype, q.shape[-2], full(q, k, v)
+    q, k = feature_map(q), feature_map(k)
     k = k if mask is None else k * mask.mT  # (..., 1, N) -> (..., N, 1)
     v = F.pad(v, (0, 1), value=1.0)  # its sum is the denominator
     if causal:
@@ -317,7 +324,8 @@ def linear_attention(q, k, v, *, feature_map=positive, causal=False, mask=None, 
     else:
         state = sums if state is None else state + sums
         out = q @ state
-    return out[..., :-1] / out[..., -1:].clamp(min=torch.finfo(out.dtype).tiny), state
+    out = out[..., :-1] / out[..., -1:].clamp(min=torch.finfo(out.dtype).tiny)
+    return out.to(dtype), state
 
 
 def performer_attention(q, k, v, w, *, causal=False, mask=None):
@@ -340,8 +348,8 @@ def performer_attention(q, k, v, w, *, causal=False, mask=None):
     if w.shape[-1] != q.shape[-1]:
         raise ValueError(f"w of shape {tuple(w.shape)} must be (m, {q.shape[-1]}), "
                          "as wide as q and k")
-    w = w.to(q)
-    q, k = (x * x.shape[-1] ** -0.25 for x in (q, k))
+    q, k = full(q, k)
+    w, q, k = w.to(q), *(x * x.shape[-1] ** -0.25 for x in (q, k))
     half = w.square().sum(-1) / 2  # (m,)
     q = q @ w.mT + half  # (..., N, d) @ (d, m) -> (..., N, m)
     k = k @ w.mT - half - k.square().sum(-1, keepdim=True) / 2  # -|k - w|² / 2
@@ -352,7 +360,7 @@ def performer_attention(q, k, v, w, *, causal=False, mask=None):
 def delta_attention(q, k, v, beta, *, state=None, chunk=64):
     """The delta rule, a state that is corrected and not only added to.
 
-    Schlag et al. (2021, section 4.2), in the chunks of Yang et al. (2024, section 3).
+    Schlag et al. (2021, section 4), in the chunks of Yang et al. (2024, section 3).
 
     Parameters
     ----------
@@ -374,15 +382,15 @@ def delta_attention(q, k, v, beta, *, state=None, chunk=64):
     if beta.shape != k.shape[:-1]:
         raise ValueError(f"beta of shape {tuple(beta.shape)} must be {tuple(k.shape[:-1])}, "
                          "a number for each key")
+    dtype, (q, k, v, beta), outs = v.dtype, full(q, k, v, beta), []
     state = k.new_zeros(*k.shape[:-2], k.shape[-1], v.shape[-1]) if state is None else state
-    outs = []
     for q, k, v, rate in zip(*(x.split(chunk, -2) for x in (q, k, v, beta[..., None]))):
         mix = (rate * (k @ k.mT)).tril(-1)  # (..., c, c); ones on the diagonal are implied
         written = torch.linalg.solve_triangular(mix, rate * (v - k @ state), upper=False,
                                                 unitriangular=True)  # (..., c, d_v)
         outs.append(q @ state + (q @ k.mT).tril() @ written)
         state = state + k.mT @ written
-    return torch.cat(outs, -2), state
+    return torch.cat(outs, -2).to(dtype), state
 
 # %% ../nbs/54_efficient.ipynb #lsh
 def lsh_attention(q, k, v, buckets, rounds=1, *, causal=False, mask=None, generator=None):

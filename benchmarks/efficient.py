@@ -18,6 +18,7 @@ import time
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnlib import efficient
 from attnlib.attention import attention, attention_backend, attention_weights
@@ -30,7 +31,7 @@ from benchmarks.collages import pixels
 from benchmarks.common import experiment_parser, quartiles, ratio, take_turns, write
 from benchmarks.gpt import Record, text_run, texts, train
 
-SEEDS, RATES = (0, 1, 2), (1e-3, 3e-3, 1e-2)
+SEEDS, RATES = (0, 1, 2), (1e-3, 3e-3, 1e-2, 3e-2)
 
 
 def swapped(method):
@@ -95,7 +96,7 @@ class ShiftedEmbedding(nn.Module):
 
 
 def symbol_run(method, config, batches, judge, steps, lr, seed, shift):
-    """Train a small GPT on (tokens, targets), -100 where nothing is asked: accuracy and curve."""
+    """Train a small GPT on (tokens, targets), -100 where nothing is asked."""
     torch.manual_seed(seed)
     model, began = GPT(config), time.process_time()
     for parameter in model.parameters():
@@ -423,12 +424,25 @@ def swap(record, tiny):
 
 def lengths(device, tiny):
     if tiny:
-        return (32, 64)
+        return (64, 128)
     return (
         (256, 512, 1024, 2048, 4096, 8192)
         if device == "cpu"
         else tuple(2**n for n in range(9, 17))
     )
+
+
+def flexible_window(n, device):
+    """A window of 128 as a kernel of FlexAttention; on a CPU no compiler is asked for."""
+    if device == "cpu":
+        return {}
+    block_mask = create_block_mask(
+        lambda b, h, i, j: (j <= i) & (i - j < 128), None, None, n, n
+    )
+    compiled = torch.compile(flex_attention)
+    return {
+        "FlexAttention 128, causal": lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
+    }
 
 
 def contestants(n, d, device):
@@ -451,6 +465,7 @@ def contestants(n, d, device):
         "delta rule, causal": lambda q, k, v: efficient.delta_attention(
             q, F.normalize(k, dim=-1), v, k.new_ones(k.shape[:-1])
         )[0],
+        **flexible_window(n, device),
     }
 
 

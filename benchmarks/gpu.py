@@ -133,6 +133,7 @@ PARTS = {  # the most important first
             "gpt_speed",
         )
     },
+    "efficient": lambda device, tiny: [script("efficient", "crossover")],
     **{f"run_{name}": run(name) for name in RUNS + NETWORK},
 }
 

@@ -209,6 +209,15 @@ def test_delta_rule_is_that_of_qwen3_next():
     close(last, state, 1e-5)
 
 
+@pytest.mark.parametrize("name", ["linear", "delta", "performer"])
+def test_states_are_kept_in_full_precision(name):
+    exact = qkv(2000, dtype=torch.float32)
+    half = [x.bfloat16() for x in exact]
+    ours, wanted = CAUSAL[name](*half), CAUSAL[name](*(x.float() for x in half))
+    assert ours.dtype == torch.bfloat16
+    close(ours.float(), wanted, 2e-2)
+
+
 # --- features, landmarks ----------------------------------------------------------------------
 
 

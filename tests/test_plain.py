@@ -64,9 +64,7 @@ def test_a_box_a_formula_and_references():
     box = ":::{prf:theorem} Jacobian\n:label: thm-jacobian\nSee {eq}`eq-attention`.\n:::"
     found = plain.markdown(box, KNOWN)
     assert found.startswith("> **Theorem 1.1 (Jacobian).** See [(1.1)](https://")
-    assert "[Liu et al. (2021)](https://" in plain.markdown(
-        "{cite:t}`liu2021swin`", KNOWN
-    )
+    assert "[Liu et al. (2021)](https://" in plain.markdown("{cite:t}`liu2021swin`", KNOWN)
     assert plain.markdown("$$\nx\n$$ (eq-attention)", KNOWN) == "$$\nx \\tag{1.1}\n$$"
     # control: what nobody has written is not passed over
     with pytest.raises(KeyError, match="thm-none"):
