@@ -28,7 +28,7 @@ from .transformer import check_tokens, evaluation
 # %% ../nbs/24_gpt.ipynb #config
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a `GPT`: nanoGPT's names, and for what came later the usual ones.
+    """The shape of a `GPT`, under nanoGPT's names where it has the option.
 
     The defaults are today's choices at the size of GPT-2; `OF_2019` has those of 2019.
 
@@ -49,7 +49,7 @@ class GPTConfig:
     tied : bool
         Whether the last matrix is the embedding.
     window : int, optional
-        How many tokens, itself among them, a token may look at; all by default.
+        How many tokens, counting itself, a token may look at; all by default.
     rope_base : float
     rope_scaling : dict, optional
         Slower rotations for longer texts: {"rope_type": "linear", "factor": 4.0}, or "llama3"
@@ -142,7 +142,7 @@ def check_config(config):
 
 # %% ../nbs/24_gpt.ipynb #frequencies
 def rotation(config, positions, dtype=torch.float32):
-    """Cosines and sines by which queries and keys at some positions are turned.
+    """Cosines and sines that turn queries and keys at these positions.
 
     Parameters
     ----------
@@ -163,11 +163,11 @@ def rotation(config, positions, dtype=torch.float32):
 
 def slowdown(frequencies, rope_type, factor, low_freq_factor=1.0, high_freq_factor=4.0,
              original_max_position_embeddings=8192):
-    """By what each frequency is multiplied so that rotations last for longer texts.
+    """The number that multiplies each frequency, so that a model can read longer texts.
 
-    "linear" divides all by `factor`. "llama3" leaves those alone that turn more than
+    "linear" divides all frequencies by `factor`. "llama3" keeps those that turn more than
     `high_freq_factor` times in a text of the original length, divides those that turn less than
-    `low_freq_factor` times, and goes from one to the other between (Llama 3.1's code).
+    `low_freq_factor` times, and interpolates linearly between the two (Llama 3.1's code).
     """
     if rope_type == "linear":
         return torch.full_like(frequencies, 1 / factor)
@@ -177,14 +177,14 @@ def slowdown(frequencies, rope_type, factor, low_freq_factor=1.0, high_freq_fact
 
 # %% ../nbs/24_gpt.ipynb #mask
 def token_positions(n, past=0, attention_mask=None, device=None):
-    """Where the last n of past + n tokens stand, (n,) or (B, n); padding does not count."""
+    """Positions of the last n of past + n tokens, (n,) or (B, n); padding is not counted."""
     if attention_mask is None:
         return torch.arange(past, past + n, device=device)
     return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past:]
 
 
 def decoder_mask(n, m, window=None, attention_mask=None, device=None):
-    """What the last n of m tokens may look at: earlier ones, in the window, no padding.
+    """Which of m tokens each of the last n may see: earlier, in the window, not padding.
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ def decoder_mask(n, m, window=None, attention_mask=None, device=None):
 
 # %% ../nbs/24_gpt.ipynb #grouped
 def grouped_attention(q, k, v, mask=None, dropout_p=0.0):
-    """Attention in which h / g query heads share a head of keys and values.
+    """Attention in which groups of h / g query heads share one head of keys and values.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ def grouped_attention(q, k, v, mask=None, dropout_p=0.0):
     Tensor, shape (B, h, N, d)
     """
     group = q.shape[1] // k.shape[1]
-    if group > 1 and q.shape[2] == 1:  # a group's heads are so many queries to the same keys
+    if group > 1 and q.shape[2] == 1:  # the heads of a group become h / g queries
         q = q.unflatten(1, (-1, group)).squeeze(3)  # (B, h, 1, d) -> (B, g, h / g, d)
         heads = attention(q, k, v, mask=mask, dropout_p=dropout_p)
         return heads.flatten(1, 2).unsqueeze(2)  # (B, g, h / g, d) -> (B, h, 1, d)
@@ -252,7 +252,7 @@ class CausalSelfAttention(nn.Module):
         self.dropout, self.resid_dropout = config.dropout, nn.Dropout(config.dropout)
 
     def forward(self, x, turn=None, mask="causal", cache=None, layer=0):
-        """Tokens (B, N, n_embd) to tokens; earlier ones are in the `cache`, if given."""
+        """Map (B, N, n_embd) to the same shape; a `cache` holds earlier keys and values."""
         h, g = self.n_head, self.n_kv_head
         qkv = split_heads(self.c_attn(x), h + 2 * g)  # (B, N, C) -> (B, h + 2 g, N, d)
         q, k, v = qkv.split((h, g, g), dim=1)  # (B, h, N, d), twice (B, g, N, d)
@@ -267,7 +267,7 @@ class CausalSelfAttention(nn.Module):
 
 # %% ../nbs/24_gpt.ipynb #block
 class MLP(nn.Module):
-    """The network W₂ GELU(W₁ x + b₁) + b₂ of GPT-2, whose GELU is made with a tanh."""
+    """GPT-2's MLP: W₂ GELU(W₁ x + b₁) + b₂, with the tanh approximation of GELU."""
 
     def __init__(self, config):
         super().__init__()
@@ -287,7 +287,7 @@ def make_norm(config):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each behind a norm and beside the residual stream."""
+    """Attention, then an MLP: each reads the residual stream through a norm and adds to it."""
 
     def __init__(self, config):
         super().__init__()
@@ -302,7 +302,7 @@ class Block(nn.Module):
 
 # %% ../nbs/24_gpt.ipynb #init
 def init_weights(model):
-    """GPT-2's: matrices of deviation 0.02, smaller where they add to the residual stream."""
+    """GPT-2's: normal, deviation 0.02; less for matrices that write to the residual stream."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             adds = name.endswith(("c_proj.weight", "fc2.weight"))
@@ -521,7 +521,7 @@ class GPT(nn.Module):
         init_weights(self)
 
     def features(self, tokens, attention_mask=None, cache=None):
-        """What the last matrix reads: tokens (B, N) to (B, N, n_embd); as `forward`."""
+        """The input of the last matrix: (B, N) to (B, N, n_embd); arguments as `forward`."""
         past, n = 0 if cache is None else len(cache), tokens.shape[-1]
         check_prompt(tokens, attention_mask, self.config, past)
         positions = token_positions(n, past, attention_mask, tokens.device)  # (N) or (B, N)
@@ -542,13 +542,13 @@ class GPT(nn.Module):
         """Logits (B, N, vocab_size) of the token that follows each of the tokens (B, N).
 
         The `attention_mask` (B, earlier + N) is 0 or False at padding. With a `cache`
-        (`attnlib.decoding.KVCache`) `tokens` are new ones only; earlier ones are in it.
+        (`attnlib.decoding.KVCache`), pass new tokens only; the cache has the earlier ones.
         """
         return self.lm_head(self.features(tokens, attention_mask, cache))
 
     @torch.no_grad()
     def stream(self, tokens, max_new_tokens, *, attention_mask=None, eos_id=None, **sampling):
-        """As `generate`, but gives the new tokens (B,) one after the other."""
+        """As `generate`, but yields the new tokens (B,) one step at a time."""
         check_prompts(tokens, max_new_tokens, attention_mask, self.config)
         cache, ended = KVCache(), torch.zeros_like(tokens[:, 0], dtype=torch.bool)
         with evaluation(self):
@@ -566,7 +566,7 @@ class GPT(nn.Module):
 
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None,
                  min_p=None, *, attention_mask=None, eos_id=None, generator=None):
-        """The tokens (B, N) and up to `max_new_tokens` that the model puts behind them.
+        """The tokens (B, N), continued by up to `max_new_tokens` tokens of the model.
 
         Parameters
         ----------
@@ -576,12 +576,12 @@ class GPT(nn.Module):
         temperature : float
             Divides the logits; at 0 the most probable token is taken.
         top_k, top_p, min_p : optional
-            Draw among the k best, among the fewest with probability p together, among those at
-            least p times as probable as the best.
+            Draw only among the k best tokens; among the fewest that have probability p
+            together; among those at least p times as probable as the best.
         attention_mask : Tensor, shape (B, N), optional
             0 or False at padding.
         eos_id : int, optional
-            Ends a row; it is filled up with this token.
+            The token that ends a row; a row that has ended is filled with it.
         generator : torch.Generator, optional
 
         Returns
@@ -603,7 +603,7 @@ class GPT(nn.Module):
 
 # %% ../nbs/24_gpt.ipynb #batches
 def text_batches(tokens, length, batch_size, seed=0):
-    """Pieces of a long text for `attnlib.train.fit`, drawn anew for each step.
+    """Random pieces of a long text for `attnlib.train.fit`, new ones in each step.
 
     Parameters
     ----------
@@ -628,7 +628,7 @@ def text_batches(tokens, length, batch_size, seed=0):
 
 
 def text_loss(model, batch):
-    """Nats of all tokens but the first of each row, summed, and their number."""
+    """The summed loss in nats of all tokens but the first of each row, and their number."""
     (tokens,) = batch
     logits = model(tokens[:, :-1]).flatten(0, 1)  # (B, n, vocab) -> (B n, vocab)
     loss = F.cross_entropy(logits.float(), tokens[:, 1:].flatten(), reduction="sum")
@@ -637,7 +637,7 @@ def text_loss(model, batch):
 
 @torch.no_grad()
 def text_bits(model, tokens, length, stride=None):
-    """Bits that a model needs for tokens (n,), the first apart: -log2 of their probability.
+    """-log2 of the probability that a model gives to tokens (n,), without the first.
 
     Every token is predicted once, from at least `length` - `stride` tokens before it where
     there are so many; `stride` is half of the length by default.

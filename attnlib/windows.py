@@ -27,7 +27,7 @@ from torch.utils.flop_counter import register_flop_formula  # loads Triton, so b
 @triton.jit
 def _tokens(w, n, total, H, W, SY, SX, WH: tl.constexpr, WW: tl.constexpr,
             PADDED: tl.constexpr):
-    """Tokens n of window w: their places in the batch, their regions, and if the map has them.
+    """Tokens n of window w: place in the batch, region, and whether the map has the token.
 
     Tokens of the padding have places of their own behind the last map.
     """
@@ -35,7 +35,7 @@ def _tokens(w, n, total, H, W, SY, SX, WH: tl.constexpr, WW: tl.constexpr,
     image, high, wide = w // (down * across), down * WH, across * WW
     y = w // across % down * WH + n // WW + SY
     x = w % across * WW + n % WW + SX
-    below, right = y >= high, x >= wide  # over the seam: they come from the other end
+    below, right = y >= high, x >= wide  # beyond the end: take the other end
     y, x = tl.where(below, y - high, y), tl.where(right, x - wide, x)
     place, real = (image * H + y) * W + x, n < WH * WW
     if PADDED:
@@ -64,7 +64,7 @@ def _load(tensor, pad, place, real, part, parts, D: tl.constexpr, LANES: tl.cons
 @triton.jit
 def _store(tensor, x, place, real, part, parts, D: tl.constexpr, LANES: tl.constexpr,
            PRECISION: tl.constexpr):
-    """The way back, for the tokens and lanes that exist."""
+    """Store what `_load` would load, for the tokens and lanes that exist."""
     lanes = tl.arange(0, LANES)
     at = tensor + (place.to(tl.int64) * parts + part)[:, None] * D + lanes
     x = rounded(x, tensor.dtype.element_ty, PRECISION)
@@ -88,7 +88,7 @@ def _inverse_lengths(x):
 @triton.jit
 def _logits(q, k, bias, here, there, scale, SHIFTED: tl.constexpr, COSINE: tl.constexpr,
             PRECISION: tl.constexpr):
-    """Logits in units of log 2, and what `scale` multiplies in them: products or cosines."""
+    """Logits in units of log 2; and the products or cosines that `scale` multiplies."""
     product = dot(q, tl.trans(k), None, PRECISION)
     if COSINE:
         product = product * _inverse_lengths(q)[:, None] * _inverse_lengths(k)
@@ -98,7 +98,7 @@ def _logits(q, k, bias, here, there, scale, SHIFTED: tl.constexpr, COSINE: tl.co
     return s, product
 
 # %% ../nbs/52_windows.ipynb #forward
-# numbers that change with batch and map, for which nothing is to be compiled anew
+# no new compilation when these numbers change, which depend on batch and map
 jit = functools.partial(triton.jit, do_not_specialize=["total", "programs", "H", "W", "SY",
                                                        "SX"])
 
@@ -141,9 +141,12 @@ def _forward(qkv, pad, bias, tau, out, lse, scale, total, programs, heads, H, W,
 @triton.jit
 def _row_sums(out, lse, delta, g, place, real, head, heads, D: tl.constexpr,
               LANES: tl.constexpr, FIRST: tl.constexpr):
-    """Norms of the forward pass, and g · out for each query, which the first pass computes."""
+    """For each query the log-sum `norm` of the forward pass, and g · out.
+
+    The first launch computes g · out, the others load it.
+    """
     at = place * heads + head
-    norm = tl.load(lse + at, mask=real, other=float("inf"))  # no weight where no query is
+    norm = tl.load(lse + at, mask=real, other=float("inf"))  # no query: weight 0
     if FIRST:
         y = _load(out, None, place, real, head, heads, D, LANES)
         product = tl.sum(y.to(tl.float32) * g.to(tl.float32), 1)
@@ -174,7 +177,7 @@ def _tile(q, k, v, g, b, here, there, norm, product, scale, dq, dk, dv, sum_bias
           WHOLE: tl.constexpr, SHIFTED: tl.constexpr, COSINE: tl.constexpr,
           PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
           BIAS: tl.constexpr):
-    """Add what one tile of weights gives to the gradients."""
+    """Add the contribution of one tile of weights to the gradients."""
     s, cosine = _logits(q, k, b, here, there, scale, SHIFTED, COSINE, PRECISION)
     slope = dot(g, tl.trans(v), None, PRECISION)  # D of the theorem
     if WHOLE:  # the tile has all keys
@@ -207,8 +210,8 @@ def _backward(qkv, pad, bias, tau, out, lse, grad, delta, dqkv, dbias, dtau, sca
     """The gradients of one head: of queries, keys and values, the bias, or all of these."""
     N: tl.constexpr = WH * WW
     WHOLE: tl.constexpr = lse is None
-    I: tl.constexpr = BLOCKS if KEYS else 1  # blocks of queries that a program walks through
-    J: tl.constexpr = BLOCKS if QUERIES else 1  # and of keys; else one is its own
+    I: tl.constexpr = BLOCKS if KEYS else 1  # blocks of queries in a program's loop
+    J: tl.constexpr = BLOCKS if QUERIES else 1  # and of keys; 1: the program has one of its own
     program, n = tl.program_id(0), tl.arange(0, BLOCK)
     head, group = program % heads, program // heads // (BLOCKS // I * (BLOCKS // J))
     first_row = program // heads // (BLOCKS // J) % (BLOCKS // I) * BLOCK + n
@@ -227,7 +230,7 @@ def _backward(qkv, pad, bias, tau, out, lse, grad, delta, dqkv, dbias, dtau, sca
             place, here, real = _tokens(w, rows, total, H, W, SY, SX, WH, WW, PADDED)
             q = _load(qkv, pad, place, real, head, 3 * heads, D, LANES)
             g = _load(grad, None, place, real, head, heads, D, LANES)
-            norm, product = sum_tau, sum_tau  # where the tile is the window they are not used
+            norm, product = sum_tau, sum_tau  # not used if a tile is a whole window
             if not WHOLE:
                 norm, product = _row_sums(out, lse, delta, g, place, real, head, heads, D,
                                           LANES, QUERIES)
@@ -272,7 +275,7 @@ TILES = {
     "bias": {(2, 32): (64, 8, 2), (2, 64): (64, 8, 2), (2, 128): (32, 8, 2),
              (4, 32): (32, 8, 2), (4, 64): (16, 4, 2)},
 }
-SEVERAL = {("forward", 2, 32): (64, 8, 2)}  # tiles of windows of several blocks, where others
+SEVERAL = {("forward", 2, 32): (64, 8, 2)}  # for windows of several blocks
 MAKES = {"forward": {}} | {
     name: dict(QUERIES=q, KEYS=k, BIAS=b) for name, q, k, b in (
         ("whole", True, True, True), ("query", True, False, False),
@@ -313,7 +316,7 @@ def passes(window, width, element_size):
 # %% ../nbs/52_windows.ipynb #plan
 @functools.lru_cache(maxsize=4096)
 def _plan(kernel, size, heads, window, shift, element_size, device):
-    """How many programs each of a launch's parts has, how many there are, and its options."""
+    """How many programs share the windows, how many parts a window has, and the options."""
     settings = tiling(kernel, window, size[3] // (3 * heads), element_size)
     down, across = (triton.cdiv(s, w) for s, w in zip(size[1:3], window))
     own = MAKES[kernel]
@@ -335,7 +338,7 @@ def _plan_for(kernel, qkv, heads, window, shift):
 
 
 def _in_a_row(*tensors):
-    """The kernels know no strides: a tensor that is not contiguous is copied."""
+    """The tensors, copied if they are not contiguous, because the kernels know no strides."""
     return [None if x is None else x.contiguous() for x in tensors]
 
 # %% ../nbs/52_windows.ipynb #forward-op
@@ -357,7 +360,7 @@ def _window_attention(qkv, bias, tau, pad, heads, window, shift, scale):
 
 
 def _room(qkv, heads, window):
-    """The output and, if a window has several blocks, each query's norm, not filled yet."""
+    """Empty tensors for the output and, if a window has several blocks, the log-sums."""
     batch, rows, columns, channels = qkv.shape
     own = passes(tuple(window), int(channels) // (3 * heads), qkv.element_size())
     norms = (batch, rows, columns, heads) if len(own) > 1 else (0,)
@@ -371,7 +374,7 @@ def _(qkv, bias, tau, pad, heads, window, shift, scale):
 
 # %% ../nbs/52_windows.ipynb #launch-backward
 def _launch_backward(kernel, tensors, heads, window, shift, scale, for_qkv, for_bias):
-    """One launch; the gradients of bias and factor, added up over its programs."""
+    """Launch a kernel; the gradients of bias and `cosine_scale`, summed over its programs."""
     qkv, tau, tokens = tensors[0], tensors[3], window[0] * window[1]
     flags = {name: made and (for_bias if name == "BIAS" else for_qkv)
              for name, made in MAKES[kernel].items()}
@@ -396,7 +399,7 @@ torch.library.define(
 @torch.library.impl("attnlib::window_attention_backward", ("cpu", "cuda"))
 def _window_attention_backward(grad, qkv, bias, tau, pad, out, norms, heads, window, shift,
                                scale, for_qkv, for_bias):
-    """The gradients of qkv, bias, tau and pad; one that is not asked for is empty."""
+    """The gradients of qkv, bias, tau and pad; those that are not needed are empty."""
     qkv, bias, tau, pad, grad = _in_a_row(qkv, bias, tau, pad, grad)
     tokens, padding, delta = qkv[..., 0].numel(), 0, torch.empty_like(norms)
     if pad is not None:
@@ -532,8 +535,8 @@ def window_attention(qkv, bias, layout, num_heads, *, scale=None, cosine_scale=N
     cosine_scale : float32 Tensor, shape (num_heads,), optional
         With it the logits are cosines times this factor (Swin V2) and not dot products.
     pad : Tensor, shape (3C,), optional
-        Query, key and value of the tokens with which a map is padded that is not: what the
-        projection makes of zeros, which is its bias. Without it they are zeros.
+        Query, key and value of padding tokens, for a map that is not padded itself: the bias
+        of the projection, which is what it makes of zeros. Without it they are zeros.
 
     Returns
     -------
@@ -618,7 +621,7 @@ def _normalized(x, rows, here, eps, K: tl.constexpr, BLOCK_M: tl.constexpr,
         lanes = k + tl.arange(0, BLOCK_K)
         inside = here[:, None] & (lanes < K)
         t = tl.load(x + rows[:, None] * K + lanes, mask=inside, other=0.0).to(tl.float32)
-        t = tl.where(inside, t - first[:, None], 0.0)  # so that no sum is much larger
+        t = tl.where(inside, t - first[:, None], 0.0)  # so that the squares stay small
         total, squares = total + tl.sum(t, 1), squares + tl.sum(t * t, 1)
     mean = total / K
     return mean + first, tl.rsqrt(squares / K - mean * mean + eps)
@@ -689,7 +692,7 @@ def _linear_flops(x, weight, *args, **kwargs):
 
 # %% ../nbs/52_windows.ipynb #fused-linear
 def fused_linear(x, layer, *, norm=None, gelu=False, residual=None):
-    """gelu(norm(x) Wᵀ + b) + residual, by one kernel that reads and writes each number once.
+    """gelu(norm(x) Wᵀ + b) + residual, by one kernel and without tensors in between.
 
     Parameters
     ----------
@@ -766,7 +769,7 @@ class FusedBlock(nn.Module):
         self.last = None, None  # a layout and its bias
 
     def bias(self, layout):
-        """The bias of a layout (h, N, N), computed once, as nothing is learned any more."""
+        """The bias of a layout (h, N, N), computed once, since the weights are frozen."""
         known, bias = self.last  # read at once, since threads may share a model
         if known != layout or bias.device != self.attn.qkv.weight.device:
             bias = self.attn.bias(layout, masked=False).contiguous()
@@ -774,7 +777,7 @@ class FusedBlock(nn.Module):
         return bias
 
     def forward(self, x):
-        """A map (B, H, W, dim) to a map; it is padded nowhere."""
+        """A map (B, H, W, dim) to a map of the same shape, without padding it."""
         attn, mlp = self.attn, self.mlp
         layout = attn.layout(x.shape[1:3])
         qkv = fused_linear(x, attn.qkv, norm=self.norm1)  # (B, H, W, 3 dim)
@@ -785,7 +788,7 @@ class FusedBlock(nn.Module):
 
 
 class FusedMerging(nn.Module):
-    """`PatchMerging`, its norm inside the product."""
+    """`PatchMerging` with the norm inside the product."""
 
     def __init__(self, merging):
         super().__init__()
