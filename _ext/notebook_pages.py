@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 COLAB = "https://colab.research.google.com/github"
 KAGGLE = "https://kaggle.com/kernels/welcome?src=https://github.com"
 PLAIN = "plain"  # the branch with the copies that `python -m tools.plain` makes
-ICON = '<i class="fa-brands fa-kaggle"></i>'
+ICON = "fa-brands fa-kaggle"
 IMPORTS = ("imports", "setup")  # ids of the cells whose fold is called "Imports"
 
 

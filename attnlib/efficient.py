@@ -384,7 +384,8 @@ def delta_attention(q, k, v, beta, *, state=None, chunk=64):
                          "a number for each key")
     dtype, (q, k, v, beta), outs = v.dtype, full(q, k, v, beta), []
     state = k.new_zeros(*k.shape[:-2], k.shape[-1], v.shape[-1]) if state is None else state
-    for q, k, v, rate in zip(*(x.split(chunk, -2) for x in (q, k, v, beta[..., None]))):
+    parts = [x.split(chunk, -2) for x in (q, k, v, beta[..., None])]
+    for q, k, v, rate in zip(*parts):
         mix = (rate * (k @ k.mT)).tril(-1)  # (..., c, c); ones on the diagonal are implied
         written = torch.linalg.solve_triangular(mix, rate * (v - k @ state), upper=False,
                                                 unitriangular=True)  # (..., c, d_v)

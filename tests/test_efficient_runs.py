@@ -17,7 +17,7 @@ def rows(monkeypatch, folder, what, name=None):
     monkeypatch.setattr(sys, "argv", ["efficient", what, "--tiny", "--out", str(folder)])
     efficient.main()
     name = f"efficient_{what}.json" if name is None else name
-    return json.loads((folder / name).read_text())["rows"]
+    return json.loads(next(folder.glob(name)).read_text())["rows"]
 
 
 @pytest.mark.parametrize("what", ["recall", "cliff", "text"])
@@ -39,8 +39,7 @@ def test_a_trained_vit(monkeypatch, tmp_path):
 
 
 def test_crossover(monkeypatch, tmp_path):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = rows(monkeypatch, tmp_path, "crossover", f"efficient_crossover_{device}.json")
+    found = rows(monkeypatch, tmp_path, "crossover", "efficient_crossover_*.json")
     assert {row["n"] for row in found} == {64, 128}
     assert {row["name"] for row in found} >= set(efficient.contestants(32, 64, "cpu"))
 
