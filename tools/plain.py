@@ -46,11 +46,15 @@ def read(path):
 # --- what the book calls its parts ------------------------------------------------------------
 
 
-def names(notebook, page, number):
-    """{label: (what it is called, its address)} of a chapter's boxes and formulas."""
-    found, counts = {}, {}
+def names(notebook, page, number, free):
+    """{label: (what it is called, its address)} of a chapter's boxes and formulas.
+
+    The formulas of all chapters without a number are counted together, in `free`.
+    """
+    found, own = {}, {}
 
     def numbered(kind):
+        counts = own if number or kind != "equation" else free
         counts[kind] = counts.get(kind, 0) + 1
         return f"{number}.{counts[kind]}" if number else str(counts[kind])
 
@@ -118,10 +122,10 @@ class Names:
     def __init__(self, root=ROOT):
         self.chapters = [chapter for _, some in parts(root) for chapter in some]
         self.pages = {chapter.page.split("/")[-1]: chapter for chapter in self.chapters}
-        self.labels, self.citations = {}, citations()
+        self.labels, self.citations, free = {}, citations(), {}
         for chapter in self.chapters:
             notebook = read(root / f"{chapter.page}.ipynb")
-            self.labels |= names(notebook, chapter.page, chapter.number)
+            self.labels |= names(notebook, chapter.page, chapter.number, free)
 
     def link(self, role, target):
         """What stands for {role}`target`."""
