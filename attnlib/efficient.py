@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['sparse_mask', 'check_lengths', 'local_attention', 'check_grid', 'axial_attention', 'pooled_attention',
-           'linformer_attention', 'segment_means', 'iterated_inverse', 'nystrom_attention', 'random_features', 'full',
-           'positive', 'linear_attention', 'performer_attention', 'delta_attention', 'lsh_attention']
+           'linformer_attention', 'segment_means', 'iterated_inverse', 'nystrom_attention', 'random_features',
+           'at_least_float32', 'elu_features', 'linear_attention', 'performer_attention', 'delta_attention',
+           'lsh_attention']
 
 # %% ../nbs/54_efficient.ipynb #imports
 import torch
@@ -267,18 +268,18 @@ def random_features(m, d, *, orthogonal=True, generator=None):
     return w.flatten(0, 1)[:m]
 
 # %% ../nbs/54_efficient.ipynb #linear
-def full(*tensors):
-    """Tensors in float32 at least: long sums in half precision lose what comes late."""
+def at_least_float32(*tensors):
+    """Tensors with half precision widened: there, long sums lose what comes late."""
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
-def positive(x):
+def elu_features(x):
     """The features elu(x) + 1 of Katharopoulos et al. (2020, equation 7)."""
     return F.elu(x) + 1
 
 
-def linear_attention(q, k, v, *, feature_map=positive, causal=False, mask=None, state=None,
-                     chunk=64):
+def linear_attention(q, k, v, *, feature_map=elu_features, causal=False, mask=None,
+                     state=None, chunk=64):
     """Attention with the weights φ(q)ᵀφ(k) over their sum (Katharopoulos et al. 2020).
 
     Parameters
@@ -305,25 +306,20 @@ def linear_attention(q, k, v, *, feature_map=positive, causal=False, mask=None, 
     """
     check_lengths(q, k, v)
     check_count("chunk", chunk)
-    dtype, n, (q, k, v) = v.dtype, q.shape[-2], full(q, k, v)
+    dtype, (q, k, v), outs = v.dtype, at_least_float32(q, k, v), []
     q, k = feature_map(q), feature_map(k)
     k = k if mask is None else k * mask.mT  # (..., 1, N) -> (..., N, 1)
     v = F.pad(v, (0, 1), value=1.0)  # its sum is the denominator
-    if causal:
-        size = min(chunk, n)
-        q, k, v = (F.pad(x, (0, 0, 0, -n % size)).unflatten(-2, (-1, size))
-                   for x in (q, k, v))  # (..., N, d) -> (..., chunks, size, d)
-    sums = k.mT @ v  # (..., m, d_v + 1)
-    if causal:
-        states = sums.cumsum(-3) if state is None else sums.cumsum(-3) + state[..., None, :, :]
-        first = torch.zeros_like(sums[..., :1, :, :]) if state is None else (
-            state[..., None, :, :].expand_as(sums[..., :1, :, :]))
-        before = torch.cat([first, states[..., :-1, :, :]], -3)  # of earlier chunks
-        out = (q @ before + (q @ k.mT).tril() @ v).flatten(-3, -2)[..., :n, :]
-        state = states[..., -1, :, :]
-    else:
-        state = sums if state is None else state + sums
+    state = k.new_zeros(*k.shape[:-2], k.shape[-1], v.shape[-1]) if state is None else state
+    if not causal:
+        state = state + k.mT @ v  # (..., m, N) @ (..., N, d_v + 1)
         out = q @ state
+    else:
+        parts = [x.split(chunk, -2) for x in (q, k, v)]
+        for q, k, v in zip(*parts):
+            outs.append(q @ state + (q @ k.mT).tril() @ v)
+            state = state + k.mT @ v
+        out = torch.cat(outs, -2)
     out = out[..., :-1] / out[..., -1:].clamp(min=torch.finfo(out.dtype).tiny)
     return out.to(dtype), state
 
@@ -336,7 +332,8 @@ def performer_attention(q, k, v, w, *, causal=False, mask=None):
     q, k : Tensor, shape (..., N, d)
     v : Tensor, shape (..., N, d_v)
     w : Tensor, shape (m, d)
-        From `random_features`.
+        From `random_features`. Keys, times d^(-1/4), that are more than 13 away from all rows
+        of w count as nothing in float32.
     causal, mask
         As of `linear_attention`.
 
@@ -348,7 +345,7 @@ def performer_attention(q, k, v, w, *, causal=False, mask=None):
     if w.shape[-1] != q.shape[-1]:
         raise ValueError(f"w of shape {tuple(w.shape)} must be (m, {q.shape[-1]}), "
                          "as wide as q and k")
-    q, k = full(q, k)
+    q, k = at_least_float32(q, k)
     w, q, k = w.to(q), *(x * x.shape[-1] ** -0.25 for x in (q, k))
     half = w.square().sum(-1) / 2  # (m,)
     q = q @ w.mT + half  # (..., N, d) @ (d, m) -> (..., N, m)
@@ -382,7 +379,7 @@ def delta_attention(q, k, v, beta, *, state=None, chunk=64):
     if beta.shape != k.shape[:-1]:
         raise ValueError(f"beta of shape {tuple(beta.shape)} must be {tuple(k.shape[:-1])}, "
                          "a number for each key")
-    dtype, (q, k, v, beta), outs = v.dtype, full(q, k, v, beta), []
+    dtype, (q, k, v, beta), outs = v.dtype, at_least_float32(q, k, v, beta), []
     state = k.new_zeros(*k.shape[:-2], k.shape[-1], v.shape[-1]) if state is None else state
     parts = [x.split(chunk, -2) for x in (q, k, v, beta[..., None])]
     for q, k, v, rate in zip(*parts):

@@ -11,6 +11,7 @@ from attnlib.attention import attention, causal_mask, padding_mask
 from attnlib.efficient import (
     axial_attention,
     delta_attention,
+    elu_features,
     iterated_inverse,
     linear_attention,
     linformer_attention,
@@ -19,7 +20,6 @@ from attnlib.efficient import (
     nystrom_attention,
     performer_attention,
     pooled_attention,
-    positive,
     random_features,
     sparse_mask,
 )
@@ -180,7 +180,7 @@ def test_a_state_is_carried_across_calls(rule, chunk):
 
 def test_linear_attention_is_its_matrix():
     q, k, v = (x.requires_grad_() for x in qkv())
-    weights = positive(q) @ positive(k).mT
+    weights = elu_features(q) @ elu_features(k).mT
     for causal in (False, True):
         a = weights.tril() if causal else weights
         dense = a @ v / a.sum(-1, keepdim=True)
