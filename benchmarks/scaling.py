@@ -1,0 +1,151 @@
+"""What many devices send: `python -m benchmarks.scaling [PART ...] --out FOLDER`.
+
+Two parts, recorded as FOLDER/scaling_PART.json:
+
+- links: seconds of messages of 256 bytes to 16 MB between two processes of this machine, sent
+  there and back and summed by all-reduce, and the line α + βn that fits each of them best.
+- traffic: what one rank of 4, 64 and 512 passes to collectives in a step with FSDP. One process
+  plays the rank; PyTorch's "fake" group answers for the others.
+
+With --tiny every part runs in seconds, to see that it works; such a record means nothing.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnlib.gpt import GPT, GPTConfig
+from attnlib.scaling import Workers
+from attnlib.train import shard_blocks, write_record
+
+
+def seconds(numbers, repeats):
+    """Least and median time of a message and an all-reduce of so many numbers, in turns."""
+    x, rank = torch.ones(numbers), dist.get_rank()
+
+    def there_and_back():
+        for source in (0, 1):
+            dist.send(x, 1 - rank) if rank == source else dist.recv(x, 1 - rank)
+
+    calls = {"message": (there_and_back, 2), "all-reduce": (lambda: dist.all_reduce(x), 1)}
+    times = {name: [] for name in calls}
+    for _ in range(repeats + 2):
+        for name, (call, messages) in calls.items():
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - start) / messages)
+    return {
+        name: (min(found[2:]), statistics.median(found[2:])) for name, found in times.items()
+    }
+
+
+def fitted(sizes, times):
+    """α and β that make the worst relative error of α + βn small, and that error.
+
+    Each point counts relative to itself: least squares of (α + βn) / t against 1.
+    """
+    n, t = (torch.tensor(x, dtype=torch.float64) for x in (sizes, times))
+    rows = torch.stack([1 / t, n / t], 1)
+    alpha, beta = torch.linalg.lstsq(rows, torch.ones(len(n), 1, dtype=n.dtype)).solution[:, 0]
+    return alpha.item(), beta.item(), ((alpha + beta * n) / t - 1).abs().max().item()
+
+
+def links(arguments):
+    sizes = [2**i for i in range(8, 16 if arguments.tiny else 25)]  # bytes
+    with Workers(2) as workers:
+        found = [
+            workers.run(seconds, size // 4, 3 if arguments.tiny else 100)[0] for size in sizes
+        ]
+    rows = {}
+    for name in ("message", "all-reduce"):
+        least, median = zip(*(row[name] for row in found))
+        alpha, beta, miss = fitted(sizes, least)
+        rows[name] = dict(
+            least=[round(1e3 * t, 4) for t in least],
+            median=[round(1e3 * t, 4) for t in median],
+            **dict(alpha=alpha, beta=beta, miss=round(miss, 3)),
+        )
+        print(f"{name}: {1e3 * alpha:.2f} ms, {1e-9 / beta:.2f} GB/s, worst miss {miss:.0%}")
+    return {"bytes": sizes, "calls": rows}
+
+
+class Count(TorchDispatchMode):
+    """Adds up the numbers that collectives are given or give, whichever is more."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        if name.startswith("c10d::") and "barrier" not in name:
+            tensors = [x for x in args if isinstance(x, torch.Tensor)]
+            size = max((x.numel() for x in tensors), default=0)
+            self.numbers[name] = self.numbers.get(name, 0) + size
+        return function(*args, **(kwargs or {}))
+
+
+def step_numbers(ranks, config):
+    """Numbers in the collectives of one rank's step, in units of the model's parameters."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        model = GPT(config)
+        parameters = sum(p.numel() for p in model.parameters())
+        blocks = sum(p.numel() for p in model.h.parameters())
+        shard_blocks(model)
+        held = sum(p.to_local().numel() for p in model.parameters())
+        tokens = torch.zeros(1, config.block_size, dtype=torch.long)
+        with Count() as count:
+            model(tokens).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    numbers = {name: round(n / parameters, 4) for name, n in sorted(count.numbers.items())}
+    return dict(
+        ranks=ranks, parameters=parameters, blocks=blocks, held=held, collectives=numbers
+    )
+
+
+def traffic(arguments):
+    cases = [(64, 4), (64, 64)] if arguments.tiny else [
+        (1024, 4), (1024, 64), (1024, 512), (768, 512)]  # fmt: skip
+    rows = []
+    for width, ranks in cases:
+        config = GPTConfig(
+            vocab_size=8192,
+            block_size=64,
+            n_layer=2 if arguments.tiny else 12,
+            n_head=width // 64,
+            n_embd=width,
+            n_inner=width * 5 // 2,
+            tied=False,
+        )
+        rows.append({"width": width, **step_numbers(ranks, config)})
+        print(rows[-1])
+    return {"rows": rows}
+
+
+PARTS = {"links": links, "traffic": traffic}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"PART must be one of {', '.join(PARTS)}, not {', '.join(unknown)}")
+    for name in arguments.parts or PARTS:
+        record = {"tiny": arguments.tiny, **PARTS[name](arguments)}
+        write_record(arguments.out / f"scaling_{name}.json", record)
+
+
+if __name__ == "__main__":
+    main()
