@@ -113,7 +113,8 @@ class Workers:
         wait(futures, seconds, FIRST_EXCEPTION)
         if any(future.done() and future.exception() for future in futures):
             wait(futures, 1)  # the news of a death may come after its consequences
-        causes = {rank: cause for rank, future in enumerate(futures) if (cause := failure(future))}
+        causes = {rank: cause for rank, future in enumerate(futures)
+                  if (cause := failure(future))}
         if causes:
             for process in self.processes:
                 with contextlib.suppress(ProcessLookupError):
