@@ -139,15 +139,15 @@ def send_on(x, group=None):
     return received, lambda: [work.wait() for work in works]
 
 
-def ring_all_reduce(x):
-    """The sum of x over all ranks, in 2 (p − 1) messages of a p-th of x (section 2).
+def ring_all_reduce(x, group=None):
+    """The sum of x over all ranks of a group, in 2 (p − 1) messages of a p-th of x (section 2).
 
     x has a multiple of p entries. PyTorch has this, and better, as `dist.all_reduce`.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     parts = list(x.flatten().chunk(ranks))
     for step in range(2 * (ranks - 1)):
-        received, arrive = send_on(parts[(rank - step) % ranks])
+        received, arrive = send_on(parts[(rank - step) % ranks], group)
         arrive()
         place = (rank - step - 1) % ranks
         # first the sums form, p − 1 steps long; then they go round
