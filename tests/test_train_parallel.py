@@ -295,7 +295,7 @@ def test_killed_process_changes_nothing(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path, ACCELERATE_USE_CPU="true")
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path, CUDA_VISIBLE_DEVICES="")
     # the store of the first attempt would give the second one the addresses of the dead
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
