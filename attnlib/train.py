@@ -332,7 +332,8 @@ def save_shards(path, tensors, state):
         shutil.rmtree(folder, ignore_errors=True)  # from a run that died while it saved
         folder.mkdir(parents=True)
     dist.barrier()
-    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
+    writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
+    dcp.save(tensors, storage_writer=writer)
     if main:
         numbers = sum(x.numel() for x in tensors.values())
         _stored_shards(folder, numbers)
@@ -401,35 +402,27 @@ def resume(checkpoint, model, optimizer, settings):
     """
     if checkpoint is None or not Path(checkpoint).exists():
         return 0, []
-    state, _ = _stored_state(checkpoint)
+    tensors, state = load_checkpoint(checkpoint, _like(model, optimizer))
     if not {"step", "history", "settings"} <= state.keys():
         raise ValueError(f"{checkpoint} is a checkpoint, but not one that `fit` wrote")
-    stored = settings | state["settings"]  # a checkpoint may be older than a setting
+    stored = settings | state["settings"]  # which may be older than a setting
     for name, value in settings.items():
         if name != "trained" and stored[name] != value:
             raise ValueError(f"{name} ({value!r}) must be {stored[name]!r}, "
                              f"as in the run that {checkpoint} belongs to")
-    try:
-        if others := sorted(set(settings["trained"]) ^ set(stored["trained"])):
-            raise RuntimeError(f"it trained other parameters: {', '.join(others)} differ")
-        _load(load_checkpoint(checkpoint, _like(model, optimizer))[0], model, optimizer)
-    except RuntimeError as error:
-        raise ValueError(f"{checkpoint} belongs to another model: {error}") from None
-    if optimizer.scaler is not None and state.get("scaler"):
-        optimizer.scaler.load_state_dict(state["scaler"])
-    return state["step"], state["history"]
-
-
-def _load(tensors, model, optimizer):
-    """Load what `training_state` gave; where it does not fit, the model stays as it was."""
     weights, moments = _unpacked(tensors)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     try:
         model.load_state_dict(weights, strict=True)
-    except RuntimeError:
-        model.load_state_dict(before)
-        raise
+        if others := sorted(set(settings["trained"]) ^ set(stored["trained"])):
+            raise RuntimeError(f"it trained other parameters: {', '.join(others)} differ")
+    except RuntimeError as error:
+        model.load_state_dict(before)  # not even half of the other model stays
+        raise ValueError(f"{checkpoint} belongs to another model: {error}") from None
     optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+    if optimizer.scaler is not None and state.get("scaler"):
+        optimizer.scaler.load_state_dict(state["scaler"])
+    return state["step"], state["history"]
 
 # %% ../nbs/91_train.ipynb #fit-helpers
 def _check_run(steps, lr, warmup, clip, every, stop_after, schedule, parallel):
