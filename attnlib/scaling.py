@@ -13,6 +13,7 @@ __all__ = ['CUTS', 'COUNTS', 'join_group', 'failure', 'Workers', 'send_on', 'rin
 
 # %% ../nbs/55_scaling.ipynb #imports
 import contextlib
+import datetime
 import itertools
 import math
 import multiprocessing
@@ -51,7 +52,8 @@ from .train import shard_blocks
 def join_group(file, rank, ranks):
     """Make this process a rank of a gloo group; the ranks find each other through a file."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks,
+                            timeout=datetime.timedelta(minutes=5))
 
 
 def failure(future):
@@ -116,6 +118,8 @@ class Workers:
         causes = {rank: cause for rank, future in enumerate(futures)
                   if (cause := failure(future))}
         if causes:
+            for pool in self.pools:
+                pool.shutdown(wait=False, cancel_futures=True)
             for process in self.processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
@@ -126,11 +130,13 @@ class Workers:
 
 # %% ../nbs/55_scaling.ipynb #ring-all-reduce
 def send_on(x, group=None):
-    """Start to send x to the next rank of the ring, and to receive what the last one sends.
+    """Start to send x to the next rank of the ring, and to receive from the one before.
 
-    Returns a Tensor like x, and a function that waits until it is there.
+    Returns a Tensor like x, and a function that waits until it is filled and x is sent.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if ranks == 1:
+        return x, lambda: None
     last, following = ((rank + step) % ranks for step in (-1, 1))
     received = torch.empty_like(x)
     works = dist.batch_isend_irecv([
@@ -204,7 +210,7 @@ def reduce_lesson(n):
 
     ways = {"ring": partial(ring_all_reduce, x), "PyTorch": of_pytorch,
             "to everyone": to_everyone}
-    expected = of_pytorch()
+    expected = torch.arange(float(n)) % 97 * sum(range(1, dist.get_world_size() + 1))
     return {name: (torch.equal(way(), expected), bytes_sent(way)) for name, way in ways.items()}
 
 # %% ../nbs/55_scaling.ipynb #states-lesson
@@ -216,8 +222,8 @@ def local(x):
 def states_lesson(config, tokens, parallel, steps=3):
     """What workers run in section 3: steps of AdamW on a `GPT`, each rank with its rows.
 
-    Returns the loss of all rows after these steps, the bytes of parameters, gradients and
-    moments on this rank, and the bytes that it sends in a step.
+    Returns the loss of all rows in the last of these steps, the bytes of parameters, gradients
+    and moments on this rank, and the bytes that it sends in a step.
     """
     torch.manual_seed(0)
     model, rank, ranks = GPT(config), dist.get_rank(), dist.get_world_size()
@@ -284,7 +290,8 @@ def tensor_parallel(model, mesh):
     Raises
     ------
     ValueError
-        If the ranks do not divide the heads or hidden units of some module; which is named.
+        If the ranks do not divide the heads or hidden units of some module, which is named, or
+        if positions give each head a bias of its own.
     """
     ranks, found = mesh.size(), []
     for name, module in model.named_modules():
@@ -296,6 +303,9 @@ def tensor_parallel(model, mesh):
                                  "ranks must divide each of these numbers")
         elif getattr(module, "scheme", None) in ("relative", "alibi"):
             raise ValueError(f"position ({module.scheme!r}) must not give heads a bias each")
+    if not found:
+        raise ValueError(f"model ({type(model).__name__}) has no module that can be cut; these "
+                         f"can: {', '.join(kind.__name__ for kind in CUTS)}")
     for cut in found:
         cut_module(*cut, mesh)
     return model
@@ -719,8 +729,8 @@ def operations_of(config):
     """Operations of a token's forward and backward pass: attention's, and all of them.
 
     Six for each weight that multiplies (Kaplan et al. 2020, section 2.1). Causal attention has
-    six for each earlier token and channel: two for a product and sum, in the logits and in the
-    output, three times; on average half of the tokens are earlier.
+    twelve for each earlier token and channel: two for a product and sum, in the logits and in
+    the output, once forward and twice backward. On average half of the tokens are earlier.
     """
     block, _ = parameters_of(config)
     attention = 6 * config.n_layer * config.block_size * config.n_head * config.head_width
@@ -752,8 +762,8 @@ class Plan:
     interleave : int
         Pieces of the depth that each stage has.
     zero : {0, 1, 3}
-        Stage of ZeRO: nothing, the moments, or all of the states is shared by the ranks that
-        have the same parameters.
+        Stage of ZeRO. The ranks that have the same parameters share nothing, the float32 copy
+        and the moments, or all states.
     recompute : bool
         Whether blocks are computed again in the backward pass, and keep only their input.
     """
@@ -787,12 +797,13 @@ class Plan:
 
 # %% ../nbs/55_scaling.ipynb #plan-memory
 def memory_of(plan, config, batch):
-    """Bytes on the fullest device for a batch of sequences: "states" and "activations"."""
+    """Bytes that suffice for a batch of sequences on each device: "states", "activations"."""
     shared = {0: 0, 1: 12, 3: 16}[plan.zero]  # of 16 bytes a parameter
     share = 16 - shared + shared / (plan.data * plan.context)
     states = share * plan.parameters(config)
-    if plan.zero == 3:  # a block's parameters in use, and the next one's, in two bytes
-        states += 4 * parameters_of(config)[0] / plan.tensor
+    if plan.zero == 3:  # in use in two bytes: a block, the next one, and what is in no block
+        block, ends = parameters_of(config)
+        states += 2 * (2 * block + ends) / plan.tensor
     stages, pieces = plan.pipeline, plan.interleave
     held = stages + (pieces > 1) * (stages - 1) / pieces  # microbatches forward but not back
     blocks = min(held, plan.micros(batch)) * plan.depth(config)
@@ -806,16 +817,17 @@ def memory_of(plan, config, batch):
 def compute_seconds(plan, config, cluster, batch):
     """What a step computes, and how much of this is attention."""
     attention, operations = operations_of(config)
+    share = attention / operations
     operations *= 1 + plan.recompute / 3
     # all wait for the fullest stage
     operations *= plan.depth(config) * plan.pipeline / config.n_layer
     speed = plan.devices * cluster.flops * cluster.efficiency
     compute = batch * config.block_size * operations / speed
-    return compute, compute * attention / operations
+    return compute, compute * share
 
 
 def seconds_of(plan, config, cluster, batch):
-    """The parts of a step's time, one after the other; what is sent while computing is free."""
+    """Seconds of a step in parts, to be added; what is sent while computing is not counted."""
     compute, attention = compute_seconds(plan, config, cluster, batch)
     micros, depth = plan.micros(batch), plan.depth(config)
     near = max(1, cluster.node // plan.tensor)  # ranks beside one another in a machine
@@ -840,7 +852,7 @@ def seconds_of(plan, config, cluster, batch):
 
 # %% ../nbs/55_scaling.ipynb #plan
 def possible_plans(config, cluster, batch):
-    """Yield the plans for a `GPT`, as many devices at work as each cut allows."""
+    """Yield plans for a `GPT`, each with the largest data parallelism that the batch allows."""
     heads = config.n_head, config.kv_heads
     tensors = [n for n in (1, 2, 4, 8) if n <= cluster.node and not any(h % n for h in heads)]
     contexts = [n for n in (1, 2, 4, 8, 16) if n == 1 or config.block_size % (2 * n) == 0]
