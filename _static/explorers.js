@@ -1,0 +1,275 @@
+// Figures that move. A page holds <figure class="explorer explorer-NAME"> with a picture and a caption
+// (_ext/explorers.py). Here the picture gives way to native controls, a drawing in SVG, and a line that says in
+// words what the drawing shows. An explorer is a function: it makes its controls once and returns the function
+// that draws, which runs at each change of a control or of the width. Colors are variables of book.css.
+
+"use strict";
+const attnlibExplorers = (() => {
+  // --- elements ------------------------------------------------------------------------------------------------
+
+  function fill(element, attributes, children) {
+    for (const [name, value] of Object.entries(attributes)) {
+      if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+      else if (value !== false && value != null) element.setAttribute(name, value === true ? "" : value);
+    }
+    element.append(...children);
+    return element;
+  }
+
+  const html = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
+  const svg = (tag, attributes = {}, ...children) =>
+    fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+
+  const BLUE = "var(--blue)", ORANGE = "var(--orange)", GREEN = "var(--green)", RED = "var(--red)";
+  const TEXT = "var(--pst-color-text-base)", MUTED = "var(--pst-color-text-muted)", RULE = "var(--rule)";
+
+  const range = (count, f = i => i) => Array.from({ length: count }, (_, i) => f(i));
+  const sum = numbers => numbers.reduce((a, b) => a + b, 0);
+
+  // A number in few characters: 0.042, 1.26, 384, 1.2e-7.
+  function short(x) {
+    const size = Math.abs(x);
+    if (size >= 100 || Number.isInteger(x)) return Math.round(x).toString().replace("-", "−");
+    if (size < 0.001) return x.toExponential(0).replace("-", "−");
+    return (size < 0.1 ? x.toFixed(3) : x.toFixed(2)).replace("-", "−");
+  }
+
+  // --- a stage: controls, panels, words ------------------------------------------------------------------------
+
+  let count = 0; // of labelled elements, for their ids
+
+  class Stage {
+    constructor(figure) {
+      this.controls = html("div", { class: "controls" });
+      this.panels = html("div", { class: "panels" });
+      this.words = html("p", { class: "readout", "aria-live": "polite" });
+      this.element = html("div", { class: "stage" }, this.controls, this.panels, this.words);
+      figure.querySelector("img").replaceWith(this.element);
+    }
+
+    run(draw) {
+      let width = 0;
+      this.update = draw;
+      new ResizeObserver(() => {
+        if (this.panels.clientWidth !== width) draw();
+        width = this.panels.clientWidth;
+      }).observe(this.panels);
+    }
+
+    control(label, input, ...after) {
+      input.id = `explorer-input-${++count}`;
+      const name = html("label", { for: input.id }, label);
+      this.controls.append(html("div", { class: "control" }, name, input, ...after));
+    }
+
+    // A control is an object with `value`; `text` says how a number is shown.
+    slider(label, { min, max, value, step = 1, text = String }) {
+      const shown = html("span", { class: "value", "aria-hidden": "true" });
+      const input = html("input", { type: "range", min, max, step, value });
+      const show = () => {
+        shown.textContent = text(Number(input.value));
+        input.setAttribute("aria-valuetext", shown.textContent);
+      };
+      input.addEventListener("input", () => { show(); this.update(); });
+      this.control(label, input, shown);
+      show();
+      return {
+        input,
+        get value() { return Number(input.value); },
+        set value(x) { input.value = x; show(); },
+        limit(low, high) { fill(input, { min: low, max: high }, []); show(); },
+      };
+    }
+
+    choice(label, options, value = options[0][0]) {
+      const entries = options.map(([key, name]) => html("option", { value: key, selected: key === value }, name));
+      const input = html("select", { onchange: () => this.update() }, ...entries);
+      this.control(label, input);
+      return input;
+    }
+
+    check(label, value = false) {
+      const input = html("input", { type: "checkbox", checked: value, onchange: () => this.update() });
+      this.controls.append(html("label", { class: "control check" }, input, label));
+      return { get value() { return input.checked; } };
+    }
+
+    button(label, action) {
+      const press = () => { action(); this.update(); };
+      this.controls.append(html("button", { type: "button", class: "control", onclick: press }, label));
+    }
+
+    panel(width = 300, grow = 1) {
+      const panel = new Panel(width, grow);
+      this.panels.append(panel.element);
+      return panel;
+    }
+
+    say(words) {
+      if (this.words.textContent !== words) this.words.textContent = words;
+    }
+  }
+
+  // A drawing as wide as there is room, so that letters have one size on every screen.
+  class Panel {
+    constructor(width, grow) {
+      this.element = svg("svg", { class: "panel", role: "img", style: `flex: ${grow} 1 ${width}px` });
+    }
+
+    clear(height, label) {
+      this.width = this.element.clientWidth || this.element.getBoundingClientRect().width;
+      this.height = height;
+      this.element.replaceChildren();
+      fill(this.element, { viewBox: `0 0 ${this.width} ${height}`, height, "aria-label": label }, []);
+    }
+
+    add(tag, attributes, ...children) {
+      const element = svg(tag, attributes, ...children);
+      this.element.append(element);
+      return element;
+    }
+
+    text(x, y, words, attributes = {}) {
+      return this.add("text", { x, y, "text-anchor": "middle", fill: TEXT, ...attributes }, words);
+    }
+
+    rect(x, y, width, height, attributes) {
+      return this.add("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), ...attributes });
+    }
+
+    line(points, attributes) {
+      const d = points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
+      return this.add("path", { d, fill: "none", "stroke-width": 2, ...attributes });
+    }
+
+    dot(x, y, attributes) {
+      return this.add("circle", { cx: x, cy: y, r: 5, stroke: "var(--paper)", "stroke-width": 1.5, ...attributes });
+    }
+
+    arrow(x0, y0, x1, y1, color) {
+      const angle = Math.atan2(y1 - y0, x1 - x0);
+      const side = turn => [x1 - 7 * Math.cos(angle + turn), y1 - 7 * Math.sin(angle + turn)];
+      this.line([[x0, y0], [x1, y1]], { stroke: color });
+      this.line([side(0.5), [x1, y1], side(-0.5)], { stroke: color });
+    }
+
+    // Axes in a box {left, right, top, bottom}; returns functions from numbers to places.
+    axes(box, x, y) {
+      const place = (axis, low, high) => {
+        const f = axis.log ? Math.log : v => v;
+        const [a, b] = axis.range.map(f);
+        return v => low + ((f(v) - a) / (b - a)) * (high - low);
+      };
+      const X = place(x, box.left, box.right), Y = place(y, box.bottom, box.top);
+      for (const [v, words] of x.ticks) {
+        this.line([[X(v), box.bottom], [X(v), box.bottom + 4]], { stroke: MUTED, "stroke-width": 1 });
+        this.text(X(v), box.bottom + 17, words, { fill: MUTED });
+      }
+      for (const [v, words] of y.ticks) {
+        this.line([[box.left, Y(v)], [box.right, Y(v)]], { stroke: RULE, "stroke-width": 1 });
+        this.text(box.left - 6, Y(v) + 4, words, { fill: MUTED, "text-anchor": "end" });
+      }
+      this.line([[box.left, box.bottom], [box.right, box.bottom]], { stroke: MUTED, "stroke-width": 1 });
+      this.text((box.left + box.right) / 2, box.bottom + 34, x.label, { fill: MUTED });
+      this.text(box.left - 30, box.top - 10, y.label, { fill: MUTED, "text-anchor": "start" });
+      return [X, Y];
+    }
+  }
+
+  // --- the formulas: those of the library, which a test compares -----------------------------------------------
+
+  function softmax(z) {
+    const top = Math.max(...z), e = z.map(x => Math.exp(x - top)), total = sum(e);
+    return e.map(x => x / total);
+  }
+
+  // ω_i = base^(-2i/d), as attnlib.position.position_angles
+  const frequencies = (dim, base = 10000) => range(dim / 2, i => base ** ((-2 * i) / dim));
+
+  // sin and cos in turn, as attnlib.position.sinusoidal_encoding
+  const sinusoids = (position, dim, base) =>
+    frequencies(dim, base).flatMap(w => [Math.sin(w * position), Math.cos(w * position)]);
+
+  // Normal numbers that are the same in every browser (mulberry32, Box and Muller).
+  function normals(seed, length) {
+    const uniform = () => {
+      seed = (seed + 0x6d2b79f5) | 0;
+      let t = Math.imul(seed ^ (seed >>> 15), 1 | seed);
+      t = (t + Math.imul(t ^ (t >>> 7), 61 | t)) ^ t;
+      return ((t ^ (t >>> 14)) >>> 0) / 2 ** 32;
+    };
+    return range(length, () => Math.sqrt(-2 * Math.log(1 - uniform())) * Math.cos(2 * Math.PI * uniform()));
+  }
+
+  // --- softmax against the width -------------------------------------------------------------------------------
+
+  const KEYS = 12;
+
+  function saturation(stage) {
+    const width = stage.slider("width d", { min: 0, max: 10, value: 6, text: e => String(2 ** e) });
+    const scaled = stage.check("divide by √d");
+    let seed = 4;
+    stage.button("other keys", () => { seed += 1; });
+    const bars = stage.panel(330, 1.2), curve = stage.panel(260);
+    const factor = (d, divide) => (divide ? 1 : Math.sqrt(d)); // of logits with standard deviation 1
+    const slope = weights => Math.max(...weights.map(a => a * (1 - a))); // largest entry of diag(a) - a aᵀ
+
+    return () => {
+      const d = 2 ** width.value, sample = normals(seed, KEYS);
+      const logits = sample.map(g => g * factor(d, scaled.value)), weights = softmax(logits);
+      const spread = factor(d, scaled.value), most = Math.max(...weights);
+      drawBars(bars, logits, weights);
+      drawSlopes(curve, d, scaled.value, divide =>
+        range(11, e => [2 ** e, slope(softmax(sample.map(g => g * factor(2 ** e, divide))))]));
+      stage.say(`Width ${d}: the logits have standard deviation ${short(spread)}. The largest weight is ` +
+        `${short(most)}, and no weight changes faster than ${short(slope(weights))} with any logit.`);
+    };
+  }
+
+  function drawBars(panel, logits, weights) {
+    panel.clear(330, `Logits of ${KEYS} keys: ${logits.map(short).join(", ")}. Below their softmax: ` +
+      weights.map(short).join(", ") + ".");
+    const step = (panel.width - 8) / KEYS, middle = 95, base = 300, best = Math.max(...weights);
+    panel.text(4, 14, "logits q·k", { "text-anchor": "start", fill: MUTED });
+    panel.text(4, 192, "weights, their softmax", { "text-anchor": "start", fill: MUTED });
+    logits.forEach((z, i) => {
+      const x = 4 + i * step, high = Math.min(65, Math.abs(z) * 3), cut = Math.abs(z) * 3 > 65;
+      const color = weights[i] === best ? ORANGE : BLUE, tall = 90 * weights[i];
+      panel.rect(x + 2, z > 0 ? middle - high : middle, step - 4, high, { fill: color, opacity: cut ? 0.55 : 1 });
+      panel.text(x + step / 2, z > 0 ? middle - high - 4 : middle + high + 13, short(Math.round(z)));
+      panel.rect(x + 2, base - tall, step - 4, tall, { fill: color });
+      if (weights[i] >= 0.005) panel.text(x + step / 2, base - tall - 4, weights[i].toFixed(2));
+    });
+    for (const y of [middle, base])
+      panel.line([[4, y], [panel.width - 4, y]], { stroke: MUTED, "stroke-width": 1 });
+  }
+
+  function drawSlopes(panel, d, divided, curve) {
+    panel.clear(320, "The largest derivative of a weight by a logit against the width, with and without the " +
+      `division; the width ${d} is marked.`);
+    const box = { left: 46, right: panel.width - 10, top: 34, bottom: 276 };
+    const [X, Y] = panel.axes(box,
+      { range: [1, 1024], log: true, label: "width d", ticks: [1, 4, 16, 64, 256, 1024].map(v => [v, v]) },
+      { range: [1e-8, 1], log: true, label: "largest ∂a/∂z", ticks: [[1, "1"], [1e-2, "0.01"], [1e-4, "10⁻⁴"], [1e-6, "10⁻⁶"], [1e-8, "10⁻⁸"]] });
+    for (const [divide, name, color] of [[false, "q·k", RED], [true, "q·k / √d", GREEN]]) {
+      const points = curve(divide).map(([v, slope]) => [X(v), Y(Math.max(slope, 1e-8))]);
+      panel.line(points, { stroke: color, "stroke-dasharray": divide ? "6 4" : "none" });
+      if (divide === divided) panel.dot(...points[Math.log2(d)], { fill: color });
+      const [x, y] = points[8];
+      panel.text(x, divide ? y - 9 : Math.min(y, box.bottom - 30) + 20, name, { fill: color, "text-anchor": divide ? "middle" : "end" });
+    }
+  }
+
+  // --- start ---------------------------------------------------------------------------------------------------
+
+  const explorers = { saturation };
+
+  function start(figure) {
+    const name = [...figure.classList].find(word => word.startsWith("explorer-")).slice("explorer-".length);
+    const stage = new Stage(figure);
+    stage.run(explorers[name](stage));
+  }
+
+  for (const figure of document.querySelectorAll("figure.explorer")) start(figure);
+  return { formulas: { softmax, frequencies, sinusoids, normals } };
+})();

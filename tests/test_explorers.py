@@ -1,0 +1,161 @@
+"""The figures that move: each control changes them, and their formulas are the library's."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from docutils.core import publish_doctree
+from docutils.parsers.rst import directives
+from docutils.utils import SystemMessage
+
+import explorers as directive
+from attnlib.position import sinusoidal_encoding
+from tools import explorers, plain
+
+ROOT = Path(__file__).resolve().parent.parent
+every_explorer = pytest.mark.parametrize("name", explorers.EXPLORERS)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        try:
+            browser = explorers.chromium(playwright)
+        except SystemExit as missing:
+            pytest.skip(str(missing))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def formula(browser):
+    """A function that calls a formula of explorers.js."""
+    page = explorers.opened(browser, "saturation")
+    call = "([name, values]) => attnlibExplorers.formulas[name](...values)"
+    yield lambda name, *values: page.evaluate(call, [name, values])
+    page.close()
+
+
+def moved(page, control):
+    """Whether the drawing changes when a control is used by the keyboard alone."""
+    panels = page.locator("figure.explorer .panels")
+    before, kind = panels.inner_html(), control.evaluate("e => e.type")
+    control.focus()
+    if kind == "range":
+        at_end = control.evaluate("e => e.value === e.max")
+        page.keyboard.press("ArrowLeft" if at_end else "ArrowRight")
+    elif kind == "select-one":
+        last = control.evaluate("e => e.selectedIndex === e.options.length - 1")
+        page.keyboard.press("ArrowUp" if last else "ArrowDown")
+    elif kind == "radio":
+        page.keyboard.press("ArrowDown")
+    else:
+        page.keyboard.press("Space")
+    return panels.inner_html() != before
+
+
+@every_explorer
+@pytest.mark.parametrize("width", [752, 342])
+def test_every_control_moves_it_by_keyboard(browser, name, width):
+    page, errors = explorers.opened(browser, name, width), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    inputs = page.locator("figure.explorer :is(input, select, button)")
+    still = [
+        control.evaluate("e => e.outerHTML")
+        for control in inputs.all()
+        if not moved(page, control)
+    ]
+    assert inputs.count() and (still, errors) == ([], [])
+    for control in inputs.all():
+        box = control.locator("xpath=ancestor-or-self::*[contains(@class, 'control')]").last
+        assert min(box.bounding_box()[side] for side in ("width", "height")) >= 24
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.close()
+
+
+@every_explorer
+def test_it_says_what_it_shows(browser, name):
+    page = explorers.opened(browser, name)
+    words = page.locator("figure.explorer [aria-live=polite]")
+    panels = page.locator("figure.explorer svg[role=img]").all()
+    before = words.inner_text(), [panel.get_attribute("aria-label") for panel in panels]
+    assert all(before[1]) and len(before[0]) > 20
+    control = page.locator("figure.explorer :is(input, select)").first
+    assert moved(page, control)
+    after = words.inner_text(), [panel.get_attribute("aria-label") for panel in panels]
+    assert after[0] != before[0] and after[1] != before[1]
+    page.close()
+
+
+@every_explorer
+def test_its_data_are_small(name):
+    path = explorers.FOLDER / f"{name}.js"
+    assert not path.exists() or path.stat().st_size <= 300_000
+    assert (explorers.FOLDER / f"{name}.png").stat().st_size <= 150_000
+
+
+def test_all_are_in_the_book():
+    known = plain.Names()
+    assert sorted(known.explorers) == sorted(explorers.EXPLORERS)
+    pages = {}
+    for name, address in known.explorers.items():
+        path = explorers.FOLDER / f"{name}.js"
+        pages.setdefault(address.split("#")[0], []).append(
+            path.stat().st_size if path.exists() else 0
+        )
+    assert all(sum(sizes) <= 300_000 for sizes in pages.values())
+
+
+# --- the formulas -----------------------------------------------------------------------------
+
+
+def test_softmax_and_sinusoids(formula):
+    z = [-30.0, 0.5, 2.0, 700.0, 699.0]
+    found = torch.tensor(formula("softmax", z), dtype=torch.float64)
+    expected = torch.tensor(z, dtype=torch.float64).softmax(-1)
+    torch.testing.assert_close(found, expected)
+    for position, dim, base in (0, 8, 10000.0), (37, 16, 10000.0), (100, 32, 100.0):
+        found = torch.tensor(formula("sinusoids", position, dim, base), dtype=torch.float64)
+        table = sinusoidal_encoding(1, dim, offset=position, base=base, dtype=torch.float64)
+        torch.testing.assert_close(found, table[0])
+
+
+def test_normal_numbers_are_normal(formula):
+    sample = torch.tensor(formula("normals", 4, 20_000))
+    assert abs(sample.mean()) < 0.03 and abs(sample.std() - 1) < 0.03
+    assert formula("normals", 4, 3) == formula("normals", 4, 3) != formula("normals", 5, 3)
+
+
+# --- the directive ----------------------------------------------------------------------------
+
+
+def parsed(text):
+    directives.register_directive("explorer", directive.Explorer)
+    settings = dict(env=SimpleNamespace(srcdir=ROOT), halt_level=3, report_level=5)
+    return publish_doctree(text, settings_overrides=settings)
+
+
+def test_the_directive_makes_a_figure():
+    text = ".. explorer:: saturation\n   :alt: Bars.\n\n   Move it."
+    (box,) = parsed(text).children
+    (figure,) = box.children
+    assert box["ids"] == ["explorer-saturation"] and directive.has_explorer(parsed(text))
+    assert figure["classes"] == ["explorer", "explorer-saturation"]
+    assert figure[0]["uri"] == "/_static/explorers/saturation.png"
+    assert (figure[0]["alt"], figure[1].astext()) == ("Bars.", "Move it.")
+    assert not directive.has_explorer(parsed("Nothing moves."))
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (".. explorer:: none\n   :alt: Bars.\n\n   Move it.", "allowed are"),
+        (".. explorer:: saturation\n\n   Move it.", "needs the option :alt:"),
+        (".. explorer:: saturation\n   :alt: Bars.", "and a caption"),
+    ],
+)
+def test_the_directive_refuses(text, words):
+    with pytest.raises(SystemMessage, match=words):
+        parsed(text)
