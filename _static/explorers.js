@@ -116,9 +116,11 @@ const attnlibExplorers = (() => {
       this.element = svg("svg", { class: "panel", role: "img", style: `flex: ${grow} 1 ${width}px` });
     }
 
+    get width() {
+      return this.element.clientWidth;
+    }
+
     clear(height, label) {
-      this.width = this.element.clientWidth || this.element.getBoundingClientRect().width;
-      this.height = height;
       this.element.replaceChildren();
       fill(this.element, { viewBox: `0 0 ${this.width} ${height}`, height, "aria-label": label }, []);
     }
@@ -260,9 +262,132 @@ const attnlibExplorers = (() => {
     }
   }
 
+  // --- sinusoids: hands that turn ------------------------------------------------------------------------------
+
+  const PLACES = 100;
+  const wavelength = w => (w > 0.1 ? (2 * Math.PI / w).toFixed(1) : Math.round(2 * Math.PI / w).toLocaleString("en"));
+
+  function sinusoidalCode(stage) {
+    const position = stage.slider("position", { min: 0, max: PLACES - 50, value: 12 });
+    const distance = stage.slider("distance k", { min: 0, max: 50, value: 5 });
+    const width = stage.choice("width d", [[8, "8"], [16, "16"], [32, "32"], [64, "64"]], 16);
+    const base = stage.choice("base", [[100, "100"], [1000, "1,000"], [10000, "10,000"]], 10000);
+    const wheels = stage.panel(360, 1.5), curve = stage.panel(260);
+
+    return () => {
+      const p = position.value, k = distance.value, d = Number(width.value);
+      const speeds = frequencies(d, Number(base.value));
+      const kernel = delta => sum(speeds.map(w => Math.cos(w * delta)));
+      drawWheels(wheels, speeds, p, k);
+      drawKernel(curve, kernel, d / 2, k);
+      stage.say(`Positions ${p} and ${p + k}: hand 1 has turned ${short(speeds[0] * k)} radians between them, ` +
+        `hand ${d / 2} ${short(speeds[d / 2 - 1] * k)}. The inner product of the two codes is ` +
+        `${kernel(k).toFixed(2)} of ${d / 2}.`);
+    };
+  }
+
+  function drawWheels(panel, speeds, p, k) {
+    const rows = Math.min(8, speeds.length), every = speeds.length / rows, high = 42, r = 16;
+    const chosen = range(rows, i => Math.round(i * every));
+    panel.clear(rows * high + 30, `${rows} wheels. Their wavelengths are ` +
+      chosen.map(i => wavelength(speeds[i])).join(", ") + `. Each has a hand for position ${p} and one for ` +
+      `position ${p + k}; beside it is its sine over the positions 0 to ${PLACES}.`);
+    const left = 112, right = panel.width - 6, X = pos => left + (pos / PLACES) * (right - left);
+    for (const [pos, color] of [[p, BLUE], [p + k, ORANGE]])
+      panel.line([[X(pos), 4], [X(pos), rows * high]], { stroke: color, "stroke-width": 1 });
+    chosen.forEach((i, row) => {
+      const y = high * (row + 0.5), w = speeds[i], wave = pos => y - 14 * Math.sin(w * pos);
+      const hand = pos => [80 + r * Math.cos(w * pos), y - r * Math.sin(w * pos)];
+      panel.text(52, y - 2, `hand ${i + 1}`, { "text-anchor": "end" });
+      panel.text(52, y + 12, `λ ${wavelength(w)}`, { "text-anchor": "end", fill: MUTED });
+      panel.add("circle", { cx: 80, cy: y, r, fill: "none", stroke: MUTED });
+      panel.line(range(4 * PLACES + 1, n => [X(n / 4), wave(n / 4)]), { stroke: MUTED, "stroke-width": 1.25 });
+      for (const [pos, color] of [[p + k, ORANGE], [p, BLUE]]) {
+        panel.line([[80, y], hand(pos)], { stroke: color, "stroke-width": 2.5 });
+        panel.dot(X(pos), wave(pos), { fill: color, r: 4 });
+      }
+    });
+    for (const pos of [0, 25, 50, 75, 100])
+      panel.text(X(pos), rows * high + 16, String(pos), { fill: MUTED, "text-anchor": pos === 100 ? "end" : "middle" });
+  }
+
+  function drawKernel(panel, kernel, most, k) {
+    panel.clear(280, `The inner product of two codes against their distance; at distance ${k} it is ` +
+      `${kernel(k).toFixed(2)} of ${most}.`);
+    const box = { left: 34, right: panel.width - 10, top: 40, bottom: 236 };
+    const [X, Y] = panel.axes(box,
+      { range: [0, 50], label: "distance k", ticks: [0, 10, 20, 30, 40, 50].map(v => [v, v]) },
+      { range: [-most / 4, most], label: "inner product of the codes", ticks: [0, most / 2, most].map(v => [v, v]) });
+    panel.line(range(201, n => [X(n / 4), Y(kernel(n / 4))]), { stroke: GREEN });
+    panel.dot(X(k), Y(kernel(k)), { fill: GREEN });
+  }
+
+  // --- rotary: queries and keys that turn ----------------------------------------------------------------------
+
+  // The pairs (x_0, x_1), (x_2, x_3), ... turned by position · ω_i, as attnlib.position.apply_rotary
+  const rotary = (x, position, base) => frequencies(x.length, base).flatMap((w, i) => {
+    const [a, b] = [x[2 * i], x[2 * i + 1]], cos = Math.cos(w * position), sin = Math.sin(w * position);
+    return [a * cos - b * sin, a * sin + b * cos];
+  });
+  const dot = (x, y) => sum(x.map((a, i) => a * y[i]));
+
+  const QUERY = [0.9, 0.5, -0.6, 0.9, 1.0, -0.3, 0.4, 0.9], SLOWEST = 100; // four pairs, wavelengths 6 to 199
+  const ROTARY_KEYS = {
+    same: ["the query itself", QUERY],
+    back: ["the query, turned back by 12", rotary(QUERY, -12, SLOWEST)],
+    other: ["another vector", [0.2, -0.9, 0.8, 0.5, -0.7, 0.6, 0.9, -0.2]],
+  };
+
+  function rotaryLogits(stage) {
+    const position = stage.slider("query at m", { min: 0, max: 100, value: 10 });
+    const offset = stage.slider("key at m +", { min: -40, max: 40, value: 8, text: v => String(v).replace("-", "−") });
+    const kind = stage.choice("key", Object.entries(ROTARY_KEYS).map(([key, [name]]) => [key, name]));
+    const hands = stage.panel(250), curve = stage.panel(330, 1.3);
+
+    return () => {
+      const m = position.value, delta = offset.value, key = ROTARY_KEYS[kind.value][1];
+      const turned = d => dot(rotary(QUERY, m, SLOWEST), rotary(key, m + d, SLOWEST));
+      const plus = (x, pos) => sinusoids(pos, x.length, SLOWEST).map((p, i) => p + x[i]);
+      const added = d => dot(plus(QUERY, m), plus(key, m + d));
+      drawPairs(hands, rotary(QUERY, m, SLOWEST), rotary(key, m + delta, SLOWEST));
+      drawLogits(curve, turned, added, delta);
+      stage.say(`Query at ${m}, key at ${m + delta}: the rotary logit is ${short(turned(delta))}. If the codes were ` +
+        `added instead of turning the vectors, it would be ${short(added(delta))}.`);
+    };
+  }
+
+  function drawPairs(panel, query, key) {
+    const cell = Math.min(130, panel.width / 2), r = cell / 2 - 14, left = panel.width / 2 - cell;
+    panel.clear(2 * cell + 22, "Four dials, one for each pair of entries, with an arrow for the query and one for the key.");
+    for (const i of range(4)) {
+      const x = left + cell * (0.5 + (i % 2)), y = cell * (0.5 + Math.floor(i / 2));
+      panel.add("circle", { cx: x, cy: y, r, fill: "none", stroke: RULE });
+      panel.text(x - r, y - r + 6, String(i + 1), { fill: MUTED });
+      for (const [vector, color] of [[key, ORANGE], [query, BLUE]])
+        panel.arrow(x, y, x + (r / 1.15) * vector[2 * i], y - (r / 1.15) * vector[2 * i + 1], color);
+    }
+    panel.text(panel.width / 2 - 34, 2 * cell + 14, "query", { fill: BLUE });
+    panel.text(panel.width / 2 + 34, 2 * cell + 14, "key", { fill: ORANGE });
+  }
+
+  function drawLogits(panel, turned, added, delta) {
+    panel.clear(285, `The logit against the distance from query to key: at distance ${delta} ${short(turned(delta))} for ` +
+      `rotary, ${short(added(delta))} for added codes.`);
+    const box = { left: 34, right: panel.width - 10, top: 40, bottom: 240 };
+    const [X, Y] = panel.axes(box,
+      { range: [-40, 40], label: "distance from query to key", ticks: [-40, -20, 0, 20, 40].map(v => [v, String(v).replace("-", "−")]) },
+      { range: [-8, 14], label: "logit", ticks: [-5, 0, 5, 10].map(v => [v, String(v).replace("-", "−")]) });
+    for (const [f, color, dash] of [[added, RED, "5 4"], [turned, GREEN, "none"]]) {
+      panel.line(range(161, n => [X(n / 2 - 40), Y(f(n / 2 - 40))]), { stroke: color, "stroke-dasharray": dash });
+      panel.dot(X(delta), Y(f(delta)), { fill: color });
+    }
+    panel.text(box.right, box.top - 10, "rotary", { fill: GREEN, "text-anchor": "end" });
+    panel.text(box.right - 52, box.top - 10, "codes added (dashed)", { fill: RED, "text-anchor": "end" });
+  }
+
   // --- start ---------------------------------------------------------------------------------------------------
 
-  const explorers = { saturation };
+  const explorers = { saturation, sinusoids: sinusoidalCode, rotary: rotaryLogits };
 
   function start(figure) {
     const name = [...figure.classList].find(word => word.startsWith("explorer-")).slice("explorer-".length);
@@ -271,5 +396,5 @@ const attnlibExplorers = (() => {
   }
 
   for (const figure of document.querySelectorAll("figure.explorer")) start(figure);
-  return { formulas: { softmax, frequencies, sinusoids, normals } };
+  return { formulas: { softmax, sinusoids, rotary, normals } };
 })();

@@ -1,5 +1,6 @@
 """The figures that move: each control changes them, and their formulas are the library's."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from docutils.parsers.rst import directives
 from docutils.utils import SystemMessage
 
 import explorers as directive
-from attnlib.position import sinusoidal_encoding
+from attnlib.position import apply_rotary, sinusoidal_encoding
 from tools import explorers, plain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +69,7 @@ def test_every_control_moves_it_by_keyboard(browser, name, width):
         if not moved(page, control)
     ]
     assert inputs.count() and (still, errors) == ([], [])
+    assert not re.search("NaN|undefined", page.content().split("<script")[0])
     for control in inputs.all():
         box = control.locator("xpath=ancestor-or-self::*[contains(@class, 'control')]").last
         assert min(box.bounding_box()[side] for side in ("width", "height")) >= 24
@@ -120,6 +122,14 @@ def test_softmax_and_sinusoids(formula):
         found = torch.tensor(formula("sinusoids", position, dim, base), dtype=torch.float64)
         table = sinusoidal_encoding(1, dim, offset=position, base=base, dtype=torch.float64)
         torch.testing.assert_close(found, table[0])
+
+
+def test_rotary(formula):
+    x = torch.tensor([[0.9, 0.5, -0.6, 0.9, 1.0, -0.3]], dtype=torch.float64)
+    for position, base in (0, 100.0), (-12, 100.0), (50, 10000.0):
+        expected = apply_rotary(x, torch.tensor([position]), base=base)
+        found = torch.tensor(formula("rotary", x[0].tolist(), position, base))
+        torch.testing.assert_close(found.double(), expected[0], check_dtype=False)
 
 
 def test_normal_numbers_are_normal(formula):
