@@ -385,9 +385,111 @@ const attnlibExplorers = (() => {
     panel.text(box.right - 52, box.top - 10, "codes added (dashed)", { fill: RED, "text-anchor": "end" });
   }
 
+  // --- the shift mask of Swin ----------------------------------------------------------------------------------
+
+  // {window, shift, padded}, each [rows, columns], as attnlib.swin.window_layout
+  function windowLayout(size, windowSize, shiftSize) {
+    const window = size.map((n, i) => Math.min(n, windowSize[i]));
+    const padded = size.map((n, i) => Math.ceil(n / window[i]) * window[i]);
+    const shift = shiftSize.map((s, i) => (padded[i] > window[i] ? s : 0));
+    return { window, shift, padded };
+  }
+
+  // Of a place on the rolled map: its window, its number in it, and which seams it was carried over.
+  function windowed({ window, shift, padded }, y, x) {
+    const inRow = padded[1] / window[1], over = [y, x].map((v, i) => v >= padded[i] - shift[i]);
+    return {
+      window: Math.floor(y / window[0]) * inRow + Math.floor(x / window[1]),
+      token: (y % window[0]) * window[1] + (x % window[1]),
+      region: 2 * over[0] + Number(over[1]),
+    };
+  }
+
+  // The regions of the tokens of each window; two tokens may meet where these are equal.
+  function windowRegions(layout) {
+    const { window, padded } = layout, tokens = window[0] * window[1];
+    const regions = range((padded[0] * padded[1]) / tokens, () => Array(tokens));
+    for (const y of range(padded[0]))
+      for (const x of range(padded[1])) {
+        const place = windowed(layout, y, x);
+        regions[place.window][place.token] = place.region;
+      }
+    return regions;
+  }
+
+  // (windows, N, N), as attnlib.swin.shift_mask
+  const shiftMask = layout => windowRegions(layout).map(own => own.map(a => own.map(b => a === b)));
+
+  const REGIONS = [BLUE, ORANGE, GREEN, RED];
+
+  function shiftExplorer(stage) {
+    const rows = stage.slider("rows", { min: 2, max: 14, value: 8 });
+    const columns = stage.slider("columns", { min: 2, max: 14, value: 8 });
+    const size = stage.slider("window M", { min: 2, max: 7, value: 4 });
+    const by = stage.slider("shift s", { min: 0, max: 3, value: 2 });
+    const row = stage.slider("query row", { min: 1, max: 8, value: 2 });
+    const column = stage.slider("query column", { min: 1, max: 8, value: 6 });
+    const map = stage.panel(215), rolled = stage.panel(215), mask = stage.panel(215);
+    const choose = (y, x) => { row.value = y + 1; column.value = x + 1; stage.update(); };
+
+    return () => {
+      by.limit(0, size.value - 1);
+      const layout = windowLayout([rows.value, columns.value], [size.value, size.value], [by.value, by.value]);
+      const { padded, shift, window } = layout;
+      row.limit(1, padded[0]);
+      column.limit(1, padded[1]);
+      const query = [row.value - 1, column.value - 1];
+      const roll = place => place.map((v, i) => (v - shift[i] + padded[i]) % padded[i]);
+      const at = (y, x) => windowed(layout, ...roll([y, x])), own = at(...query);
+      const meets = (y, x) => at(y, x).window === own.window && at(y, x).region === own.region;
+      const tokens = { size: [rows.value, columns.value], padded, query, at, meets, choose };
+      drawMap(map, "the map, moved grid", tokens, place => place, shift, window);
+      drawMap(rolled, "rolled: windows fit", tokens, roll, [0, 0], window);
+      drawMask(mask, windowRegions(layout)[own.window], own);
+      const met = windowRegions(layout)[own.window].filter(region => region === own.region).length;
+      const cells = new Set(windowRegions(layout)[own.window]).size;
+      stage.say(`The query in row ${row.value}, column ${column.value} falls into a window of ${window[0] * window[1]} ` +
+        `tokens and may attend to ${met} of them, those of its cell. Its window holds ${cells} ` +
+        `cell${cells > 1 ? "s" : ""}` +
+        (padded[0] * padded[1] > rows.value * columns.value ? "; pale tokens are padding." : "."));
+    };
+  }
+
+  // A map of tokens, each drawn where `place` puts it, with the lines of a grid that begins at `start`.
+  function drawMap(panel, title, { size, padded, query, at, meets, choose }, place, start, window) {
+    const side = Math.min(26, (panel.width - 4) / padded[1]), left = (panel.width - side * padded[1]) / 2, top = 24;
+    panel.clear(top + side * padded[0] + 6, `${title}: ${padded[0]} rows and ${padded[1]} columns of tokens, the ` +
+      `query in row ${query[0] + 1}, column ${query[1] + 1}.`);
+    panel.text(panel.width / 2, 14, title, { fill: MUTED });
+    for (const y of range(padded[0]))
+      for (const x of range(padded[1])) {
+        const [py, px] = place([y, x]), outside = y >= size[0] || x >= size[1], asks = y === query[0] && x === query[1];
+        const opacity = (meets(y, x) ? 0.85 : 0.22) * (outside ? 0.5 : 1);
+        panel.rect(left + px * side + 1, top + py * side + 1, side - 2, side - 2, {
+          fill: REGIONS[at(y, x).region], opacity, class: "press", onclick: () => choose(y, x) });
+        if (asks) panel.dot(left + (px + 0.5) * side, top + (py + 0.5) * side, { fill: TEXT, r: side / 4.5 });
+      }
+    const lines = axis => [0, padded[axis], ...range(padded[axis] + 1).filter(v => (v - start[axis]) % window[axis] === 0)];
+    for (const y of lines(0))
+      panel.line([[left, top + y * side], [left + padded[1] * side, top + y * side]], { stroke: TEXT, "stroke-width": 1.5 });
+    for (const x of lines(1))
+      panel.line([[left + x * side, top], [left + x * side, top + padded[0] * side]], { stroke: TEXT, "stroke-width": 1.5 });
+  }
+
+  function drawMask(panel, regions, own) {
+    const n = regions.length, span = Math.min(210, panel.width - 4), side = span / n, left = (panel.width - span) / 2;
+    panel.clear(24 + span + 24, `The mask of the query's window, ${n} by ${n}: a square is filled where a query, its row, ` +
+      `may attend to a key, its column.`);
+    panel.text(panel.width / 2, 14, `mask of its window, ${n} × ${n}`, { fill: MUTED });
+    regions.forEach((a, i) => regions.forEach((b, j) => panel.rect(left + j * side, 24 + i * side, side - 0.5, side - 0.5,
+      { fill: a === b ? REGIONS[a] : RULE, opacity: a === b ? (i === own.token ? 1 : 0.6) : 0.4 })));
+    panel.rect(left - 1, 24 + own.token * side - 1, span + 2, side + 2, { fill: "none", stroke: TEXT, "stroke-width": 1.5 });
+    panel.text(panel.width / 2, 24 + span + 18, "the query's row is framed", { fill: MUTED });
+  }
+
   // --- start ---------------------------------------------------------------------------------------------------
 
-  const explorers = { saturation, sinusoids: sinusoidalCode, rotary: rotaryLogits };
+  const explorers = { saturation, sinusoids: sinusoidalCode, rotary: rotaryLogits, "shift-mask": shiftExplorer };
 
   function start(figure) {
     const name = [...figure.classList].find(word => word.startsWith("explorer-")).slice("explorer-".length);
@@ -396,5 +498,5 @@ const attnlibExplorers = (() => {
   }
 
   for (const figure of document.querySelectorAll("figure.explorer")) start(figure);
-  return { formulas: { softmax, sinusoids, rotary, normals } };
+  return { formulas: { softmax, sinusoids, rotary, normals, windowLayout, shiftMask } };
 })();

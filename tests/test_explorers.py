@@ -12,6 +12,7 @@ from docutils.utils import SystemMessage
 
 import explorers as directive
 from attnlib.position import apply_rotary, sinusoidal_encoding
+from attnlib.swin import shift_mask, window_layout
 from tools import explorers, plain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,6 +131,19 @@ def test_rotary(formula):
         expected = apply_rotary(x, torch.tensor([position]), base=base)
         found = torch.tensor(formula("rotary", x[0].tolist(), position, base))
         torch.testing.assert_close(found.double(), expected[0], check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    "size, window, shift", [((8, 8), 4, 2), ((7, 10), 4, 1), ((3, 14), 5, 4), ((6, 6), 7, 3)]
+)
+def test_shift_mask(formula, size, window, shift):
+    """Also for maps that are padded, or smaller than the window along one axis or both."""
+    ours = window_layout(size, (window, window), (shift, shift))
+    layout = formula("windowLayout", size, [window, window], [shift, shift])
+    assert {key: tuple(pair) for key, pair in layout.items()} == {
+        key: getattr(ours, key) for key in ("window", "shift", "padded")
+    }
+    assert torch.equal(torch.tensor(formula("shiftMask", layout)), shift_mask(ours))
 
 
 def test_normal_numbers_are_normal(formula):

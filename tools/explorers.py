@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "_static"
 FOLDER = STATIC / "explorers"
-EXPLORERS = ["saturation", "sinusoids", "rotary"]
+EXPLORERS = ["saturation", "sinusoids", "rotary", "shift-mask"]
 PAGE = """<!doctype html><html lang="en" data-theme="{theme}"><body style="margin: 0">
 <article class="bd-article" style="width: {width}px; background: var(--paper)">
 <figure class="explorer explorer-{name}" style="margin: 0; border: 0"><img alt=""></figure>
