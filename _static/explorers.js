@@ -487,16 +487,105 @@ const attnlibExplorers = (() => {
     panel.text(panel.width / 2, 24 + span + 18, "the query's row is framed", { fill: MUTED });
   }
 
-  // --- start ---------------------------------------------------------------------------------------------------
+  // --- a Vision Transformer: whom does a patch ask? ------------------------------------------------------------
 
-  const explorers = { saturation, sinusoids: sinusoidalCode, rotary: rotaryLogits, "shift-mask": shiftExplorer };
-
-  function start(figure) {
-    const name = [...figure.classList].find(word => word.startsWith("explorer-")).slice("explorer-".length);
-    const stage = new Stage(figure);
-    stage.run(explorers[name](stage));
+  // Weights as tools.explorers packs them: a byte each, 255 times the square root.
+  function unpacked(text) {
+    const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
+    return start => i => (bytes[start + i] / 255) ** 2;
   }
 
-  for (const figure of document.querySelectorAll("figure.explorer")) start(figure);
+  const SIDE = 8, TOKENS = 1 + SIDE * SIDE, BRIGHT = 8; // patches in a row; tokens; what is drawn full, in even shares
+  const strength = weight => Math.min(1, (weight * TOKENS) / BRIGHT);
+  const percent = x => (x < 0.1 ? `${(100 * x).toFixed(1)}%` : `${Math.round(100 * x)}%`);
+
+  function patchExplorer(stage, { pictures }) {
+    const maps = pictures.map(picture => unpacked(picture.maps));
+    const which = stage.choice("picture", pictures.map((picture, i) => [i, picture.title]), 0);
+    const row = stage.slider("query row", { min: 1, max: SIDE, value: 4 });
+    const column = stage.slider("query column", { min: 1, max: SIDE, value: 4 });
+    const block = stage.slider("block", { min: 1, max: 6, value: 3 });
+    const head = stage.slider("head", { min: 1, max: 4, value: 2 });
+    const token = stage.check("the class token asks");
+    const view = stage.panel(300), all = stage.panel(300);
+
+    return () => {
+      const { blocks, heads, image } = pictures[which.value];
+      block.limit(1, blocks);
+      const query = token.value ? 0 : 1 + SIDE * (row.value - 1) + column.value - 1;
+      const weights = (l, h) => maps[which.value](((l * heads + h) * TOKENS + query) * TOKENS);
+      const own = weights(block.value - 1, head.value - 1);
+      const ask = i => { row.value = Math.floor(i / SIDE) + 1; column.value = (i % SIDE) + 1; stage.update(); };
+      const pick = (l, h) => { block.value = l + 1; head.value = h + 1; stage.update(); };
+      drawPicture(view, image, own, query, ask);
+      drawHeads(all, blocks, heads, weights, query, [block.value - 1, head.value - 1], pick);
+      const most = range(SIDE * SIDE).reduce((a, b) => (own(1 + b) > own(1 + a) ? b : a));
+      stage.say(`Block ${block.value}, head ${head.value}: ${query ? `the patch in row ${row.value}, column ${column.value}` : "the class token"} ` +
+        `gives most to the patch in row ${Math.floor(most / SIDE) + 1}, column ${most % SIDE + 1}: ${percent(own(1 + most))} of its weight, ` +
+        `${(own(1 + most) * TOKENS).toFixed(1)} times an even share. The class token gets ${percent(own(0))}.`);
+    };
+  }
+
+  function drawPicture(panel, image, weights, query, ask) {
+    const span = Math.min(300, panel.width), side = span / SIDE, left = (panel.width - span) / 2;
+    panel.clear(span + 4, "The picture, dark but for the patches to which the query attends.");
+    panel.add("image", { href: image, x: left, y: 2, width: span, height: span });
+    for (const i of range(SIDE * SIDE))
+      panel.rect(left + (i % SIDE) * side, 2 + Math.floor(i / SIDE) * side, side, side, {
+        fill: "#000", opacity: 0.82 * (1 - strength(weights(1 + i))), class: "press", onclick: () => ask(i) });
+    if (query) {
+      const [x, y] = [left + ((query - 1) % SIDE) * side, 2 + Math.floor((query - 1) / SIDE) * side];
+      panel.rect(x, y, side, side, { fill: "none", stroke: "#fff", "stroke-width": 5 });
+      panel.rect(x, y, side, side, { fill: "none", stroke: "#d55e00", "stroke-width": 3 });
+    }
+  }
+
+  function drawHeads(panel, blocks, heads, weights, query, [block, head], pick) {
+    const cell = Math.min((panel.width - 62) / heads, 64), side = (cell - 10) / SIDE, left = 62;
+    panel.clear(22 + blocks * cell, `The maps of the same query in all ${heads} heads of all ${blocks} blocks; that of ` +
+      `block ${block + 1}, head ${head + 1} is framed.`);
+    for (const h of range(heads)) panel.text(left + (h + 0.5) * cell - 5, 13, `head ${h + 1}`, { fill: MUTED });
+    for (const l of range(blocks)) {
+      panel.text(left - 10, 22 + (l + 0.5) * cell, `block ${l + 1}`, { fill: MUTED, "text-anchor": "end" });
+      for (const h of range(heads)) {
+        const own = weights(l, h), x = left + h * cell, y = 20 + l * cell, chosen = l === block && h === head;
+        panel.rect(x, y, SIDE * side, SIDE * side, { fill: "var(--shade)", class: "press", onclick: () => pick(l, h),
+          stroke: chosen ? ORANGE : RULE, "stroke-width": chosen ? 4 : 1 });
+        for (const i of range(SIDE * SIDE))
+          if (strength(own(1 + i)) > 0.02)
+            panel.rect(x + (i % SIDE) * side, y + Math.floor(i / SIDE) * side, side, side, {
+              fill: BLUE, opacity: strength(own(1 + i)), "pointer-events": "none" });
+        if (query) panel.add("circle", { cx: x + ((query - 1) % SIDE + 0.5) * side, cy: y + (Math.floor((query - 1) / SIDE) + 0.5) * side,
+          r: 2.5, fill: ORANGE, "pointer-events": "none" });
+      }
+    }
+  }
+
+  // --- start ---------------------------------------------------------------------------------------------------
+
+  const explorers = { saturation, sinusoids: sinusoidalCode, rotary: rotaryLogits, "shift-mask": shiftExplorer, patches: patchExplorer };
+
+  const WITH_DATA = new Set(["patches"]); // of _static/explorers/NAME.js, which `python -m tools.explorers` writes
+  const folder = (document.currentScript?.src || "").replace(/explorers\.js.*/, "explorers/");
+  globalThis.explorerData ??= {};
+
+  // Calls `then` once the explorer's data are there: they come when its figure is near.
+  function load(name, figure, then) {
+    if (!WITH_DATA.has(name) || explorerData[name]) return then();
+    const near = new IntersectionObserver(entries => {
+      if (!entries.some(entry => entry.isIntersecting)) return;
+      near.disconnect();
+      document.head.append(html("script", { src: `${folder}${name}.js`, onload: then }));
+    }, { rootMargin: "800px" });
+    near.observe(figure);
+  }
+
+  for (const figure of document.querySelectorAll("figure.explorer")) {
+    const name = [...figure.classList].find(word => word.startsWith("explorer-")).slice("explorer-".length);
+    load(name, figure, () => {
+      const stage = new Stage(figure);
+      stage.run(explorers[name](stage, explorerData[name]));
+    });
+  }
   return { formulas: { softmax, sinusoids, rotary, normals, windowLayout, shiftMask } };
 })();

@@ -1,14 +1,18 @@
 """The figures that move: each control changes them, and their formulas are the library's."""
 
+import base64
+import io
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from docutils.core import publish_doctree
 from docutils.parsers.rst import directives
 from docutils.utils import SystemMessage
+from PIL import Image
 
 import explorers as directive
 from attnlib.position import apply_rotary, sinusoidal_encoding
@@ -95,8 +99,44 @@ def test_it_says_what_it_shows(browser, name):
 @every_explorer
 def test_its_data_are_small(name):
     path = explorers.FOLDER / f"{name}.js"
+    assert path.exists() == (name in explorers.DATA)
     assert not path.exists() or path.stat().st_size <= 300_000
     assert (explorers.FOLDER / f"{name}.png").stat().st_size <= 150_000
+
+
+def same(ours, theirs):
+    """Whether data are the same up to rounding, packed ones up to two steps."""
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(ours, str) and len(ours) > 500:
+        a, b = map(steps, (ours, theirs))
+        return a.shape == b.shape and np.abs(a - b).max() <= 2
+    return ours == (pytest.approx(theirs, abs=2e-3) if isinstance(ours, float) else theirs)
+
+
+def steps(text):
+    data = base64.b64decode(text.split(",")[-1])
+    if text.startswith("data:"):
+        return np.asarray(Image.open(io.BytesIO(data)), dtype=int)
+    return np.frombuffer(data, dtype=np.uint8).astype(int)
+
+
+@pytest.mark.parametrize("name", explorers.DATA)
+def test_its_data_are_what_the_library_gives(name):
+    assert same(explorers.DATA[name](), explorers.read_data(name)), (
+        f"run `python -m tools.explorers {name}`"
+    )
+
+
+def test_other_data_are_noticed():
+    found = explorers.read_data("patches")
+    text = found["pictures"][0]["maps"]
+    found["pictures"][0]["maps"] = (
+        text[:1000] + ("A" if text[1000] != "A" else "g") + text[1001:]
+    )
+    assert same(found, found) and not same(explorers.read_data("patches"), found)
 
 
 def test_all_are_in_the_book():

@@ -7,18 +7,85 @@ start, taken by Chromium. With --only-data no browser is needed.
 """
 
 import argparse
+import base64
+import io
+import json
 import os
 import shutil
 from pathlib import Path
 
+import matplotlib.image
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from sklearn.datasets import load_sample_image
+
+from attnlib.data import collages
+from attnlib.models import create_model
+from attnlib.practice import prepared
+
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "_static"
 FOLDER = STATIC / "explorers"
-EXPLORERS = ["saturation", "sinusoids", "rotary", "shift-mask"]
+EXPLORERS = ["saturation", "sinusoids", "rotary", "shift-mask", "patches"]
 PAGE = """<!doctype html><html lang="en" data-theme="{theme}"><body style="margin: 0">
 <article class="bd-article" style="width: {width}px; background: var(--paper)">
 <figure class="explorer explorer-{name}" style="margin: 0; border: 0"><img alt=""></figure>
 </article></body></html>"""
+
+
+# --- data of trained models -------------------------------------------------------------------
+
+
+def packed(weights):
+    """Weights as base64: a byte each, for the square root, so that small ones keep digits."""
+    steps = (255 * weights.double().sqrt()).round().to(torch.uint8)
+    return base64.b64encode(steps.flatten().numpy().tobytes()).decode()
+
+
+def as_png(image):
+    """A picture (3, H, W), from 0 to 1, as an address that holds it."""
+    file = io.BytesIO()
+    matplotlib.image.imsave(file, image.permute(1, 2, 0).numpy(), format="png")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+@torch.no_grad()
+def patches():
+    """Attention of every patch to every other, in all blocks and heads of two small models."""
+    flower = torch.tensor(load_sample_image("flower.jpg")).permute(2, 0, 1)[None] / 255
+    flower = F.interpolate(
+        flower[..., 50:250, 190:390], (64, 64), mode="bicubic", antialias=True
+    ).clamp(0, 1)
+    collage = collages(12, "test", seed=3)["image"][5:6]  # that of the chapter's first figure
+    found = []
+    for title, name, image in (
+        ("a flower (masked autoencoder)", "mae_photographs", flower),
+        ("a collage (names the largest digit)", "vit_collages", collage),
+    ):
+        model = create_model(name, pretrained=True)
+        model = (model.encoder() if name == "mae_photographs" else model).eval()
+        maps = torch.cat(model.attention_maps(prepared(image, name)))  # (blocks, heads, 65, 65)
+        picture = dict(title=title, blocks=maps.shape[0], heads=maps.shape[1])
+        found.append(picture | dict(image=as_png(image[0]), maps=packed(maps)))
+    return dict(pictures=found)
+
+
+DATA = {"patches": patches}
+
+
+def write_data(name, folder=FOLDER):
+    """A script that keeps an explorer's data where explorers.js looks for them."""
+    text = json.dumps(DATA[name](), ensure_ascii=False, separators=(",", ":"))
+    (folder / f"{name}.js").write_text(f'explorerData["{name}"] = {text};\n', encoding="utf-8")
+
+
+def read_data(name, folder=FOLDER):
+    text = (folder / f"{name}.js").read_text(encoding="utf-8")
+    return json.loads(text.split(" = ", 1)[1].rstrip(";\n"))
+
+
+# --- pictures for readers without scripts -----------------------------------------------------
 
 
 def opened(browser, name, width=752, theme="light"):
@@ -26,7 +93,8 @@ def opened(browser, name, width=752, theme="light"):
     page = browser.new_page(viewport={"width": width, "height": 900}, device_scale_factor=1.5)
     page.set_content(PAGE.format(name=name, width=width, theme=theme))
     page.add_style_tag(path=STATIC / "book.css")
-    if (FOLDER / f"{name}.js").exists():
+    page.evaluate("globalThis.explorerData = {}")
+    if name in DATA:
         page.add_script_tag(path=FOLDER / f"{name}.js")
     page.add_script_tag(path=STATIC / "explorers.js")
     page.wait_for_selector("figure.explorer svg *", state="attached")
@@ -51,7 +119,9 @@ def take_pictures(names, folder=FOLDER):
         browser = chromium(playwright)
         for name in names:
             page = opened(browser, name)
-            page.locator("figure.explorer").screenshot(path=folder / f"{name}.png")
+            picture = page.locator("figure.explorer").screenshot()
+            few = Image.open(io.BytesIO(picture)).convert("RGB").quantize(128)
+            few.save(folder / f"{name}.png", optimize=True)
             page.close()
         browser.close()
 
@@ -61,7 +131,12 @@ def main():
     parser.add_argument("names", nargs="*", help=f"some of {EXPLORERS}; all by default")
     parser.add_argument("--only-data", action="store_true", help="no pictures, no browser")
     arguments = parser.parse_args()
-    take_pictures(arguments.names or EXPLORERS)
+    names = arguments.names or EXPLORERS
+    for name in names:
+        if name in DATA:
+            write_data(name)
+    if not arguments.only_data:
+        take_pictures(names)
 
 
 if __name__ == "__main__":
