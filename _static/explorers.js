@@ -94,6 +94,22 @@ const attnlibExplorers = (() => {
       return { get value() { return input.checked; } };
     }
 
+    // A row of words, one of which is chosen; `set` puts others there.
+    tokens(label) {
+      const group = html("fieldset", { class: "words" }), name = `explorer-words-${++count}`;
+      this.controls.append(group);
+      let chosen = 0;
+      return {
+        get value() { return chosen; },
+        set: (words, value) => {
+          chosen = value;
+          const entries = words.map((word, i) => html("label", { class: "control word" },
+            html("input", { type: "radio", name, checked: i === value, onchange: () => { chosen = i; this.update(); } }), word));
+          group.replaceChildren(html("legend", {}, label), ...entries);
+        },
+      };
+    }
+
     button(label, action) {
       const press = () => { action(); this.update(); };
       this.controls.append(html("button", { type: "button", class: "control", onclick: press }, label));
@@ -561,11 +577,58 @@ const attnlibExplorers = (() => {
     }
   }
 
+  // --- a translator: what does each head look at? --------------------------------------------------------------
+
+  const KINDS = [["cross", "German asks English"], ["encoder", "English asks English"], ["decoder", "German asks German"]];
+
+  function headExplorer(stage, { layers, heads, numbers }) {
+    const which = stage.choice("number", numbers.map(({ number }, i) => [i, number.toLocaleString("en")]), 0);
+    const kind = stage.choice("attention", KINDS);
+    const token = stage.tokens("the query: the token to be said, or read"), table = stage.panel(600);
+    let shown = "";
+
+    return () => {
+      const own = numbers[which.value], said = own.target.slice(1), read = own.target.slice(0, -1);
+      const queries = kind.value === "encoder" ? own.source : said;
+      const keys = kind.value === "decoder" ? read : own.source;
+      if (shown !== `${which.value} ${kind.value}`) token.set(queries, Math.min(2, queries.length - 1));
+      shown = `${which.value} ${kind.value}`;
+      const query = token.value, row = unpacked(own[kind.value]);
+      const weights = range(layers * heads, lh => range(keys.length, row((lh * queries.length + query) * keys.length)));
+      drawTable(table, keys, weights, heads, queries[query]);
+      const tops = weights.map(w => Math.max(...w)), sharpest = tops.indexOf(Math.max(...tops));
+      const mean = keys.map((_, j) => sum(weights.map(w => w[j])) / weights.length), most = Math.max(...mean);
+      stage.say(`${kind.value === "encoder" ? "Reading" : "To say"} “${queries[query]}”, the sharpest head, ${Math.floor(sharpest / heads) + 1}.` +
+        `${sharpest % heads + 1}, gives ${percent(tops[sharpest])} to “${keys[weights[sharpest].indexOf(tops[sharpest])]}”. ` +
+        `In the mean of all heads “${keys[mean.indexOf(most)]}” leads with ${percent(most)}.`);
+    };
+  }
+
+  // Rows are keys, columns the heads, layer by layer.
+  function drawTable(panel, keys, weights, heads, query) {
+    const left = Math.min(96, panel.width * 0.24), gap = 10, count = weights.length, high = 25, top = 40;
+    const wide = (panel.width - left - gap) / count, X = lh => left + lh * wide + (lh >= heads ? gap : 0);
+    panel.clear(top + keys.length * high + 4, `The weights of ${count} heads, ${heads} in each layer, for the query ` +
+      `“${query}”; rows are the keys ${keys.join(", ")}.`);
+    weights.forEach((own, lh) => {
+      if (lh % heads === 0) panel.text(X(lh) + (wide * heads) / 2, 13, `layer ${lh / heads + 1}`, { fill: MUTED });
+      panel.text(X(lh) + wide / 2, 31, `${Math.floor(lh / heads) + 1}.${lh % heads + 1}`, { fill: MUTED });
+      own.forEach((weight, j) => {
+        const y = top + j * high;
+        panel.rect(X(lh) + 1, y + 1, wide - 2, high - 2, { fill: "var(--shade)" });
+        panel.rect(X(lh) + 1, y + 1, wide - 2, high - 2, { fill: BLUE, opacity: weight });
+        if (weight >= 0.095) panel.text(X(lh) + wide / 2, y + 17, weight.toFixed(2).replace(/^0/, ""),
+          weight > 0.5 ? { fill: "var(--paper)" } : {});
+      });
+    });
+    keys.forEach((key, j) => panel.text(left - 8, top + j * high + 17, key, { "text-anchor": "end" }));
+  }
+
   // --- start ---------------------------------------------------------------------------------------------------
 
-  const explorers = { saturation, sinusoids: sinusoidalCode, rotary: rotaryLogits, "shift-mask": shiftExplorer, patches: patchExplorer };
+  const explorers = { saturation, sinusoids: sinusoidalCode, rotary: rotaryLogits, "shift-mask": shiftExplorer, patches: patchExplorer, heads: headExplorer };
 
-  const WITH_DATA = new Set(["patches"]); // of _static/explorers/NAME.js, which `python -m tools.explorers` writes
+  const WITH_DATA = new Set(["patches", "heads"]); // of _static/explorers/NAME.js, which `python -m tools.explorers` writes
   const folder = (document.currentScript?.src || "").replace(/explorers\.js.*/, "explorers/");
   globalThis.explorerData ??= {};
 

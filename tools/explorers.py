@@ -20,14 +20,16 @@ import torch.nn.functional as F
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from attnlib.data import collages
+from attnlib.data import collages, encode, number_words
+from attnlib.decoding import greedy
 from attnlib.models import create_model
 from attnlib.practice import prepared
+from attnlib.recipes import translator
 
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "_static"
 FOLDER = STATIC / "explorers"
-EXPLORERS = ["saturation", "sinusoids", "rotary", "shift-mask", "patches"]
+EXPLORERS = ["saturation", "sinusoids", "rotary", "shift-mask", "patches", "heads"]
 PAGE = """<!doctype html><html lang="en" data-theme="{theme}"><body style="margin: 0">
 <article class="bd-article" style="width: {width}px; background: var(--paper)">
 <figure class="explorer explorer-{name}" style="margin: 0; border: 0"><img alt=""></figure>
@@ -71,7 +73,29 @@ def patches():
     return dict(pictures=found)
 
 
-DATA = {"patches": patches}
+NUMBERS = [933274, 366396, 555555, 48021, 120012]
+
+
+@torch.no_grad()
+def heads():
+    """Attention of the translator of numbers in all layers and heads, for its own answers."""
+    model, tokenizer = translator()
+    found = []
+    for number in NUMBERS:
+        source = encode(tokenizer, number_words([number], "en"))  # (1, M)
+        target = F.pad(greedy(model, source, 48), (1, 0), value=tokenizer.token_to_id("<s>"))
+        words = {
+            side: [tokenizer.id_to_token(i).replace("▁", "_") for i in tokens[0].tolist()]
+            for side, tokens in (("source", source), ("target", target))
+        }
+        maps = model.attention_maps(source, target[:, :-1])  # cross: (1, h, N, M) a layer
+        packs = {kind: packed(torch.cat(layers)) for kind, layers in maps.items()}
+        found.append(dict(number=number) | words | packs)
+    layers, count = torch.cat(maps["cross"]).shape[:2]
+    return dict(layers=layers, heads=count, numbers=found)
+
+
+DATA = {"patches": patches, "heads": heads}
 
 
 def write_data(name, folder=FOLDER):
