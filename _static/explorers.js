@@ -624,9 +624,74 @@ const attnlibExplorers = (() => {
     keys.forEach((key, j) => panel.text(left - 8, top + j * high + 17, key, { "text-anchor": "end" }));
   }
 
+  // --- operations against length and window --------------------------------------------------------------------
+
+  // Of a block, for one of n tokens of width c, with heads of width d: its four linear layers, and three kinds of
+  // attention, which are attnlib's attention, local_attention (causal) and linear_attention.
+  const operations = (n, c, w, d) => ({
+    layers: 24 * c * c, exact: 4 * n * c, window: 4 * 2 * w * c, linear: 4 * (d + 1) * c });
+
+  const METHODS = [["exact", BLUE, "none"], ["window", ORANGE, "7 4"], ["linear", GREEN, "2 4"]];
+  const grouped = x => Math.round(x).toLocaleString("en");
+
+  function crossover(stage) {
+    const power = { min: 0, step: 1, text: e => grouped(2 ** e) };
+    const length = stage.slider("length N", { ...power, min: 5, max: 17, value: 12 });
+    const width = stage.slider("width C", { ...power, min: 6, max: 13, value: 9 });
+    const window = stage.slider("window w", { ...power, min: 4, max: 12, value: 7 });
+    const head = stage.slider("head width d", { ...power, min: 4, max: 8, value: 6 });
+    const curves = stage.panel(380, 1.6), bars = stage.panel(240);
+
+    return () => {
+      const [n, c, w, d] = [length, width, window, head].map(slider => 2 ** slider.value), cost = operations(n, c, w, d);
+      drawCosts(curves, n, m => operations(m, c, w, d), [[2 * w, "2w", ORANGE], [d + 1, "d + 1", GREEN], [6 * c, "6C", MUTED]]);
+      drawBlocks(bars, cost);
+      const whole = kind => cost.layers + cost[kind], share = kind => `${Math.round(100 * whole(kind) / whole("exact"))}%`;
+      stage.say(`At ${grouped(n)} tokens exact attention takes ${percent(cost.exact / whole("exact"))} of the block's operations, ` +
+        `and the linear layers the rest. With a window of ${grouped(w)} in its place the block takes ${share("window")} of what it ` +
+        `took, with linear attention ${share("linear")}.`);
+    };
+  }
+
+  function drawCosts(panel, n, cost, crossings) {
+    panel.clear(330, `Operations for a token against the length. Exact attention crosses ` +
+      crossings.map(([at, name]) => `at N = ${name}, ${grouped(at)}`).join(", ") + `; the length ${grouped(n)} is marked.`);
+    const box = { left: 44, right: panel.width - 12, top: 60, bottom: 284 };
+    const [X, Y] = panel.axes(box,
+      { range: [16, 131072], log: true, label: "length N", ticks: [[16, "16"], [128, "128"], [1024, "1k"], [8192, "8k"], [65536, "64k"]] },
+      { range: [1e3, 1e10], log: true, label: "operations for a token", ticks: [[1e3, "10³"], [1e5, "10⁵"], [1e7, "10⁷"], [1e9, "10⁹"]] });
+    const lengths = [16, 131072];
+    panel.line(lengths.map(m => [X(m), Y(cost(m).layers)]), { stroke: MUTED });
+    for (const [kind, color, dash] of METHODS)
+      panel.line(lengths.map(m => [X(m), Y(cost(m)[kind])]), { stroke: color, "stroke-dasharray": dash });
+    for (const [at, name, color] of crossings)
+      if (at <= 131072) {
+        panel.line([[X(at), Y(cost(at).exact)], [X(at), box.bottom]], { stroke: color, "stroke-width": 1 });
+        panel.add("circle", { cx: X(at), cy: Y(cost(at).exact), r: 5, fill: "var(--paper)", stroke: color, "stroke-width": 2 });
+        panel.text(X(at), Y(cost(at).exact) - 10, name, { fill: color, "text-anchor": "end" });
+      }
+    panel.line([[X(n), box.top], [X(n), box.bottom]], { stroke: TEXT, "stroke-dasharray": "2 3", "stroke-width": 1.5 });
+    for (const [kind, color] of METHODS) panel.dot(X(n), Y(cost(n)[kind]), { fill: color });
+    panel.text(box.left, 16, "linear layers", { fill: MUTED, "text-anchor": "start" });
+    METHODS.forEach(([kind, color], i) => panel.text(box.left + [92, 142, 206][i], 16, kind, { fill: color, "text-anchor": "start" }));
+  }
+
+  function drawBlocks(panel, cost) {
+    const most = cost.layers + Math.max(...METHODS.map(([kind]) => cost[kind])), wide = panel.width - 12;
+    panel.clear(250, "The operations of a whole block with each kind of attention: " +
+      METHODS.map(([kind]) => `${kind} ${grouped(cost.layers + cost[kind])}`).join(", ") + " for a token.");
+    panel.text(4, 16, "a block, for a token", { fill: MUTED, "text-anchor": "start" });
+    METHODS.forEach(([kind, color], i) => {
+      const y = 40 + 68 * i, layers = (wide * cost.layers) / most, own = (wide * cost[kind]) / most;
+      panel.text(4, y, `${kind}: ${grouped((cost.layers + cost[kind]) / 1e3)} thousand`, { fill: color, "text-anchor": "start" });
+      panel.rect(4, y + 8, layers, 26, { fill: MUTED, opacity: 0.55 });
+      panel.rect(4 + layers, y + 8, own, 26, { fill: color });
+    });
+  }
+
   // --- start ---------------------------------------------------------------------------------------------------
 
-  const explorers = { saturation, sinusoids: sinusoidalCode, rotary: rotaryLogits, "shift-mask": shiftExplorer, patches: patchExplorer, heads: headExplorer };
+  const explorers = { saturation, sinusoids: sinusoidalCode, rotary: rotaryLogits, "shift-mask": shiftExplorer, patches: patchExplorer, heads: headExplorer, crossover };
 
   const WITH_DATA = new Set(["patches", "heads"]); // of _static/explorers/NAME.js, which `python -m tools.explorers` writes
   const folder = (document.currentScript?.src || "").replace(/explorers\.js.*/, "explorers/");
@@ -650,5 +715,5 @@ const attnlibExplorers = (() => {
       stage.run(explorers[name](stage, explorerData[name]));
     });
   }
-  return { formulas: { softmax, sinusoids, rotary, normals, windowLayout, shiftMask } };
+  return { formulas: { softmax, sinusoids, rotary, normals, windowLayout, shiftMask, operations } };
 })();

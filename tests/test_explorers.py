@@ -15,9 +15,13 @@ from docutils.utils import SystemMessage
 from PIL import Image
 
 import explorers as directive
+from attnlib.attention import attention
+from attnlib.cost import count_operations
 from attnlib.data import number_words
+from attnlib.efficient import linear_attention, local_attention
 from attnlib.position import apply_rotary, sinusoidal_encoding
 from attnlib.swin import shift_mask, window_layout
+from attnlib.vit import Block
 from tools import explorers, plain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -191,6 +195,23 @@ def test_shift_mask(formula, size, window, shift):
         key: getattr(ours, key) for key in ("window", "shift", "padded")
     }
     assert torch.equal(torch.tensor(formula("shiftMask", layout)), shift_mask(ours))
+
+
+def test_operations(formula):
+    """Those that the library's counter finds, for four heads; the linear layers in a block."""
+    n, w, d = 64, 8, 16
+    q, k, v = torch.randn(3, 1, 4, n, d)
+    calls = {
+        "exact": lambda q, k, v: attention(q, k, v),
+        "window": lambda q, k, v: local_attention(q, k, v, w),
+        "linear": lambda q, k, v: linear_attention(q, k, v),
+    }
+    found = formula("operations", n, 4 * d, w, d)
+    assert {kind: count_operations(call, q, k, v).flops for kind, call in calls.items()} == {
+        kind: n * found[kind] for kind in calls
+    }
+    block, x = Block(4 * d, 4).eval(), torch.randn(1, n, 4 * d)
+    assert count_operations(block, x).flops == n * (found["layers"] + found["exact"])
 
 
 def test_normal_numbers_are_normal(formula):

@@ -29,7 +29,7 @@ from attnlib.recipes import translator
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "_static"
 FOLDER = STATIC / "explorers"
-EXPLORERS = ["saturation", "sinusoids", "rotary", "shift-mask", "patches", "heads"]
+EXPLORERS = ["saturation", "sinusoids", "rotary", "shift-mask", "patches", "heads", "crossover"]
 PAGE = """<!doctype html><html lang="en" data-theme="{theme}"><body style="margin: 0">
 <article class="bd-article" style="width: {width}px; background: var(--paper)">
 <figure class="explorer explorer-{name}" style="margin: 0; border: 0"><img alt=""></figure>
