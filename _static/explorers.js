@@ -689,11 +689,82 @@ const attnlibExplorers = (() => {
     });
   }
 
+  // --- beam search: a tree that grows --------------------------------------------------------------------------
+
+  const END = "</s>";
+
+  // The steps of a search with the text of each continuation, its parent's place, and whether it is a result.
+  function grown({ steps }, beams) {
+    let alive = [{ text: "", place: 0 }];
+    return steps.map(step => {
+      const nodes = step.map((node, place) => ({ ...node, place, parent: alive[node.beam].place,
+        text: alive[node.beam].text + (node.token === END ? "" : node.token),
+        ended: node.token === END && place < beams }));
+      alive = nodes.filter(node => node.kept);
+      return nodes;
+    });
+  }
+
+  function beamExplorer(stage, { cases }) {
+    const which = stage.choice("source", cases.map(({ title }, i) => [i, title]), 0);
+    const beams = stage.slider("beams K", { min: 1, max: 4, value: 2 });
+    const step = stage.slider("step", { min: 1, max: 4, value: 2 });
+    const tree = stage.panel(700), list = stage.panel(700);
+
+    return () => {
+      const search = cases[which.value].searches[beams.value - 1], steps = grown(search, beams.value);
+      step.limit(1, steps.length);
+      const n = step.value, done = steps.slice(0, n).flat().filter(node => node.ended);
+      const best = done.reduce((a, b) => (b.p > a.p ? b : a), { p: 0 }), kept = steps[n - 1].filter(node => node.kept);
+      drawTree(tree, steps.slice(0, n), 2 * beams.value);
+      drawBeams(list, kept, best, n === steps.length);
+      const found = best.p ? `“${best.text}” with probability ${best.p.toFixed(3)}` : "none";
+      stage.say(n === steps.length ? `Step ${n}: the search ends with ${found}, which no beam can overtake.` :
+        `Step ${n} weighs ${steps[n - 1].length} continuations and keeps ${kept.map(node => `“${node.text}”`).join(", ")}. ` +
+          `The best complete sentence so far: ${found}.`);
+    };
+  }
+
+  function drawTree(panel, steps, rows) {
+    const columns = Math.min(steps.length, Math.max(2, Math.floor(panel.width / 118))), first = steps.length - columns;
+    const wide = Math.min(150, panel.width / columns), high = 30, top = 26;
+    const X = column => column * wide + 16, Y = place => top + (place + 0.5) * high;
+    panel.clear(top + rows * high + 4, `The continuations of the steps ${first + 1} to ${steps.length}, the most probable on top: ` +
+      steps.slice(first).map(nodes => nodes.map(node => `${node.token} ${short(node.p)}`).join(", ")).join("; then ") + ".");
+    steps.slice(first).forEach((nodes, column) => {
+      panel.text(X(column) + (wide - 28) / 2, 14, `step ${first + column + 1}`, { fill: MUTED });
+      for (const node of nodes) {
+        const color = node.ended ? GREEN : node.kept ? BLUE : MUTED, dash = node.ended || node.kept ? "none" : "3 3";
+        const from = column ? [X(column - 1) + wide - 28, Y(node.parent)] : [X(0) - 14, Y(0)];
+        if (column || !first)
+          panel.line([from, [X(column), Y(node.place)]], { stroke: color, "stroke-width": node.kept || node.ended ? 2 : 1, "stroke-dasharray": dash });
+        panel.rect(X(column), Y(node.place) - 12, wide - 28, 24, { rx: 5, fill: "var(--paper)", stroke: color,
+          "stroke-width": node.kept || node.ended ? 2 : 1, "stroke-dasharray": dash });
+        const fill = node.kept || node.ended ? TEXT : MUTED, word = node.token === END ? "end" : node.token;
+        panel.text(X(column) + 6, Y(node.place) + 4, word.length > 9 ? `${word.slice(0, 8)}…` : word, { "text-anchor": "start", fill });
+      }
+    });
+    for (const [column, nodes] of steps.slice(first).entries())
+      for (const node of nodes)
+        panel.text(X(column) + wide - 32, Y(node.place) + 4, node.p >= 0.0995 ? node.p.toFixed(2).slice(1) : node.p < 0.001 ? "≈0" : node.p.toFixed(3).slice(1),
+          { "text-anchor": "end", fill: MUTED });
+  }
+
+  function drawBeams(panel, kept, best, over) {
+    panel.clear(24 + 20 * (kept.length + 1), `The beams: ${kept.map(node => node.text).join(", ")}. The best complete sentence: ${best.text || "none"}.`);
+    const row = (i, p, text, fill) => {
+      panel.text(44, 16 + 20 * i, p, { "text-anchor": "end", fill: MUTED });
+      panel.text(54, 16 + 20 * i, text, { "text-anchor": "start", fill });
+    };
+    kept.forEach((node, i) => row(i, node.p < 0.0005 ? "≈0" : node.p.toFixed(3), node.text, over ? MUTED : BLUE));
+    row(kept.length, best.p ? best.p.toFixed(3) : "", best.p ? `${best.text} (complete)` : "nothing complete yet", GREEN);
+  }
+
   // --- start ---------------------------------------------------------------------------------------------------
 
-  const explorers = { saturation, sinusoids: sinusoidalCode, rotary: rotaryLogits, "shift-mask": shiftExplorer, patches: patchExplorer, heads: headExplorer, crossover };
+  const explorers = { saturation, sinusoids: sinusoidalCode, rotary: rotaryLogits, "shift-mask": shiftExplorer, patches: patchExplorer, heads: headExplorer, crossover, beams: beamExplorer };
 
-  const WITH_DATA = new Set(["patches", "heads"]); // of _static/explorers/NAME.js, which `python -m tools.explorers` writes
+  const WITH_DATA = new Set(["patches", "heads", "beams"]); // of _static/explorers/NAME.js, which `python -m tools.explorers` writes
   const folder = (document.currentScript?.src || "").replace(/explorers\.js.*/, "explorers/");
   globalThis.explorerData ??= {};
 

@@ -13,15 +13,18 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import matplotlib.image
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
+from attnlib import decoding
 from attnlib.data import collages, encode, number_words
-from attnlib.decoding import greedy
+from attnlib.decoding import beam_search, beam_step, greedy
 from attnlib.models import create_model
 from attnlib.practice import prepared
 from attnlib.recipes import translator
@@ -29,7 +32,9 @@ from attnlib.recipes import translator
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "_static"
 FOLDER = STATIC / "explorers"
-EXPLORERS = ["saturation", "sinusoids", "rotary", "shift-mask", "patches", "heads", "crossover"]
+EXPLORERS = """
+saturation sinusoids rotary shift-mask patches heads crossover beams
+""".split()
 PAGE = """<!doctype html><html lang="en" data-theme="{theme}"><body style="margin: 0">
 <article class="bd-article" style="width: {width}px; background: var(--paper)">
 <figure class="explorer explorer-{name}" style="margin: 0; border: 0"><img alt=""></figure>
@@ -95,7 +100,81 @@ def heads():
     return dict(layers=layers, heads=count, numbers=found)
 
 
-DATA = {"patches": patches, "heads": heads}
+class Tree(nn.Module):
+    """A model of three words, a table: that of a figure in the chapter on decoding."""
+
+    pad_id, max_length = 0, 128
+    after = {
+        "": dict(a=0.4, b=0.35, c=0.25),
+        "a": dict(a=0.34, b=0.33, c=0.33),
+        "b": dict(a=0.51, b=0.49),
+        "ba": dict(a=0.34, b=0.33, c=0.33),
+        "bb": dict(a=0.34, b=0.33, c=0.33),
+    } | dict.fromkeys(("c", "aa", "ab", "ac", "ca"), dict(a=1.0))
+    words = ["<pad>", "<s>", "</s>", "a", "b", "c"]
+
+    def __init__(self):
+        super().__init__()
+        self.output = nn.Embedding(len(self.words), 1)
+
+    def encode(self, src):
+        return src[..., None].double(), (src != 0)[:, None, None, :]
+
+    def decode(self, tgt, memory, src_mask=None, cache=None):
+        p = torch.zeros(len(tgt), len(self.words), dtype=torch.float64)
+        for row, tokens in zip(p, tgt.tolist()):
+            text = "".join(self.words[token] for token in tokens[1:])
+            for word, value in self.after.get(text, {"</s>": 1.0}).items():
+                row[self.words.index(word)] = value
+        return p.log()[:, None]  # (B, 1, vocab)
+
+
+def search_steps(model, source, words, k):
+    """What each step of `beam_search` weighs and keeps, and what the search returns."""
+    steps = []
+
+    def watched(*arguments):
+        steps.append(beam_step(*arguments))
+        return steps[-1]
+
+    with mock.patch.object(decoding, "beam_step", watched):
+        tokens, score = beam_search(model, source, 24, k, length_penalty=0.0, use_cache=False)
+    found = []
+    for score_, beam, token, alive in (map(torch.squeeze, step) for step in steps):
+        alive = alive.reshape(-1).tolist()
+        found.append(
+            [
+                dict(beam=b, token=words[t], p=float(f"{s:.3g}")) | {"kept": i in alive}
+                for i, (s, b, t) in enumerate(
+                    zip(score_.exp().tolist(), beam.tolist(), token.tolist())
+                )
+                if s > 0  # in the first step all beams but one count nothing
+            ]
+        )
+    text = [words[token] for token in tokens[0].tolist() if words[token] != "</s>"]
+    return dict(steps=found, text="".join(text), p=float(f"{score.exp().item():.3g}"))
+
+
+@torch.no_grad()
+def beams():
+    """Beam search with one to four beams, step by step: in a table, and in the translator."""
+    model, tokenizer = translator()
+    words = [tokenizer.id_to_token(i).replace("▁", "_") for i in range(150)]
+    found = [dict(title="a table of three words", model=Tree(), source=torch.tensor([[3]]))]
+    for text in (
+        "twenty hundred and three",
+        "nineteen hundred and eighty-four",
+        "forty-eight thousand and twenty-one",
+    ):
+        found.append(dict(title=text, model=model, source=encode(tokenizer, [text])))
+    for case in found:
+        model, source = case.pop("model"), case.pop("source")
+        own = model.words if isinstance(model, Tree) else words
+        case["searches"] = [search_steps(model, source, own, k) for k in (1, 2, 3, 4)]
+    return dict(cases=found)
+
+
+DATA = {"patches": patches, "heads": heads, "beams": beams}
 
 
 def write_data(name, folder=FOLDER):
