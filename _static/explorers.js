@@ -23,10 +23,15 @@ const attnlibExplorers = (() => {
   const BLUE = "var(--blue)", ORANGE = "var(--orange)", GREEN = "var(--green)", RED = "var(--red)";
   const TEXT = "var(--pst-color-text-base)", MUTED = "var(--pst-color-text-muted)", RULE = "var(--rule)";
 
+  // of words that begin at a place, or end there
+  const fromLeft = color => ({ fill: color, "text-anchor": "start" });
+  const fromRight = color => ({ fill: color, "text-anchor": "end" });
+  const signed = x => String(x).replace("-", "−");
+  const ticks = numbers => numbers.map(v => [v, signed(v)]);
   const range = (count, f = i => i) => Array.from({ length: count }, (_, i) => f(i));
   const sum = numbers => numbers.reduce((a, b) => a + b, 0);
 
-  // A number in few characters: 0.042, 1.26, 384, 1.2e-7.
+  // A number in few characters: 0.042, 1.26, 384, 1e−7.
   function short(x) {
     const size = Math.abs(x);
     if (size >= 100 || Number.isInteger(x)) return Math.round(x).toString().replace("-", "−");
@@ -42,18 +47,21 @@ const attnlibExplorers = (() => {
     constructor(figure) {
       this.controls = html("div", { class: "controls" });
       this.panels = html("div", { class: "panels" });
+      this.drawings = [];
       this.words = html("p", { class: "readout", "aria-live": "polite" });
       this.element = html("div", { class: "stage" }, this.controls, this.panels, this.words);
       figure.querySelector("img").replaceWith(this.element);
     }
 
     run(draw) {
-      let width = 0;
+      let drawn = "";
       this.update = draw;
-      new ResizeObserver(() => {
-        if (this.panels.clientWidth !== width) draw();
-        width = this.panels.clientWidth;
-      }).observe(this.panels);
+      const observer = new ResizeObserver(() => { // a width is 0 until the style sheets have come
+        const widths = this.drawings.map(panel => panel.width);
+        if (widths.every(Boolean) && widths.join() !== drawn) draw();
+        drawn = widths.join();
+      });
+      for (const panel of this.drawings) observer.observe(panel.element);
     }
 
     control(label, input, ...after) {
@@ -103,8 +111,9 @@ const attnlibExplorers = (() => {
         get value() { return chosen; },
         set: (words, value) => {
           chosen = value;
+          const choose = i => { chosen = i; this.update(); };
           const entries = words.map((word, i) => html("label", { class: "control word" },
-            html("input", { type: "radio", name, checked: i === value, onchange: () => { chosen = i; this.update(); } }), word));
+            html("input", { type: "radio", name, checked: i === value, onchange: () => choose(i) }), word));
           group.replaceChildren(html("legend", {}, label), ...entries);
         },
       };
@@ -118,6 +127,7 @@ const attnlibExplorers = (() => {
     panel(width = 300, grow = 1) {
       const panel = new Panel(width, grow);
       this.panels.append(panel.element);
+      this.drawings.push(panel);
       return panel;
     }
 
@@ -185,11 +195,11 @@ const attnlibExplorers = (() => {
       }
       for (const [v, words] of y.ticks) {
         this.line([[box.left, Y(v)], [box.right, Y(v)]], { stroke: RULE, "stroke-width": 1 });
-        this.text(box.left - 6, Y(v) + 4, words, { fill: MUTED, "text-anchor": "end" });
+        this.text(box.left - 6, Y(v) + 4, words, fromRight(MUTED));
       }
       this.line([[box.left, box.bottom], [box.right, box.bottom]], { stroke: MUTED, "stroke-width": 1 });
       this.text((box.left + box.right) / 2, box.bottom + 34, x.label, { fill: MUTED });
-      this.text(box.left - 30, box.top - 10, y.label, { fill: MUTED, "text-anchor": "start" });
+      this.text(box.left - 30, box.top - 10, y.label, fromLeft(MUTED));
       return [X, Y];
     }
   }
@@ -248,8 +258,8 @@ const attnlibExplorers = (() => {
     panel.clear(330, `Logits of ${KEYS} keys: ${logits.map(short).join(", ")}. Below their softmax: ` +
       weights.map(short).join(", ") + ".");
     const step = (panel.width - 8) / KEYS, middle = 95, base = 300, best = Math.max(...weights);
-    panel.text(4, 14, "logits q·k", { "text-anchor": "start", fill: MUTED });
-    panel.text(4, 192, "weights, their softmax", { "text-anchor": "start", fill: MUTED });
+    panel.text(4, 14, "logits q·k", fromLeft(MUTED));
+    panel.text(4, 192, "weights, their softmax", fromLeft(MUTED));
     logits.forEach((z, i) => {
       const x = 4 + i * step, high = Math.min(65, Math.abs(z) * 3), cut = Math.abs(z) * 3 > 65;
       const color = weights[i] === best ? ORANGE : BLUE, tall = 90 * weights[i];
@@ -267,14 +277,16 @@ const attnlibExplorers = (() => {
       `division; the width ${d} is marked.`);
     const box = { left: 46, right: panel.width - 10, top: 34, bottom: 276 };
     const [X, Y] = panel.axes(box,
-      { range: [1, 1024], log: true, label: "width d", ticks: [1, 4, 16, 64, 256, 1024].map(v => [v, v]) },
-      { range: [1e-8, 1], log: true, label: "largest ∂a/∂z", ticks: [[1, "1"], [1e-2, "0.01"], [1e-4, "10⁻⁴"], [1e-6, "10⁻⁶"], [1e-8, "10⁻⁸"]] });
+      { range: [1, 1024], log: true, label: "width d", ticks: ticks([1, 4, 16, 64, 256, 1024]) },
+      { range: [1e-8, 1], log: true, label: "largest ∂a/∂z",
+        ticks: [[1, "1"], [1e-2, "0.01"], [1e-4, "10⁻⁴"], [1e-6, "10⁻⁶"], [1e-8, "10⁻⁸"]] });
     for (const [divide, name, color] of [[false, "q·k", RED], [true, "q·k / √d", GREEN]]) {
       const points = curve(divide).map(([v, slope]) => [X(v), Y(Math.max(slope, 1e-8))]);
       panel.line(points, { stroke: color, "stroke-dasharray": divide ? "6 4" : "none" });
       if (divide === divided) panel.dot(...points[Math.log2(d)], { fill: color });
       const [x, y] = points[8];
-      panel.text(x, divide ? y - 9 : Math.min(y, box.bottom - 30) + 20, name, { fill: color, "text-anchor": divide ? "middle" : "end" });
+      if (divide) panel.text(x, y - 9, name, { fill: color });
+      else panel.text(x, Math.min(y, box.bottom - 30) + 20, name, fromRight(color));
     }
   }
 
@@ -296,8 +308,8 @@ const attnlibExplorers = (() => {
       const kernel = delta => sum(speeds.map(w => Math.cos(w * delta)));
       drawWheels(wheels, speeds, p, k);
       drawKernel(curve, kernel, d / 2, k);
-      stage.say(`Positions ${p} and ${p + k}: hand 1 has turned ${short(speeds[0] * k)} radians between them, ` +
-        `hand ${d / 2} ${short(speeds[d / 2 - 1] * k)}. The inner product of the two codes is ` +
+      stage.say(`Positions ${p} and ${p + k}: wheel 1 turns by ${short(speeds[0] * k)} radians from one to the other, ` +
+        `wheel ${d / 2} by ${short(speeds[d / 2 - 1] * k)}. The inner product of the two codes is ` +
         `${kernel(k).toFixed(2)} of ${d / 2}.`);
     };
   }
@@ -314,8 +326,8 @@ const attnlibExplorers = (() => {
     chosen.forEach((i, row) => {
       const y = high * (row + 0.5), w = speeds[i], wave = pos => y - 14 * Math.sin(w * pos);
       const hand = pos => [80 + r * Math.cos(w * pos), y - r * Math.sin(w * pos)];
-      panel.text(52, y - 2, `hand ${i + 1}`, { "text-anchor": "end" });
-      panel.text(52, y + 12, `λ ${wavelength(w)}`, { "text-anchor": "end", fill: MUTED });
+      panel.text(52, y - 2, `wheel ${i + 1}`, { "text-anchor": "end" });
+      panel.text(52, y + 12, `λ ${wavelength(w)}`, fromRight(MUTED));
       panel.add("circle", { cx: 80, cy: y, r, fill: "none", stroke: MUTED });
       panel.line(range(4 * PLACES + 1, n => [X(n / 4), wave(n / 4)]), { stroke: MUTED, "stroke-width": 1.25 });
       for (const [pos, color] of [[p + k, ORANGE], [p, BLUE]]) {
@@ -332,8 +344,8 @@ const attnlibExplorers = (() => {
       `${kernel(k).toFixed(2)} of ${most}.`);
     const box = { left: 34, right: panel.width - 10, top: 40, bottom: 236 };
     const [X, Y] = panel.axes(box,
-      { range: [0, 50], label: "distance k", ticks: [0, 10, 20, 30, 40, 50].map(v => [v, v]) },
-      { range: [-most / 4, most], label: "inner product of the codes", ticks: [0, most / 2, most].map(v => [v, v]) });
+      { range: [0, 50], label: "distance k", ticks: ticks([0, 10, 20, 30, 40, 50]) },
+      { range: [-most / 4, most], label: "inner product of the codes", ticks: ticks([0, most / 2, most]) });
     panel.line(range(201, n => [X(n / 4), Y(kernel(n / 4))]), { stroke: GREEN });
     panel.dot(X(k), Y(kernel(k)), { fill: GREEN });
   }
@@ -356,7 +368,7 @@ const attnlibExplorers = (() => {
 
   function rotaryLogits(stage) {
     const position = stage.slider("query at m", { min: 0, max: 100, value: 10 });
-    const offset = stage.slider("key at m +", { min: -40, max: 40, value: 8, text: v => String(v).replace("-", "−") });
+    const offset = stage.slider("key at m +", { min: -40, max: 40, value: 8, text: signed });
     const kind = stage.choice("key", Object.entries(ROTARY_KEYS).map(([key, [name]]) => [key, name]));
     const hands = stage.panel(250), curve = stage.panel(330, 1.3);
 
@@ -391,14 +403,14 @@ const attnlibExplorers = (() => {
       `rotary, ${short(added(delta))} for added codes.`);
     const box = { left: 34, right: panel.width - 10, top: 40, bottom: 240 };
     const [X, Y] = panel.axes(box,
-      { range: [-40, 40], label: "distance from query to key", ticks: [-40, -20, 0, 20, 40].map(v => [v, String(v).replace("-", "−")]) },
-      { range: [-8, 14], label: "logit", ticks: [-5, 0, 5, 10].map(v => [v, String(v).replace("-", "−")]) });
+      { range: [-40, 40], label: "distance from query to key", ticks: ticks([-40, -20, 0, 20, 40]) },
+      { range: [-8, 14], label: "logit", ticks: ticks([-5, 0, 5, 10]) });
     for (const [f, color, dash] of [[added, RED, "5 4"], [turned, GREEN, "none"]]) {
       panel.line(range(161, n => [X(n / 2 - 40), Y(f(n / 2 - 40))]), { stroke: color, "stroke-dasharray": dash });
       panel.dot(X(delta), Y(f(delta)), { fill: color });
     }
-    panel.text(box.right, box.top - 10, "rotary", { fill: GREEN, "text-anchor": "end" });
-    panel.text(box.right - 52, box.top - 10, "codes added (dashed)", { fill: RED, "text-anchor": "end" });
+    panel.text(box.right, box.top - 10, "rotary", fromRight(GREEN));
+    panel.text(box.right - 52, box.top - 10, "codes added (dashed)", fromRight(RED));
   }
 
   // --- the shift mask of Swin ----------------------------------------------------------------------------------
@@ -485,11 +497,13 @@ const attnlibExplorers = (() => {
           fill: REGIONS[at(y, x).region], opacity, class: "press", onclick: () => choose(y, x) });
         if (asks) panel.dot(left + (px + 0.5) * side, top + (py + 0.5) * side, { fill: TEXT, r: side / 4.5 });
       }
-    const lines = axis => [0, padded[axis], ...range(padded[axis] + 1).filter(v => (v - start[axis]) % window[axis] === 0)];
+    const lines = axis =>
+      [0, padded[axis], ...range(padded[axis] + 1).filter(v => (v - start[axis]) % window[axis] === 0)];
+    const border = { stroke: TEXT, "stroke-width": 1.5 };
     for (const y of lines(0))
-      panel.line([[left, top + y * side], [left + padded[1] * side, top + y * side]], { stroke: TEXT, "stroke-width": 1.5 });
+      panel.line([[left, top + y * side], [left + padded[1] * side, top + y * side]], border);
     for (const x of lines(1))
-      panel.line([[left + x * side, top], [left + x * side, top + padded[0] * side]], { stroke: TEXT, "stroke-width": 1.5 });
+      panel.line([[left + x * side, top], [left + x * side, top + padded[0] * side]], border);
   }
 
   function drawMask(panel, regions, own) {
@@ -536,8 +550,9 @@ const attnlibExplorers = (() => {
       drawPicture(view, image, own, query, ask);
       drawHeads(all, blocks, heads, weights, query, [block.value - 1, head.value - 1], pick);
       const most = range(SIDE * SIDE).reduce((a, b) => (own(1 + b) > own(1 + a) ? b : a));
-      stage.say(`Block ${block.value}, head ${head.value}: ${query ? `the patch in row ${row.value}, column ${column.value}` : "the class token"} ` +
-        `gives most to the patch in row ${Math.floor(most / SIDE) + 1}, column ${most % SIDE + 1}: ${percent(own(1 + most))} of its weight, ` +
+      const named = i => `the patch in row ${Math.floor(i / SIDE) + 1}, column ${i % SIDE + 1}`;
+      stage.say(`Block ${block.value}, head ${head.value}: ${query ? named(query - 1) : "the class token"} gives most to ` +
+        `${named(most)}: ${percent(own(1 + most))} of its weight, ` +
         `${(own(1 + most) * TOKENS).toFixed(1)} times an even share. The class token gets ${percent(own(0))}.`);
     };
   }
@@ -562,7 +577,7 @@ const attnlibExplorers = (() => {
       `block ${block + 1}, head ${head + 1} is framed.`);
     for (const h of range(heads)) panel.text(left + (h + 0.5) * cell - 5, 13, `head ${h + 1}`, { fill: MUTED });
     for (const l of range(blocks)) {
-      panel.text(left - 10, 22 + (l + 0.5) * cell, `block ${l + 1}`, { fill: MUTED, "text-anchor": "end" });
+      panel.text(left - 10, 22 + (l + 0.5) * cell, `block ${l + 1}`, fromRight(MUTED));
       for (const h of range(heads)) {
         const own = weights(l, h), x = left + h * cell, y = 20 + l * cell, chosen = l === block && h === head;
         panel.rect(x, y, SIDE * side, SIDE * side, { fill: "var(--shade)", class: "press", onclick: () => pick(l, h),
@@ -571,8 +586,9 @@ const attnlibExplorers = (() => {
           if (strength(own(1 + i)) > 0.02)
             panel.rect(x + (i % SIDE) * side, y + Math.floor(i / SIDE) * side, side, side, {
               fill: BLUE, opacity: strength(own(1 + i)), "pointer-events": "none" });
-        if (query) panel.add("circle", { cx: x + ((query - 1) % SIDE + 0.5) * side, cy: y + (Math.floor((query - 1) / SIDE) + 0.5) * side,
-          r: 2.5, fill: ORANGE, "pointer-events": "none" });
+        const [row, column] = [Math.floor((query - 1) / SIDE), (query - 1) % SIDE];
+        if (query) panel.add("circle", { cx: x + (column + 0.5) * side, cy: y + (row + 0.5) * side, r: 2.5,
+          fill: ORANGE, "pointer-events": "none" });
       }
     }
   }
@@ -598,8 +614,9 @@ const attnlibExplorers = (() => {
       drawTable(table, keys, weights, heads, queries[query]);
       const tops = weights.map(w => Math.max(...w)), sharpest = tops.indexOf(Math.max(...tops));
       const mean = keys.map((_, j) => sum(weights.map(w => w[j])) / weights.length), most = Math.max(...mean);
-      stage.say(`${kind.value === "encoder" ? "Reading" : "To say"} “${queries[query]}”, the sharpest head, ${Math.floor(sharpest / heads) + 1}.` +
-        `${sharpest % heads + 1}, gives ${percent(tops[sharpest])} to “${keys[weights[sharpest].indexOf(tops[sharpest])]}”. ` +
+      const name = `${Math.floor(sharpest / heads) + 1}.${sharpest % heads + 1}`;
+      stage.say(`${kind.value === "encoder" ? "Reading" : "To say"} “${queries[query]}”, the sharpest head, ${name}, ` +
+        `gives ${percent(tops[sharpest])} to “${keys[weights[sharpest].indexOf(tops[sharpest])]}”. ` +
         `In the mean of all heads “${keys[mean.indexOf(most)]}” leads with ${percent(most)}.`);
     };
   }
@@ -644,9 +661,11 @@ const attnlibExplorers = (() => {
 
     return () => {
       const [n, c, w, d] = [length, width, window, head].map(slider => 2 ** slider.value), cost = operations(n, c, w, d);
-      drawCosts(curves, n, m => operations(m, c, w, d), [[2 * w, "2w", ORANGE], [d + 1, "d + 1", GREEN], [6 * c, "6C", MUTED]]);
+      const crossings = [[2 * w, "2w", ORANGE], [d + 1, "d + 1", GREEN], [6 * c, "6C", MUTED]];
+      drawCosts(curves, n, m => operations(m, c, w, d), crossings);
       drawBlocks(bars, cost);
-      const whole = kind => cost.layers + cost[kind], share = kind => `${Math.round(100 * whole(kind) / whole("exact"))}%`;
+      const whole = kind => cost.layers + cost[kind];
+      const share = kind => `${Math.round((100 * whole(kind)) / whole("exact"))}%`;
       stage.say(`At ${grouped(n)} tokens exact attention takes ${percent(cost.exact / whole("exact"))} of the block's operations, ` +
         `and the linear layers the rest. With a window of ${grouped(w)} in its place the block takes ${share("window")} of what it ` +
         `took, with linear attention ${share("linear")}.`);
@@ -658,8 +677,10 @@ const attnlibExplorers = (() => {
       crossings.map(([at, name]) => `at N = ${name}, ${grouped(at)}`).join(", ") + `; the length ${grouped(n)} is marked.`);
     const box = { left: 44, right: panel.width - 12, top: 60, bottom: 284 };
     const [X, Y] = panel.axes(box,
-      { range: [16, 131072], log: true, label: "length N", ticks: [[16, "16"], [128, "128"], [1024, "1k"], [8192, "8k"], [65536, "64k"]] },
-      { range: [1e3, 1e10], log: true, label: "operations for a token", ticks: [[1e3, "10³"], [1e5, "10⁵"], [1e7, "10⁷"], [1e9, "10⁹"]] });
+      { range: [16, 131072], log: true, label: "length N",
+        ticks: [[16, "16"], [128, "128"], [1024, "1k"], [8192, "8k"], [65536, "64k"]] },
+      { range: [1e3, 1e10], log: true, label: "operations for a token",
+        ticks: [[1e3, "10³"], [1e5, "10⁵"], [1e7, "10⁷"], [1e9, "10⁹"]] });
     const lengths = [16, 131072];
     panel.line(lengths.map(m => [X(m), Y(cost(m).layers)]), { stroke: MUTED });
     for (const [kind, color, dash] of METHODS)
@@ -667,23 +688,23 @@ const attnlibExplorers = (() => {
     for (const [at, name, color] of crossings)
       if (at <= 131072) {
         panel.line([[X(at), Y(cost(at).exact)], [X(at), box.bottom]], { stroke: color, "stroke-width": 1 });
-        panel.add("circle", { cx: X(at), cy: Y(cost(at).exact), r: 5, fill: "var(--paper)", stroke: color, "stroke-width": 2 });
-        panel.text(X(at), Y(cost(at).exact) - 10, name, { fill: color, "text-anchor": "end" });
+        panel.dot(X(at), Y(cost(at).exact), { fill: "var(--paper)", stroke: color, "stroke-width": 2 });
+        panel.text(X(at), Y(cost(at).exact) - 10, name, fromRight(color));
       }
     panel.line([[X(n), box.top], [X(n), box.bottom]], { stroke: TEXT, "stroke-dasharray": "2 3", "stroke-width": 1.5 });
     for (const [kind, color] of METHODS) panel.dot(X(n), Y(cost(n)[kind]), { fill: color });
-    panel.text(box.left, 16, "linear layers", { fill: MUTED, "text-anchor": "start" });
-    METHODS.forEach(([kind, color], i) => panel.text(box.left + [92, 142, 206][i], 16, kind, { fill: color, "text-anchor": "start" }));
+    panel.text(box.left, 16, "linear layers", fromLeft(MUTED));
+    METHODS.forEach(([kind, color], i) => panel.text(box.left + [92, 142, 206][i], 16, kind, fromLeft(color)));
   }
 
   function drawBlocks(panel, cost) {
     const most = cost.layers + Math.max(...METHODS.map(([kind]) => cost[kind])), wide = panel.width - 12;
     panel.clear(250, "The operations of a whole block with each kind of attention: " +
       METHODS.map(([kind]) => `${kind} ${grouped(cost.layers + cost[kind])}`).join(", ") + " for a token.");
-    panel.text(4, 16, "a block, for a token", { fill: MUTED, "text-anchor": "start" });
+    panel.text(4, 16, "a block, for a token", fromLeft(MUTED));
     METHODS.forEach(([kind, color], i) => {
       const y = 40 + 68 * i, layers = (wide * cost.layers) / most, own = (wide * cost[kind]) / most;
-      panel.text(4, y, `${kind}: ${grouped((cost.layers + cost[kind]) / 1e3)} thousand`, { fill: color, "text-anchor": "start" });
+      panel.text(4, y, `${kind}: ${grouped((cost.layers + cost[kind]) / 1e3)} thousand`, fromLeft(color));
       panel.rect(4, y + 8, layers, 26, { fill: MUTED, opacity: 0.55 });
       panel.rect(4 + layers, y + 8, own, 26, { fill: color });
     });
@@ -692,6 +713,7 @@ const attnlibExplorers = (() => {
   // --- beam search: a tree that grows --------------------------------------------------------------------------
 
   const END = "</s>";
+  const chance = p => (p < 0.0005 ? "≈0" : p.toFixed(p < 0.1 ? 3 : 2));
 
   // The steps of a search with the text of each continuation, its parent's place, and whether it is a result.
   function grown({ steps }, beams) {
@@ -729,42 +751,45 @@ const attnlibExplorers = (() => {
     const columns = Math.min(steps.length, Math.max(2, Math.floor(panel.width / 118))), first = steps.length - columns;
     const wide = Math.min(150, panel.width / columns), high = 30, top = 26;
     const X = column => column * wide + 16, Y = place => top + (place + 0.5) * high;
-    panel.clear(top + rows * high + 4, `The continuations of the steps ${first + 1} to ${steps.length}, the most probable on top: ` +
-      steps.slice(first).map(nodes => nodes.map(node => `${node.token} ${short(node.p)}`).join(", ")).join("; then ") + ".");
+    const names = steps.slice(first).map(nodes => nodes.map(node => `${node.token} ${short(node.p)}`).join(", "));
+    panel.clear(top + rows * high + 4, `The continuations of the steps ${first + 1} to ${steps.length}, the most ` +
+      `probable on top: ${names.join("; then ")}.`);
     steps.slice(first).forEach((nodes, column) => {
       panel.text(X(column) + (wide - 28) / 2, 14, `step ${first + column + 1}`, { fill: MUTED });
       for (const node of nodes) {
-        const color = node.ended ? GREEN : node.kept ? BLUE : MUTED, dash = node.ended || node.kept ? "none" : "3 3";
+        const stays = node.ended || node.kept, stroke = node.ended ? GREEN : node.kept ? BLUE : MUTED;
+        const look = { stroke, "stroke-width": stays ? 2 : 1, "stroke-dasharray": stays ? "none" : "3 3" };
         const from = column ? [X(column - 1) + wide - 28, Y(node.parent)] : [X(0) - 14, Y(0)];
         if (column || !first)
-          panel.line([from, [X(column), Y(node.place)]], { stroke: color, "stroke-width": node.kept || node.ended ? 2 : 1, "stroke-dasharray": dash });
-        panel.rect(X(column), Y(node.place) - 12, wide - 28, 24, { rx: 5, fill: "var(--paper)", stroke: color,
-          "stroke-width": node.kept || node.ended ? 2 : 1, "stroke-dasharray": dash });
-        const fill = node.kept || node.ended ? TEXT : MUTED, word = node.token === END ? "end" : node.token;
-        panel.text(X(column) + 6, Y(node.place) + 4, word.length > 9 ? `${word.slice(0, 8)}…` : word, { "text-anchor": "start", fill });
+          panel.line([from, [X(column), Y(node.place)]], look);
+        panel.rect(X(column), Y(node.place) - 12, wide - 28, 24, { rx: 5, fill: "var(--paper)", ...look });
+        const word = node.token === END ? "end" : node.token, cut = word.length > 9 ? `${word.slice(0, 8)}…` : word;
+        panel.text(X(column) + 6, Y(node.place) + 4, cut, fromLeft(stays ? TEXT : MUTED));
+        panel.text(X(column) + wide - 32, Y(node.place) + 4, chance(node.p), fromRight(MUTED));
       }
     });
-    for (const [column, nodes] of steps.slice(first).entries())
-      for (const node of nodes)
-        panel.text(X(column) + wide - 32, Y(node.place) + 4, node.p >= 0.0995 ? node.p.toFixed(2).slice(1) : node.p < 0.001 ? "≈0" : node.p.toFixed(3).slice(1),
-          { "text-anchor": "end", fill: MUTED });
   }
 
   function drawBeams(panel, kept, best, over) {
-    panel.clear(24 + 20 * (kept.length + 1), `The beams: ${kept.map(node => node.text).join(", ")}. The best complete sentence: ${best.text || "none"}.`);
+    panel.clear(24 + 20 * (kept.length + 1), `The beams: ${kept.map(node => node.text).join(", ")}. The best ` +
+      `complete sentence: ${best.text || "none"}.`);
     const row = (i, p, text, fill) => {
-      panel.text(44, 16 + 20 * i, p, { "text-anchor": "end", fill: MUTED });
-      panel.text(54, 16 + 20 * i, text, { "text-anchor": "start", fill });
+      panel.text(44, 16 + 20 * i, p, fromRight(MUTED));
+      panel.text(54, 16 + 20 * i, text, fromLeft(fill));
     };
-    kept.forEach((node, i) => row(i, node.p < 0.0005 ? "≈0" : node.p.toFixed(3), node.text, over ? MUTED : BLUE));
-    row(kept.length, best.p ? best.p.toFixed(3) : "", best.p ? `${best.text} (complete)` : "nothing complete yet", GREEN);
+    kept.forEach((node, i) => row(i, chance(node.p), node.text, over ? MUTED : BLUE));
+    row(kept.length, best.p ? chance(best.p) : "", best.p ? `${best.text} (complete)` : "nothing complete yet", GREEN);
   }
 
   // --- start ---------------------------------------------------------------------------------------------------
 
-  const explorers = { saturation, sinusoids: sinusoidalCode, rotary: rotaryLogits, "shift-mask": shiftExplorer, patches: patchExplorer, heads: headExplorer, crossover, beams: beamExplorer };
+  const explorers = {
+    saturation, crossover, sinusoids: sinusoidalCode, rotary: rotaryLogits, "shift-mask": shiftExplorer,
+    patches: patchExplorer, heads: headExplorer, beams: beamExplorer,
+  };
 
-  const WITH_DATA = new Set(["patches", "heads", "beams"]); // of _static/explorers/NAME.js, which `python -m tools.explorers` writes
+  // `python -m tools.explorers` writes their data to _static/explorers/NAME.js
+  const WITH_DATA = new Set(["patches", "heads", "beams"]);
   const folder = (document.currentScript?.src || "").replace(/explorers\.js.*/, "explorers/");
   globalThis.explorerData ??= {};
 

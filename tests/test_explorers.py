@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,14 +29,21 @@ ROOT = Path(__file__).resolve().parent.parent
 every_explorer = pytest.mark.parametrize("name", explorers.EXPLORERS)
 
 
+def missing(what):
+    (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(what)
+
+
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing("playwright is not installed: pip install 'attnlib[test]'")
+    with sync_playwright() as playwright:
         try:
             browser = explorers.chromium(playwright)
-        except SystemExit as missing:
-            pytest.skip(str(missing))
+        except SystemExit as no_browser:
+            missing(str(no_browser))
         yield browser
         browser.close()
 
