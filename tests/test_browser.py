@@ -422,6 +422,40 @@ def test_chapter_has_theorems_and_exercises(opened, name):
     assert seen["boxes"] >= 2 and seen["exercises"] >= 1 and seen["solutions"]
 
 
+@every_page
+def test_the_script_of_explorers_is_loaded_where_they_are(name):
+    html = (BOOK / f"{name}.html").read_text(encoding="utf-8")
+    assert html.count("explorers.js") == ('class="explorer ' in html)
+
+
+@pytest.mark.parametrize("name", PLAIN.explorers)
+def test_an_explorer_moves(site, browser, name):
+    """On a phone, in the dark, by keyboard; tests/test_explorers.py tries every control."""
+    page, outside = browser.new_page(viewport={"width": 390, "height": 844}), []
+    page.on("request", lambda r: r.url.startswith((site, "data:")) or outside.append(r.url))
+    page.emulate_media(color_scheme="dark")
+    page.goto(site + PLAIN.explorers[name].removeprefix(plain.BOOK))
+    figure = page.locator(f"#explorer-{name} figure.explorer")
+    figure.scroll_into_view_if_needed()
+    panels = figure.locator(".panels")
+    panels.locator("svg *").first.wait_for(state="attached")
+    before = panels.inner_html()
+    figure.locator("input[type=range], input[type=radio]").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert panels.inner_html() != before and outside == []
+    page.close()
+
+
+@pytest.mark.parametrize("name", PLAIN.explorers)
+def test_a_picture_stands_for_an_explorer_without_scripts(site, browser, name):
+    page = browser.new_page(java_script_enabled=False)
+    page.goto(site + PLAIN.explorers[name].removeprefix(plain.BOOK))
+    picture = page.locator(f"#explorer-{name} figure.explorer img")
+    assert picture.bounding_box()["height"] > 100 and len(picture.get_attribute("alt")) > 40
+    assert page.locator(f"#explorer-{name} svg").count() == 0
+    page.close()
+
+
 def test_a_solution_unfolds(site, browser):
     name = next((name for name in CHAPTERS if "{solution" in source(name)), None)
     if name is None:

@@ -71,6 +71,16 @@ def test_a_box_a_formula_and_references():
         plain.markdown("{prf:ref}`thm-none`", KNOWN)
 
 
+def test_an_explorer_is_its_picture_and_a_link():
+    text = ":::{explorer} saturation\n:alt: Bars.\nMove {eq}`eq-attention`.\n:::\nMore."
+    found = plain.markdown(text, KNOWN)
+    where = f"{plain.BOOK}nbs/10_attention.html#explorer-saturation"
+    assert found.startswith(
+        f"[![Bars.]({plain.BOOK}_static/explorers/saturation.png)]({where})"
+    )
+    assert found.endswith(f"[Move it in the book.]({where})\nMore.") and "[(1.1)]" in found
+
+
 @pytest.mark.parametrize("name", ["00_preface", "92_plot"])
 def test_a_copy_runs_in_an_empty_folder(name, tmp_path):
     """The code of the others is that of the notebooks, which are executed beside the wheel."""

@@ -6,6 +6,7 @@ GitHub would show them as source. This command writes a copy of each notebook in
     :::{prf:theorem} Name         is  a quotation headed "Theorem 1.1 (Name)."
     :::{exercise} Name            is  a quotation headed "Exercise 1.2 (Name)."
     solution-start, solution-end  are the fold "Solution of exercise 1.2", and folded code
+    :::{explorer} name            is  its picture, and a link to where it moves
     {cite:t}`liu2021`             is  a link "Liu et al. (2021)" to the paper
     {prf:ref}, {ref}, {eq}, {doc} are links into the book
     $$ ... $$ (eq-name)           is  a formula with its number as a tag
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]  # the order of the book
 BOOK = yaml.safe_load((ROOT / "_config.yml").read_text("utf-8"))["html"]["baseurl"]
 BOX = re.compile(r"(?ms)^:::\{(prf:\w+|exercise)\}[ ]*([^\n]*)\n(.*?)^:::[ ]*$")
+EXPLORER = re.compile(r"(?ms)^:::\{explorer\}[ ]*(\S+)\n:alt:[ ]*([^\n]+)\n(.*?)^:::[ ]*$")
 LABEL = re.compile(r"(?m)^:label:[ ]*(\S+)\n")
 FORMULA = re.compile(r"(?s)\$\$(.+?)\$\$(?:[ ]*\(([\w-]+)\))?")
 ROLE = re.compile(r"\{(doc|ref|eq|prf:ref|cite:t|cite:p)\}`([^`]+)`")
@@ -123,9 +125,12 @@ class Names:
         self.chapters = [chapter for _, some in parts(root) for chapter in some]
         self.pages = {chapter.page.split("/")[-1]: chapter for chapter in self.chapters}
         self.labels, self.citations, free = {}, citations(), {}
+        self.explorers = {}  # where in the book each is
         for chapter in self.chapters:
             notebook = read(root / f"{chapter.page}.ipynb")
             self.labels |= names(notebook, chapter.page, chapter.number, free)
+            for name, *_ in EXPLORER.findall("\n".join(map(source, notebook["cells"]))):
+                self.explorers[name] = f"{BOOK}{chapter.page}.html#explorer-{name}"
 
     def link(self, role, target):
         """What stands for {role}`target`."""
@@ -171,7 +176,14 @@ def markdown(text, known):
         tag = known.labels[match[2]][0].strip("()")
         return f"$${match[1].rstrip()} \\tag{{{tag}}}\n$$"
 
+    def explorer(match):
+        name, alt, caption = match.groups()
+        picture, where = f"{BOOK}_static/explorers/{name}.png", known.explorers[name]
+        text = f"{caption.strip()} [Move it in the book.]({where})"
+        return f"[![{alt}]({picture})]({where})\n\n{text}"
+
     text = FORMULA.sub(formula, text)
+    text = EXPLORER.sub(explorer, text)
     text = BOX.sub(box, text)
     return ROLE.sub(lambda match: known.link(match[1], match[2]), text)
 
