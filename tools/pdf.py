@@ -1,11 +1,11 @@
 """The whole book as one PDF: `make pdf`, or `python -m tools.pdf` after `make book`.
 
-Chromium prints the pages of the built book one by one, in the order of _toc.yml, with formulas
-set, solutions unfolded, and wide formulas, tables and code scaled to the width of the paper. Each
-begins at the page number after the last. Then the title page and the contents are printed, whose
-page numbers are known by now, and all is joined: bookmarks for parts, chapters and sections, and
-links between chapters that lead to a page of the PDF. What the PDF does not hold is linked on the
-web. How a page looks on paper is said in _static/book.css, under `@media print`.
+Chromium prints the pages of the built book one by one, in the order of _toc.yml: formulas set,
+solutions unfolded, and what is wide scaled to the width of the paper. Each begins at the page
+number after the last. Then the title page and the contents are printed, whose numbers are known
+by now, and all is joined. Parts, chapters and sections become bookmarks. Links between chapters
+lead to a page of the PDF; what it does not hold is linked on the web. How a page looks on paper
+is said in _static/book.css, under `@media print`.
 """
 
 import argparse
@@ -26,10 +26,17 @@ from typing import NamedTuple
 from urllib.parse import unquote, urldefrag
 
 import yaml
-from pypdf import PageObject, PdfReader, PdfWriter
+from pypdf import PdfReader, PdfWriter
 from pypdf.constants import PageLabelStyle
-from pypdf.generic import ArrayObject, DictionaryObject, FloatObject, Fit, NameObject
-from pypdf.generic import NullObject, NumberObject, TextStringObject
+from pypdf.generic import (
+    ArrayObject,
+    DictionaryObject,
+    Fit,
+    FloatObject,
+    NameObject,
+    NullObject,
+    TextStringObject,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 WEB = yaml.safe_load((ROOT / "_config.yml").read_text("utf-8"))["html"]["baseurl"]
@@ -50,7 +57,9 @@ PAPER = """
 @page :first {{ @top-left {{ content: none }} @top-right {{ content: none }} {first} }}
 html {{ counter-reset: page {before}; }}
 """
-FACE = "font: 8.5pt 'Noto Sans', 'DejaVu Sans', sans-serif; color: #55606b; white-space: nowrap;"
+FACE = (
+    "font: 8.5pt 'Noto Sans', 'DejaVu Sans', sans-serif; color: #55606b; white-space: nowrap;"
+)
 
 # Make a page fit for paper. Returns its headings, [[level, text, id], ...].
 PREPARE = """async () => {
@@ -207,6 +216,7 @@ def leaf(browser, site, name, part, depth, first):
     """Print one page of the book."""
     page = browser.new_page(viewport={"width": WIDTH, "height": 900}, color_scheme="light")
     page.emulate_media(media="print", color_scheme="light")
+    page.route("**/explorers.js", lambda route: route.abort())  # pictures do not move on paper
     page.goto(f"{site}{name}.html", wait_until="load")
     headings = page.evaluate(PREPARE)
     beyond = page.evaluate(BEYOND)
@@ -252,8 +262,9 @@ def front(browser, site, leaves):
       <p>A book whose code is a library</p>
       <p class="colophon">Version {version}, {day.day} {day:%B %Y}.
       On the web, where every page also runs: <a href="{WEB}">{WEB}</a>.
-      This print unfolds the solutions of the exercises, and leaves out the code that draws the
-      figures, which the web pages hold. Text and code are free under the Apache License 2.0.</p>
+      This print unfolds the solutions of the exercises, and leaves out the code that draws
+      the figures, which the web pages hold.
+      Text and code are free under the Apache License 2.0.</p>
       </section><h2>Contents</h2><ul class="contents">{contents(site, leaves)}</ul>
       </body></html>"""
     page = browser.new_page(viewport={"width": WIDTH, "height": 900}, color_scheme="light")
@@ -346,7 +357,8 @@ def make(browser, site, wanted, say=print):
         started = time.perf_counter()
         leaves.append(leaf(browser, site, name, part, depth, first))
         count = len(leaves[-1].pdf.pages)
-        say(f"{name}: pages {first} to {first + count - 1}, {time.perf_counter() - started:.1f} s")
+        seconds = time.perf_counter() - started
+        say(f"{name}: pages {first} to {first + count - 1}, {seconds:.1f} s")
         for element in leaves[-1].beyond:
             say(f"  wider than the paper: {element}")
         first += count
