@@ -465,6 +465,30 @@ def test_example_on_the_first_page_runs():
     exec(code, {})
 
 
+def test_formulas_of_the_plain_copies_are_set(site, browser):
+    """The copies write some signs otherwise, and their formulas have tags."""
+    signs = [r"\tag", *(sign for sign in plain.TEX.values() if sign.startswith("\\"))]
+    written = set()
+    for chapter in PLAIN.chapters:
+        cells = plain.plain(chapter.page, PLAIN)["cells"]
+        text = "\n\n".join(plain.source(cell) for cell in cells if "outputs" not in cell)
+        for found in plain.MATH.finditer(text):
+            tex = found["display"] or found["inline"] or ""
+            if any(sign in tex for sign in signs):
+                written.add((tex, bool(found["display"])))
+    assert len(written) > 300
+    page = browser.new_page()
+    page.goto(f"{site}nbs/00_preface.html")
+    errors = """async formulas => {
+      await MathJax.startup.promise;
+      return formulas.filter(([tex, display]) =>
+        MathJax.tex2chtml(tex, {display}).querySelector("mjx-merror, [data-mjx-error]"));
+    }"""
+    assert page.evaluate(errors, sorted(written)) == []
+    assert len(page.evaluate(errors, [[r"\nothing", False], ["x", True]])) == 1  # control
+    page.close()
+
+
 # --- on paper ---------------------------------------------------------------------------------
 
 
