@@ -38,6 +38,7 @@ run: $(VENV)/test.stamp ## export, execute notebooks in place, clean them; NB=10
 	$(BIN)/nbdev-export
 	$(BIN)/python -m tools.notebooks run $(NB)
 	$(BIN)/python _ext/chapters.py
+	$(BIN)/python -m tools.stubs
 
 lint: $(VENV)/test.stamp ## the rules that need no run: ruff, and notebooks as `make run` leaves them
 	$(BIN)/ruff check .

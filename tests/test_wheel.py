@@ -48,7 +48,7 @@ def test_the_wheel_is_small(site):
 
 
 def test_types_are_installed(site):
-    modules = {path.stem for path in (site / "attnlib").glob("*.py")} - {"_modidx"}
+    modules = {path.stem for path in (site / "attnlib").glob("*.py")} - {"__init__", "_modidx"}
     stubs = {path.stem for path in (site / "attnlib").glob("*.pyi")}
     assert (site / "attnlib" / "py.typed").exists() and stubs == modules
 
