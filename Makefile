@@ -9,7 +9,7 @@ PART   ?=
 ROUNDS ?= 9
 export PYTHONPATH :=
 
-.PHONY: help book serve run lint test bench gpu clean
+.PHONY: help book serve run new lint test bench gpu clean
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
 
@@ -37,6 +37,12 @@ serve: book ## render the book and serve it on localhost
 run: $(VENV)/test.stamp ## export, execute notebooks in place, clean them; NB=10_attention for one
 	$(BIN)/nbdev-export
 	$(BIN)/python -m tools.notebooks run $(NB)
+	$(BIN)/python _ext/chapters.py
+	$(BIN)/python -m tools.stubs
+
+new: $(VENV)/test.stamp ## make an empty chapter: NB=56_name
+	$(BIN)/python -m tools.new $(NB)
+	$(BIN)/nbdev-export
 	$(BIN)/python _ext/chapters.py
 	$(BIN)/python -m tools.stubs
 

@@ -3,10 +3,10 @@ import os
 import torch
 from typing import Any
 from .backbone import Backbone
-__all__ = ['TOP1', 'REPORTED', 'LICENCES', 'UNKNOWN', 'ORANGE', 'describe', 'looked_at', 'draw_map', 'answer', 'beside_timm', 'middle', 'print_models', 'print_facts', 'print_classes', 'print_times', 'parser', 'main']
+__all__ = ['TOP1', 'REPORTED', 'LICENSES', 'UNKNOWN', 'ORANGE', 'describe', 'looked_at', 'draw_map', 'answer', 'beside_timm', 'middle', 'print_models', 'print_facts', 'print_classes', 'print_times', 'parser', 'main']
 TOP1: dict[Any, Any]
 REPORTED: dict[Any, Any]
-LICENCES: tuple[Any, ...]
+LICENSES: tuple[Any, ...]
 UNKNOWN: str
 def describe(name: str) -> dict[str, str]: ...
 def looked_at(model: Backbone, x: torch.Tensor) -> torch.Tensor: ...

@@ -52,7 +52,7 @@ def test_facts_agree_with_the_model(capsys):
     assert facts["parameters"] == "86,567,656"
     assert facts["operations"] == "35.1 billion"  # 17.56 billion multiplications (timm: 17.58)
     assert facts["input"] == "3 × 224 × 224" and facts["mean"] == "0.5, 0.5, 0.5"
-    assert facts["accuracy"].startswith("85.108 %") and facts["licence"] == "Apache-2.0"
+    assert facts["accuracy"].startswith("85.108 %") and facts["license"] == "Apache-2.0"
     assert facts["weights"] == "timm/vit_base_patch16_224.augreg2_in21k_ft_in1k on the hub"
 
 
@@ -68,11 +68,11 @@ def test_operations_are_those_of_real_numbers():
     assert cli.describe("swin_collages")["operations"] == wanted
 
 
-def test_licences_are_those_that_timm_knows():
+def test_licenses_are_those_that_timm_knows():
     for name, (_, hub, _) in MODELS.items():
         if hub and hub.startswith("timm/"):
             known = timm.get_pretrained_cfg(hub.partition("/")[2]).license
-            found = next(own for pattern, own in cli.LICENCES if cli.fnmatch(hub, pattern))
+            found = next(own for pattern, own in cli.LICENSES if cli.fnmatch(hub, pattern))
             assert found.lower() == known, name
 
 
@@ -85,7 +85,7 @@ def test_an_accuracy_belongs_to_weights_that_classify():
 
 def test_what_is_not_known_is_not_invented():
     facts = cli.describe("mae_vit_base_patch16")
-    assert facts["accuracy"] == facts["licence"] == cli.UNKNOWN
+    assert facts["accuracy"] == facts["license"] == cli.UNKNOWN
     assert cli.describe("autoformer_tiny")["weights"] == "none are published"
 
 
@@ -104,7 +104,7 @@ def test_the_map_is_brightest_on_the_digit_that_is_named(name, picture, tmp_path
     """The digit covers the upper middle; the orange there is more than elsewhere."""
     cli.answer(name, picture, map=tmp_path / "map.png")
     drawn = np.asarray(Image.open(tmp_path / "map.png")).astype(float)
-    orange = drawn[..., 0] - drawn[..., 2]  # 0 in grey
+    orange = drawn[..., 0] - drawn[..., 2]  # 0 in gray
     inside = np.zeros((64, 64), bool)
     inside[:26, 24:48] = True
     assert orange[inside].mean() > 2 * orange[~inside].mean()
