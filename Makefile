@@ -9,7 +9,7 @@ PART   ?=
 ROUNDS ?= 9
 export PYTHONPATH :=
 
-.PHONY: help book pdf serve run lint test bench gpu clean
+.PHONY: help book pdf serve run new lint test bench gpu clean
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
 
@@ -44,7 +44,14 @@ serve: book ## render the book and serve it on localhost
 run: $(VENV)/test.stamp ## export, execute notebooks in place, clean them; NB=10_attention for one
 	$(BIN)/nbdev-export
 	$(BIN)/python -m tools.notebooks run $(NB)
-	$(BIN)/python _ext/chapters.py
+	$(BIN)/python -m tools.readme
+	$(BIN)/python -m tools.stubs
+
+new: $(VENV)/test.stamp ## make an empty chapter: NB=56_name
+	$(BIN)/python -m tools.new $(NB)
+	$(BIN)/nbdev-export
+	$(BIN)/python -m tools.readme
+	$(BIN)/python -m tools.stubs
 
 lint: $(VENV)/test.stamp ## the rules that need no run: ruff, and notebooks as `make run` leaves them
 	$(BIN)/ruff check .
@@ -63,7 +70,7 @@ bench: $(VENV)/test.stamp ## time the library beside its peers and record the re
 	$(BIN)/python -m benchmarks.vision --models swinv2_tiny_window8_256 --name swinv2 --batch 4 --repeats $(ROUNDS) --out benchmarks/results
 	$(BIN)/python -m benchmarks.vision --models tnt_s_patch16_224 --name tnt --batch 4 --repeats $(ROUNDS) --out benchmarks/results
 	$(BIN)/python -m benchmarks.inference --repeats $(ROUNDS) --compile --out benchmarks/results
-	$(BIN)/python -m tools.speed_table
+	$(BIN)/python -m tools.readme
 
 gpu: ## on a CUDA machine, with its own PyTorch and no network: check, time and record everything; PART=swin for a part
 	$(PYTHON) -m benchmarks.gpu $(if $(PART),--part $(PART))

@@ -2,17 +2,21 @@
 
 A chapter is a line in _toc.yml and a notebook with a title, a sentence about it and a module.
 As an extension of Sphinx this file writes a page of the library for every module, and puts the
-chapters where index.md and api/index.md say `<!-- chapters -->`. `python _ext/chapters.py` puts
-them into the README.
+chapters where index.md and api/index.md say `<!-- chapters -->`. It links each name of the
+library to the section of the chapter that defines it, and the definition there to the name's
+entry in the reference. `python _ext/chapters.py` puts the chapters into the README.
 """
 
 import ast
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+from docutils import nodes
+from sphinx import addnodes
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- chapters: made by _ext/chapters.py -->\n", "<!-- /chapters -->"
@@ -157,10 +161,86 @@ def read_again(app, env, added, changed, removed):
     return {"index", "api/index"}
 
 
+# --- from the reference to the chapters, and back ---------------------------------------------
+
+
+def sections(texts):
+    """How many headings stand in Markdown texts, those in code and boxes left out."""
+    fence, count = "", 0
+    for line in "\n".join(texts).splitlines():
+        mark = re.match(r" {0,3}(`{3,}|~{3,}|:{3,})", line)
+        if mark and not fence:
+            fence = mark[1]
+        elif mark and mark[1].startswith(fence) and not line.strip().strip(fence[0]):
+            fence = ""
+        elif not fence:
+            count += bool(re.match(r"#{1,6} \S", line))
+    return count
+
+
+def definitions(page, root=ROOT):
+    """{name: number of the section, from 0} of what a notebook exports."""
+    found, before = {}, []
+    for cell in json.loads((root / f"{page}.ipynb").read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            before.append(source)
+        elif re.match(r"#\|\s*export\b", source):
+            for name in re.findall(r"(?m)^(?:def|class) ([A-Za-z]\w*)", source):
+                found[name] = sections(before) - 1
+    return found
+
+
+modules_once = cache(modules)  # a build asks for each of its pages
+
+
+def link_to_chapters(app, doctree, docname):
+    """Below each class and function of the reference, where the book makes it."""
+    for chapter in modules_once(Path(app.srcdir)):
+        if docname == f"api/{chapter.module}":
+            numbers = definitions(chapter.page, Path(app.srcdir))
+            anchors = list(app.env.tocs[chapter.page].findall(nodes.reference))
+            start = app.builder.get_relative_uri(docname, chapter.page)
+            for entry in doctree.findall(addnodes.desc):
+                name = entry[0].get("fullname", "")
+                if name in numbers and numbers[name] < len(anchors):
+                    anchor = anchors[numbers[name]]
+                    link = nodes.reference("", anchor.astext(), internal=True)
+                    link["refuri"] = start + anchor["anchorname"]
+                    text = nodes.paragraph("", "In the chapter: ", link, classes=["chapter"])
+                    entry[-1] += text
+
+
+DEFINED = re.compile(  # "def name" or "class name" at the beginning of a line, as HTML
+    r'(?m)((?:^|<pre><span></span>)<span class="k">(?:def|class)</span>'
+    r'(?:<span class="w"> </span>| )<span class="n[fc]">)(\w+)(?=</span>)'
+)
+
+
+def link_to_reference(app, pagename, templatename, context, doctree):
+    """In a chapter the name behind `def` or `class` leads to its entry in the reference."""
+    for chapter in modules_once(Path(app.srcdir)):
+        if pagename == chapter.page and "body" in context:
+            source = Path(app.srcdir) / "attnlib" / f"{chapter.module}.py"
+            wanted, page = set(public_names(source)), context["pathto"](f"api/{chapter.module}")
+
+            def link(found):
+                start, name = found.groups()
+                if name not in wanted:
+                    return found[0]
+                wanted.discard(name)  # the first definition is the library's
+                target = f'href="{page}#attnlib.{chapter.module}.{name}"'
+                return f'{start}<a class="api" {target} title="In the reference">{name}</a>'
+
+            context["body"] = DEFINED.sub(link, context["body"])
+
+
 def setup(app):
     app.connect("config-inited", write_pages)  # before _toc.yml is read, which asks for api/*
     app.connect("source-read", fill_in)
     app.connect("env-get-outdated", read_again)
+    app.connect("doctree-resolved", link_to_chapters)
+    app.connect("html-page-context", link_to_reference)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 

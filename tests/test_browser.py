@@ -575,3 +575,21 @@ def test_what_is_wider_than_the_paper_is_seen(browser):
     page.set_content(f"<article><p style='width: {pdf.WIDTH + 9}px'>Wide.</p></article>")
     assert len(page.evaluate(pdf.BEYOND)) == 1
     page.close()
+
+
+# --- the reference and the chapters lead to each other ----------------------------------------
+
+
+@pytest.mark.parametrize("chapter", chapters.modules(), ids=lambda chapter: chapter.module)
+def test_each_name_is_linked_to_its_chapter_and_back(chapter):
+    pages = [BOOK / f"{name}.html" for name in (f"api/{chapter.module}", chapter.page)]
+    if not all(page.exists() for page in pages):
+        missing(f"no {pages[0]}: make book")
+    reference, page = (path.read_text(encoding="utf-8") for path in pages)
+    for name in chapters.public_names(ROOT / "attnlib" / f"{chapter.module}.py"):
+        entry = f"attnlib.{chapter.module}.{name}"
+        _, at, after = reference.partition(f'id="{entry}"')
+        link = re.search(r'In the chapter: <a[^>]* href="\.\./([^"#]+)#?([^"]*)"', after)
+        assert at and link[1] == f"{chapter.page}.html", name
+        assert not link[2] or f'id="{link[2]}"' in page, name
+        assert f'href="../api/{chapter.module}.html#{entry}"' in page, name

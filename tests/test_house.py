@@ -205,7 +205,7 @@ NUMBERS = {path.stem[3:]: path.stem[:2] for path in notebooks.notebooks()}
 
 
 def floor(module):
-    return 2 if module == "recipes" else FLOORS[NUMBERS[module][0]]
+    return 2 if module in ("recipes", "cli") else FLOORS[NUMBERS[module][0]]
 
 
 def wrong_ways(graph):

@@ -1,0 +1,210 @@
+"""The command `attnlib`: what it prints, what it writes, and what it says to mistakes."""
+
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from attnlib import attention_backend, cli
+from attnlib.data import collages
+from attnlib.models import MODELS, create_model, list_models, unwrap_state_dict
+from tools import torchvision_ops  # noqa: F401  before timm
+
+timm = pytest.importorskip("timm")
+COLLAGES = ("vit_collages", "swin_collages", "tnt_collages")
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """A collage as a file."""
+    image = collages(1, "test", seed=9)["image"][0]
+    path = tmp_path / "picture.png"
+    Image.fromarray((255 * image).round().byte().permute(1, 2, 0).numpy()).save(path)
+    return path
+
+
+def said(capsys, *arguments):
+    cli.main([str(argument) for argument in arguments])
+    return capsys.readouterr().out
+
+
+def refused(*arguments):
+    """The line of an error, whose exit status is 1."""
+    with pytest.raises(SystemExit) as problem:
+        cli.main([str(argument) for argument in arguments])
+    assert str(problem.value).startswith("attnlib: ")
+    return str(problem.value)
+
+
+def test_all_models_are_listed(capsys):
+    assert said(capsys, "models").split() == list_models()
+
+
+# --- show -------------------------------------------------------------------------------------
+
+
+def test_facts_agree_with_the_model(capsys):
+    lines = said(capsys, "show", "vit_base_patch16_224").splitlines()
+    facts = dict(line.split(maxsplit=1) for line in lines)
+    assert facts["parameters"] == "86,567,656"
+    assert facts["operations"] == "35.1 billion"  # 17.56 billion multiplications (timm: 17.58)
+    assert facts["input"] == "3 × 224 × 224" and facts["mean"] == "0.5, 0.5, 0.5"
+    assert facts["accuracy"].startswith("85.108 %") and facts["license"] == "Apache-2.0"
+    assert facts["weights"] == "timm/vit_base_patch16_224.augreg2_in21k_ft_in1k on the hub"
+
+
+def test_operations_are_those_of_real_numbers():
+    """The meta device counts what a forward pass with numbers does."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, x = create_model("swin_collages").eval(), torch.randn(1, 3, 64, 64)
+    counter = FlopCounterMode(display=False)  # which knows no fused attention of CPUs
+    with torch.no_grad(), attention_backend("reference"), counter:
+        model(x)
+    wanted = f"{counter.get_total_flops() / 1e9:.3g} billion"
+    assert cli.describe("swin_collages")["operations"] == wanted
+
+
+def test_licenses_are_those_that_timm_knows():
+    for name, (_, hub, _) in MODELS.items():
+        if hub and hub.startswith("timm/"):
+            known = timm.get_pretrained_cfg(hub.partition("/")[2]).license
+            found = next(own for pattern, own in cli.LICENSES if cli.fnmatch(hub, pattern))
+            assert found.lower() == known, name
+
+
+def test_an_accuracy_belongs_to_weights_that_classify():
+    for name in cli.TOP1:
+        weights = timm.get_pretrained_cfg(MODELS[name][1].partition("/")[2])
+        assert weights.num_classes == 1000, name
+    assert set(cli.REPORTED) <= set(MODELS)
+
+
+def test_what_is_not_known_is_not_invented():
+    facts = cli.describe("mae_vit_base_patch16")
+    assert facts["accuracy"] == facts["license"] == cli.UNKNOWN
+    assert cli.describe("autoformer_tiny")["weights"] == "none are published"
+
+
+# --- classify ---------------------------------------------------------------------------------
+
+
+def test_a_picture_is_named_and_the_map_written(capsys, picture, tmp_path):
+    first = said(capsys, "classify", "vit_collages", picture, "--map", tmp_path / "map.png")
+    lines = first.splitlines()
+    assert len(lines) == 5 and lines[0].split()[1] == "zero"
+    assert Image.open(tmp_path / "map.png").size == (64, 64)
+
+
+@pytest.mark.parametrize("name", COLLAGES)
+def test_the_map_is_brightest_on_the_digit_that_is_named(name, picture, tmp_path):
+    """The digit covers the upper middle; the orange there is more than elsewhere."""
+    cli.answer(name, picture, map=tmp_path / "map.png")
+    drawn = np.asarray(Image.open(tmp_path / "map.png")).astype(float)
+    orange = drawn[..., 0] - drawn[..., 2]  # 0 in gray
+    inside = np.zeros((64, 64), bool)
+    inside[:26, 24:48] = True
+    assert orange[inside].mean() > 2 * orange[~inside].mean()
+
+
+def test_shares_add_up_to_one():
+    """Of a ViT's patches and its class token, of a Swin's last window alone."""
+    x = torch.randn(1, 3, 64, 64)
+    vit, swin = (create_model(f"{name}_collages").eval() for name in ("vit", "swin"))
+    assert cli.looked_at(vit, x).shape == (8, 8) and cli.looked_at(vit, x).sum() < 1
+    torch.testing.assert_close(cli.looked_at(swin, x).sum(), torch.tensor(1.0))
+    token = cli.looked_at(vit, x)
+    vit.set_pool("avg")  # another reader, other rows
+    assert not torch.allclose(token, cli.looked_at(vit, x), rtol=0.01)
+
+
+def test_weights_of_a_file_are_used(picture, tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = unwrap_state_dict("attnlib/vit_collages")
+    tensors["head.bias"] = tensors["head.bias"] + 100 * torch.eye(10)[7]
+    save_file(tensors, tmp_path / "other.safetensors")
+    (best, p), *_ = cli.answer("vit_collages", picture, tmp_path / "other.safetensors")
+    assert best == "seven" and p > 0.99
+
+
+# --- mistakes ---------------------------------------------------------------------------------
+
+
+def test_mistakes_have_one_line(picture, tmp_path):
+    (tmp_path / "notes.txt").write_text("no picture")
+    (tmp_path / "cut.png").write_bytes(picture.read_bytes()[:200])
+    assert "nearest names: vit_tiny_patch16_224" in refused("show", "vit_tiny_patch16_22")
+    assert "('resnet*') fits no name" in refused("models", "resnet*")
+    for name in ("notes.txt", "cut.png", "none.png"):
+        problem = refused("classify", "vit_collages", tmp_path / name)
+        assert name in problem and "must be an image that Pillow can read" in problem
+    assert "none are published" in refused("classify", "autoformer_tiny", picture)
+    missing = tmp_path / "no.safetensors"
+    assert "is not a file" in refused("classify", "vit_collages", picture, "--weights", missing)
+    assert "must be a model of timm's" in refused("bench", "swin_collages")
+    assert "rounds (1) 2" in refused("bench", "vit_tiny_patch16_224", "--rounds", 1)
+
+
+def test_weights_without_a_classifier_are_refused(picture, tmp_path):
+    from safetensors.torch import save_file
+
+    headless = create_model("vit_collages", num_classes=0).state_dict()
+    save_file(headless, tmp_path / "headless.safetensors")
+    with pytest.warns(UserWarning, match="no classifier"):
+        problem = refused(
+            "classify", "vit_collages", picture, "--weights", tmp_path / "headless.safetensors"
+        )
+    assert "must have the classifier of vit_collages" in problem
+
+
+def test_without_a_network_the_way_out_is_named(picture, monkeypatch):
+    import huggingface_hub
+
+    def fail(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    problem = refused("classify", "vit_tiny_patch16_224", picture)
+    assert "no network" in problem and "--weights FILE" in problem
+    assert "create_model" not in problem
+
+
+def test_without_timm_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert 'pip install "attnlib[notebooks]"' in refused("bench", "vit_tiny_patch16_224")
+
+
+def test_a_wrong_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as problem:
+        cli.main(["draw"])
+    assert problem.value.code == 2 and "invalid choice: 'draw'" in capsys.readouterr().err
+
+
+# --- bench ------------------------------------------------------------------------------------
+
+
+def test_both_take_turns_and_are_compared(capsys, monkeypatch):
+    """The ratio printed is the median of those within the rounds."""
+    times = {"attnlib": [0.1, 0.3, 0.2], "timm": [0.1, 0.1, 0.4]}
+    cls, hub, config = MODELS["vit_tiny_patch16_224"]
+    monkeypatch.setitem(MODELS, "vit_tiny_patch16_224", (cls, hub, config | {"depth": 1}))
+    monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=1))
+    measured = cli.beside_timm("vit_tiny_patch16_224", rounds=2)
+    assert {name: len(each) for name, each in measured.items()} == {"attnlib": 2, "timm": 2}
+    monkeypatch.setattr(cli, "beside_timm", lambda *_: times)
+    *_, ours, theirs, ratio = said(capsys, "bench", "vit_tiny_patch16_224").splitlines()
+    assert ours.split() == "attnlib 200 (150 to 250) ms".split()
+    assert theirs.split() == "timm 100 (100 to 250) ms".split()
+    assert ratio.split() == "attnlib / timm 1 (0.75 to 2)".split()
+
+
+def test_another_model_is_not_timed(monkeypatch):
+    """Control: a model that gives other logits is refused before anything is timed."""
+    cls, hub, config = MODELS["vit_tiny_patch16_224"]
+    monkeypatch.setitem(MODELS, "vit_tiny_patch16_224", (cls, hub, config | {"num_heads": 6}))
+    with pytest.raises(ValueError, match="logits differ"):
+        cli.beside_timm("vit_tiny_patch16_224", rounds=2)
