@@ -230,9 +230,9 @@ def grouped_attention(q, k, v, mask=None, dropout_p=0.0):
     """
     group = q.shape[1] // k.shape[1]
     if group > 1 and q.shape[2] == 1:  # the heads of a group become h / g queries
-        q = q.unflatten(1, (-1, group)).squeeze(3)  # (B, h, 1, d) -> (B, g, h / g, d)
-        heads = attention(q, k, v, mask=mask, dropout_p=dropout_p)
-        return heads.flatten(1, 2).unsqueeze(2)  # (B, g, h / g, d) -> (B, h, 1, d)
+        queries = q.reshape(*k.shape[:2], group, -1)  # (B, h, 1, d) -> (B, g, h / g, d)
+        heads = attention(queries, k, v, mask=mask, dropout_p=dropout_p)
+        return heads.reshape(q.shape)  # (B, g, h / g, d) -> (B, h, 1, d)
     if group > 1:
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))  # -> (B, h, M, d) each
     return attention(q, k, v, mask=mask, dropout_p=dropout_p)
