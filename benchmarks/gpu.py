@@ -35,14 +35,15 @@ VISION = {  # record: model; in bfloat16 only, for to compile takes most of a pa
     "tnt": "tnt_s_patch16_224",
     "vit": "vit_small_patch16_224",
 }
-RUNS = ("numbers", "translator", "lengths", "digits", "detr", "supernet", "captions")
+RUNS = ("numbers", "translator", "lengths", "digits", "detr", "supernet", "captions", "gpt")
 # runs that fetch their data: by name only
-NETWORK = ("cifar10", "mae_cifar", "supernet_cifar10", "multi30k")
+NETWORK = ("cifar10", "mae_cifar", "supernet_cifar10", "multi30k", "gpt_tinystories")
 NEEDS = {  # packages that not every machine has
     **dict.fromkeys(
         ("run_numbers", "run_translator", "run_lengths"), ("num2words", "tokenizers")
     ),
     "run_digits": ("sklearn",),
+    **dict.fromkeys(("run_gpt", "run_gpt_tinystories"), ("tokenizers",)),
     **dict.fromkeys(("run_detr", "run_captions"), ("sklearn", "scipy", "pycocotools")),
     **dict.fromkeys(("run_mae_cifar", "run_supernet", "run_supernet_cifar10"), ("sklearn",)),
     **dict.fromkeys(

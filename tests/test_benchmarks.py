@@ -680,7 +680,8 @@ def test_on_a_gpu_the_model_takes_part_with_its_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["numbers", "translator", "lengths", "digits", "detr", "supernet", "captions"]
+    "name",
+    ["numbers", "translator", "lengths", "digits", "detr", "supernet", "captions", "gpt"],
 )
 def test_runs(record, name):
     found = record(f"run_{name}", name)
@@ -692,6 +693,9 @@ def test_runs(record, name):
         assert {run["position"] for run in found["runs"]} >= {"sinusoidal", "rotary", "none"}
     elif name == "supernet":
         assert all(0 <= row["accuracy"] <= 1 for row in found["subnets"])
+    elif name == "gpt":
+        assert found["best"]["valid"] == min(row["valid"] for row in found["history"])
+        assert len(found["samples"]) == 3 and found["best"]["test"] > 0
     elif name == "captions":
         assert {run["contestant"] for run in found["runs"]} == {"soft", "hard"}
         assert all(0 <= run["test"]["exact"] <= 1 for run in found["runs"])
