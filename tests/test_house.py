@@ -29,6 +29,9 @@ TORCH = {"torch", "nn", "F", "dist", "tl", "triton"}  # names under which they a
 ALLOWED = {  # private names of PyTorch that a notebook may use, and why
     "50_cost": {"_python_dispatch": "PyTorch's notes import TorchDispatchMode from there"},
 }
+LATE = {  # modules of the library that a function may import, and why
+    "inference": {"windows": "without a GPU its import would have Triton interpreted"},
+}
 
 
 def private_attributes():
@@ -180,6 +183,7 @@ def late_imports(where, code):
     for function in ast.walk(ast.parse(code)):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             some = {module for _, module, _ in imports(function)}
+            some -= {f"attnlib.{name}" for name in LATE.get(where, ())}
             late = sorted(module for module in some if module.split(".")[0] not in OPTIONAL)
             found += [f"{where}: {function.name} imports {module or '.'}" for module in late]
     return found
@@ -286,6 +290,10 @@ def test_an_exception_is_used():
     codes = dict(chapters())
     for where, names in ALLOWED.items():
         assert all(name in codes[where] for name in names), where
+    for where, names in LATE.items():
+        code = dict(library())[where]
+        assert {name for _, name, _ in neighbours(ast.parse(code))} >= set(names), where
+        assert late_imports(where, code) == [] != late_imports("another", code)
 
 
 def test_imports_go_one_way():

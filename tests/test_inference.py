@@ -307,9 +307,19 @@ def test_another_dtype_or_width_is_named():
         PackedLinear(torch.randn(5, 4), None, "softmax")(torch.randn(4))
 
 
-def test_a_model_on_another_device_is_refused():
-    with pytest.raises(ValueError, match="model is on meta"):
+@pytest.mark.parametrize("places", [["cpu", "cuda:0"], ["cuda:0", "cuda:1"], ["xpu:0"]])
+def test_a_model_that_is_elsewhere_is_refused(places, monkeypatch):
+    message = "it must be on the CPU or on one GPU"
+    with pytest.raises(ValueError, match=f"model is on meta; {message}"):
         optimize_for_inference(build("vit").to("meta"))
+    monkeypatch.setattr(inference, "devices", lambda model: places)
+    with pytest.raises(ValueError, match=f"model is on {', '.join(places)}; {message}"):
+        optimize_for_inference(build("vit"))
+
+
+def test_a_model_without_weights_is_copied():
+    model = nn.Sequential(nn.ReLU())
+    assert optimize_for_inference(model) is not model
 
 
 def test_maps_are_refused():
