@@ -114,6 +114,8 @@ def test_an_optimized_copy_on_a_gpu(on_a_gpu):
     assert {type(block) for block in fast.blocks} == {FusedBlock}
     assert {type(block) for block in model.blocks} == {SwinBlock} and model.training
     assert not any(p.requires_grad for p in fast.parameters())
+    with torch.inference_mode():
+        fast(x)  # what it keeps can be used outside as well
     found = fast(x)
     assert found.grad_fn is None
     model.eval()
