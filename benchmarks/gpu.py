@@ -116,6 +116,7 @@ PARTS = {  # the most important first
     "kernels": kernels,
     "checks": checks,
     "sanitize": sanitize,
+    "roof": benchmark("roof"),
     "flash": benchmark("flash", "--widths", "64"),
     "windows": benchmark("windows"),
     "compile_models": lambda device, tiny: [script("compile", "--group", "models")],

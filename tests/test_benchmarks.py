@@ -416,6 +416,21 @@ def test_no_part_is_forgotten():
     assert {f"run_{name}" for name in runs.PARTS} <= set(gpu.PARTS)
 
 
+def test_roof(record, monkeypatch):
+    """Three numbers for each dtype, and the data sheet of a GPU that the book knows."""
+    rows = record("roof", "roof_cpu")["rows"]
+    assert [row["dtype"] for row in rows] == ["bfloat16", "float16", "float32"]
+    for row in rows:
+        assert row["flops"] > 0 and row["bytes"] > 0 and row["overhead_us"] > 0
+        assert "of_sheet" not in row
+    from benchmarks import roof
+
+    names = {"NVIDIA H200": "H200", "NVIDIA A100-SXM4-80GB": "A100", "Tesla T4": "T4"}
+    for name, known in (names | {"NVIDIA L4": None}).items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert roof.sheet("cuda") == (roof.GPUS[known] if known else None)
+
+
 def test_attention(record):
     found = record("attention", "attention_cpu")
     assert len(found["rows"]) == 8
