@@ -285,6 +285,16 @@ def test_no_private_name_outside_of_inference():
     assert held(private_names, places) == []
 
 
+def test_inference_says_which_private_names_it_uses():
+    """Each stands in a row of a table of the chapter, and each row is used."""
+    path = ROOT / "nbs" / "53_inference.ipynb"
+    prose = "\n".join(c.source for c in nbformat.read(path, 4).cells if c.cell_type != "code")
+    code = dict(chapters())["53_inference"]
+    used = re.findall(r"(?:_onednn|torch\.ops\.mkldnn)\.(_\w+)", code)
+    assert sorted(set(used)) == sorted(re.findall(r"(?m)^\| `(_\w+)` \|", prose)) != []
+    assert private_names("53_inference", code) == ["53_inference: mkldnn is private"]
+
+
 def test_an_exception_is_used():
     """A list of exceptions does not outlive what it excuses."""
     codes = dict(chapters())

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,6 +158,21 @@ def test_without_onednn(enabled, monkeypatch):
     assert (layer.packed is None) == (not enabled)
     x = torch.randn(7, 4)
     same(layer(x), F.gelu(F.linear(x, layer.weight, layer.bias)))
+
+
+@pytest.mark.parametrize("missing", inference._NAMES)
+def test_without_an_undocumented_function(missing, monkeypatch):
+    """Another version of PyTorch may not have one: the usual layers compute instead."""
+    there = {name: getattr(inference._onednn, name) for name in inference._NAMES}
+    del there[missing]
+    monkeypatch.setattr(inference, "_onednn", SimpleNamespace(**there))
+    layer, x = nn.Linear(4, 6).requires_grad_(False), torch.randn(7, 4)
+    assert PackedLinear(layer.weight, layer.bias).packed is None
+    same(PackedLinear(layer.weight, layer.bias, "gelu")(x), F.gelu(layer(x)))
+    conv, norm = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5).eval()
+    x = torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        same(inference.PackedConv(conv, norm)(x), norm(conv(x)).relu())
 
 
 @pytest.mark.parametrize("activation", inference.FUNCTIONS)
