@@ -47,7 +47,7 @@ NEEDS = {  # packages that not every machine has
     **dict.fromkeys(("run_detr", "run_captions"), ("sklearn", "scipy", "pycocotools")),
     **dict.fromkeys(("run_mae_cifar", "run_supernet", "run_supernet_cifar10"), ("sklearn",)),
     **dict.fromkeys(
-        ("compile", "compile_models", "flash", "windows", "flash_wide"), ("triton",)
+        ("compile", "compile_models", "flash", "windows", "fused", "flash_wide"), ("triton",)
     ),
     **dict.fromkeys(("translation", "vit", "swin", "swinv2", "mae_speed"), ("transformers",)),
     "detr_speed": ("transformers", "timm", "scipy", "torchvision"),
@@ -55,7 +55,7 @@ NEEDS = {  # packages that not every machine has
 }
 LIMIT = 480  # seconds for a part
 LAST = 60  # of them in which a benchmark that can go on begins no further row
-RESUMED = ("flash", "windows", "flash_wide", *VISION)
+RESUMED = ("flash", "windows", "fused", "flash_wide", *VISION)
 
 
 CODE = "attnlib", "benchmarks", "tests"
@@ -117,9 +117,11 @@ PARTS = {  # the most important first
     "kernels": kernels,
     "checks": checks,
     "sanitize": sanitize,
+    "roof": benchmark("roof"),
     "flash": benchmark("flash", "--widths", "64"),
     "windows": benchmark("windows"),
     "compile_models": lambda device, tiny: [script("compile", "--group", "models")],
+    "fused": benchmark("fused"),
     **{name: vision(name) for name in VISION},
     "flash_wide": benchmark("flash", "--widths", "128"),  # further rows of the same record
     "attention": benchmark("attention"),
