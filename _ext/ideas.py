@@ -80,7 +80,7 @@ def box(name, found, cells):
     idea = found[name]
     known = links(idea.needs, found) or "linear algebra and basic PyTorch"
     lines = ["**You will be able to**", "", *(f"- {goal}" for goal in idea.able), ""]
-    lines += [f"**You should know** {known}."]
+    lines += [f"**You should know**: {known}."]
     if ahead := links(idea.ahead, found):
         lines[-1] += f" The code also uses a part of {ahead}, which need not be read before."
     lines += ["", f"**Time**: about {minutes(cells)} minutes to read, without the exercises."]
@@ -90,7 +90,7 @@ def box(name, found, cells):
 def onward(name, found):
     """A line with the chapters that build on this one, or nothing."""
     later = links([other for other, idea in found.items() if name in idea.needs], found)
-    return f"\n\n**On this build** {later}." if later else ""
+    return f"\n\n**What builds on this**: {later}." if later else ""
 
 
 def add(cells, name, found, fence):
