@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]  # the order of the book
 HERE = "<!-- map -->\n"
 HEAD = re.compile(r"# .+\n\n> .+\n?")
-WORDS, LINES = 130, 12  # that a reader takes in within a minute: of text, of code
+WORDS, LINES = 150, 30  # that a reader takes in within a minute: of text, of code
+WIDE = 5  # boxes that fit beside each other
 
 
 class Idea(NamedTuple):
@@ -54,11 +55,13 @@ def read(root=ROOT):
 
 
 def minutes(cells):
-    """Minutes to read a chapter without its exercises, to the next five."""
+    """Minutes to read a chapter, without its exercises and what is folded, to the next five."""
     words = lines = 0
     for cell in cells:
         text = "".join(cell["source"])
         if cell["cell_type"] == "code":
+            if {"hide-input", "remove-cell"} & set(cell["metadata"].get("tags", ())):
+                continue
             lines += sum(bool(line.strip()) for line in text.splitlines())
             continue
         before, mark, _ = text.partition("## Exercises")
@@ -77,17 +80,17 @@ def box(name, found, cells):
     idea = found[name]
     known = links(idea.needs, found) or "linear algebra and basic PyTorch"
     lines = ["**You will be able to**", "", *(f"- {goal}" for goal in idea.able), ""]
-    lines += [f"**You should know** {known}."]
+    lines += [f"**You should know**: {known}."]
     if ahead := links(idea.ahead, found):
         lines[-1] += f" The code also uses a part of {ahead}, which need not be read before."
-    lines += ["", f"**Time** About {minutes(cells)} minutes to read, without the exercises."]
+    lines += ["", f"**Time**: about {minutes(cells)} minutes to read, without the exercises."]
     return "\n".join(lines)
 
 
 def onward(name, found):
     """A line with the chapters that build on this one, or nothing."""
     later = links([other for other, idea in found.items() if name in idea.needs], found)
-    return f"\n\n**On this build** {later}." if later else ""
+    return f"\n\n**What builds on this**: {later}." if later else ""
 
 
 def add(cells, name, found, fence):
@@ -105,13 +108,26 @@ def add(cells, name, found, fence):
 # --- the map ----------------------------------------------------------------------------------
 
 
+def rows_of(graph):
+    """Rows of few nodes, each below all that it needs; what others wait for comes first."""
+    deep = {}
+    for node in reversed(list(networkx.topological_sort(graph))):
+        deep[node] = 1 + max((deep[n] for n in graph.successors(node)), default=0)
+    rows, placed = [], set()
+    while len(placed) < len(graph):
+        ready = [n for n in graph if n not in placed and placed >= set(graph.predecessors(n))]
+        rows.append(sorted(ready, key=lambda n: -deep[n])[:WIDE])
+        placed |= set(rows[-1])
+    return rows
+
+
 def layers(graph):
     """Rows of nodes from the ideas that need nothing downwards.
 
     An edge that passes over rows gets a stand-in (a tuple) in each, so that lines bend around
     boxes. Each row is sorted by the mean place of what its nodes hang on, a few times.
     """
-    rows = [list(row) for row in networkx.topological_generations(graph)]
+    rows = rows_of(graph)
     level = {node: i for i, row in enumerate(rows) for node in row}
     paths = []
     for a, b in graph.edges:
@@ -148,7 +164,7 @@ def draw(found):
     rows, paths = layers(networkx.transitive_reduction(graph))
     where = {}
     for y, row in enumerate(rows):
-        weights = [1.0 if isinstance(node, str) else 0.35 for node in row]
+        weights = [1.0 if isinstance(node, str) else 0.12 for node in row]
         total, left = sum(weights), 0.0
         for node, weight in zip(row, weights):
             where[node] = (1000 * (left + weight / 2) / total, 100 * y + 50)
@@ -164,7 +180,7 @@ def draw(found):
         items.append(
             f'<li style="--x:{x / 10:.1f}%;--y:{y / len(rows):.1f}%">'
             f'<a href="{idea.page}.html" data-idea="{name}">'
-            f"<b>{idea.number}. {escape(idea.title.split(':')[0])}</b> "
+            f"<b>{idea.number}. {escape(idea.title)}</b> "
             f"<span>{escape(idea.gives)}</span></a></li>"
         )
     size = f'viewBox="0 0 1000 {100 * len(rows)}" preserveAspectRatio="none"'

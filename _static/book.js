@@ -17,6 +17,8 @@ function lightLines(event) {
 }
 
 document.addEventListener("DOMContentLoaded", () => {
+  for (const fold of document.querySelectorAll(".bd-links summary")) // an arrow only, without a name
+    fold.setAttribute("aria-label", `Pages below ${fold.closest("li")?.querySelector("a")?.innerText.trim()}`);
   if (document.querySelector("nav.ideas"))
     for (const kind of ["mouseover", "focusin"]) document.addEventListener(kind, lightLines);
   if (window.MathJax?.startup) {

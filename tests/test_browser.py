@@ -471,6 +471,67 @@ def test_a_solution_unfolds(site, browser):
     page.close()
 
 
+AXE = """async () => (await axe.run({exclude: [["mjx-container"]]}))
+  .violations.filter(found => ["serious", "critical"].includes(found.impact))
+  .map(found => `${found.id}: ${found.nodes[0].html.slice(0, 200)}`)"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["index", "nbs/92_plot", "glossary", "theorems", "search"])
+def test_axe_finds_no_serious_violation(site, browser, name, scheme):
+    """One page of each kind; a chapter with hundreds of formulas takes axe most of a minute."""
+    axe = pytest.importorskip("axe_playwright_python")
+    page = browser.new_page(color_scheme=scheme)
+    page.goto(f"{site}{name}.html")
+    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+    assert page.evaluate(AXE) == []
+    page.close()
+
+
+def test_map_of_ideas_shows_what_the_focused_chapter_builds_on(site, browser):
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(f"{site}index.html")
+    page.locator("nav.ideas a[data-idea='33_swinv2']").focus()
+    lit = page.locator("nav.ideas path.lit")
+    assert {path.get_attribute("data-from") for path in lit.all()} >= {"32_swin"}
+    boxes = [link.bounding_box() for link in page.locator("nav.ideas a").all()]
+    for i, a in enumerate(boxes):
+        for b in boxes[i + 1 :]:
+            aside = a["x"] + a["width"] <= b["x"] or b["x"] + b["width"] <= a["x"]
+            assert aside or a["y"] + a["height"] <= b["y"] or b["y"] + b["height"] <= a["y"]
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert not page.locator("nav.ideas svg").is_visible()
+    page.close()
+
+
+@every_page
+def test_head_describes_the_page(site, name):
+    page = (BOOK / f"{name}.html").read_text(encoding="utf-8")
+    if name not in ("genindex", "py-modindex", "search"):
+        for tag in ('name="description"', 'property="og:title"', 'property="og:image"'):
+            assert page.count(f"<meta {tag}") == 1, tag
+        assert f"{CONFIG['html']['baseurl']}{name}.html</loc>" in (
+            BOOK / "sitemap.xml"
+        ).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "words, wanted",
+    [
+        ("Saturation", "nbs/10_attention.html#thm-saturation"),
+        ("number of heads", "glossary.html#term-h-number-of-heads"),
+    ],
+)
+def test_search_finds_theorems_and_symbols_by_name(site, browser, words, wanted):
+    page = browser.new_page()
+    page.goto(f"{site}search.html?q={words.replace(' ', '+')}")
+    page.wait_for_selector("#search-results li a", timeout=10_000)
+    page.wait_for_timeout(1000)
+    found = [a.get_attribute("href") for a in page.locator("#search-results li a").all()]
+    assert any(wanted in link for link in found), found[:8]
+    page.close()
+
+
 def test_search_finds_a_function(site, browser):
     page = browser.new_page()
     page.goto(f"{site}search.html?q=causal_mask")

@@ -91,7 +91,10 @@ def test_box_and_map_hold_every_idea():
 def test_minutes_leave_out_the_exercises():
     text = dict(cell_type="markdown", source="word " * 1300 + "\n## Exercises\n" + "x " * 9000)
     assert ideas.minutes([text]) == 10
-    assert ideas.minutes([text | dict(source="word " * 9000)]) > 60
+    assert ideas.minutes([text | dict(source="word " * 9000)]) == 60
+    code = dict(cell_type="code", source="x = 1\n" * 300, metadata={})
+    folded = code | dict(metadata=dict(tags=["hide-input"]))
+    assert ideas.minutes([code, text]) == 20 and ideas.minutes([folded, text]) == 10
 
 
 # --- the summaries ----------------------------------------------------------------------------

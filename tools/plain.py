@@ -149,6 +149,8 @@ class Names:
         text, _, inner = target.rpartition("<")
         name = (inner.rstrip(">") if text else target).split("/")[-1]
         if role == "doc":
+            if (ROOT / f"{name}.md").exists():  # a page of text, such as the glossary
+                return f"[{text.strip() or name}]({BOOK}{name}.html)"
             chapter = self.pages[name]
             return f"[{text.strip() or chapter.title}]({BOOK}{chapter.page}.html)"
         called, address = self.labels[name]

@@ -1,0 +1,150 @@
+"""What helps to find the book and one's way in it: cards, a map of the site, lists, a page 404.
+
+Every page gets a description, and what social networks show of a link: title, description and a
+picture. A chapter's description is the sentence under its title. `sitemap.xml` lists the pages.
+theorems.md says `<!-- theorems -->` where the list of all statements goes.
+"""
+
+import json
+import re
+import runpy
+from html import escape
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from docutils import nodes
+from sphinx import addnodes
+
+ROOT = Path(__file__).resolve().parent.parent
+parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]
+BOX = re.compile(r"(?ms)^:::\{prf:(?!proof)\w+\}[ ]*([^\n]*)\n:label:[ ]*(\S+)$")
+HERE = "<!-- theorems -->\n"
+ABOUT = (
+    "Attention and the transformers built on it, derived, proved, implemented and measured: "
+    "a book of notebooks, whose code is a library."
+)
+LOST = """<section><h1>No such page</h1>
+<p>The page may have moved. The <a href="{home}">first page</a> lists all chapters, and the
+search knows every word of them.</p></section>"""
+
+
+def words(markdown):
+    """A sentence without its markup."""
+    text = re.sub(r"\{\w+(?::\w+)?\}`([^`<]*?)(?:\s*<[^`]*)?`", r"\1", markdown)
+    return " ".join(re.sub(r"[`*$]", "", text).split())
+
+
+def described(root=ROOT):
+    """{page: its description} of the chapters and the pages of their modules."""
+    found = {"index": ABOUT}
+    for _, some in parts(root):
+        for chapter in some:
+            found[chapter.page] = words(chapter.summary)
+            if chapter.module:
+                found[f"api/{chapter.module}"] = (
+                    f"attnlib.{chapter.module}: {words(chapter.summary)}"
+                )
+    return found
+
+
+def tags(title, text, address, picture):
+    """What a page's head says about it to search engines and social networks."""
+    card = {
+        "og:type": "article",
+        "og:site_name": "attnlib",
+        "og:title": title,
+        "og:description": text,
+        "og:url": address,
+        "og:image": picture,
+        "og:image:alt": "A heat map: scanned digits attend to others of their kind",
+    }
+    named = {"description": text, "twitter:card": "summary_large_image"}
+    lines = [f'<meta name="{key}" content="{escape(named[key])}" />' for key in named]
+    lines += [f'<meta property="{key}" content="{escape(card[key])}" />' for key in card]
+    return "\n".join(lines) + "\n"
+
+
+def add_card(app, pagename, templatename, context, doctree):
+    base = app.config.html_baseurl
+    if pagename == "404":  # is shown at any address, so its links start from the book's own
+        context["metatags"] = f'<base href="{urlsplit(base).path}" />\n'
+    elif doctree is not None:
+        title = re.sub(r"<[^>]+>", "", context.get("title", "")) or "attnlib"
+        text = app.finding.get(pagename, ABOUT)
+        card = tags(title, text, f"{base}{pagename}.html", f"{base}_static/page.png")
+        # the theme's own tag from the page's metadata would stand twice
+        context["metatags"] = context.get("metatags", "") + card
+
+
+def statements(root=ROOT):
+    """[(page, [(title, label), ...]), ...] of all theorems, propositions and the like."""
+    found = []
+    for _, some in parts(root):
+        for chapter in some:
+            cells = json.loads((root / f"{chapter.page}.ipynb").read_text("utf-8"))["cells"]
+            texts = ["".join(c["source"]) for c in cells if c["cell_type"] == "markdown"]
+            if boxes := [box for text in texts for box in BOX.findall(text)]:
+                found.append((chapter.page, boxes))
+    return found
+
+
+def listed(root=ROOT):
+    """The list of all statements for theorems.md."""
+    lines = []
+    for page, boxes in statements(root):
+        lines += ["", f"## {{doc}}`{page}`", ""]
+        lines += [f"- {{prf:ref}}`{label}`: {title}" for title, label in boxes]
+    return "\n".join(lines) + "\n"
+
+
+def index_statements(app, doctree):
+    """An entry of the index for each statement: the search then finds it by its name."""
+    page = app.env.docname
+    titles = {label: words(title) for title, label in dict(app.statements).get(page, ())}
+    for box in list(doctree.findall(nodes.Element)):
+        for label in set(box.get("ids", ())) & set(titles):
+            entry = ("single", titles.pop(label), label, "", None)
+            box.parent.insert(box.parent.index(box), addnodes.index(entries=[entry]))
+            app.env.get_domain("index").entries.setdefault(page, []).append(entry)
+
+
+def begin(app):
+    app.finding, app.statements = described(Path(app.srcdir)), statements(Path(app.srcdir))
+
+
+def fill_in(app, docname, source):
+    if docname == "theorems":
+        source[0] = source[0].replace(HERE, listed(Path(app.srcdir)))
+
+
+def lost_page(app):
+    yield "404", {"title": "No such page", "body": LOST.format(home="index.html")}, "page.html"
+
+
+def read_again(app, env, added, changed, removed):
+    return {"theorems"} & set(env.found_docs)
+
+
+def write_sitemap(app, problem):
+    if problem is None and app.builder.name == "html":
+        base = app.config.html_baseurl
+        pages = [
+            f"<url><loc>{base}{name}.html</loc></url>" for name in sorted(app.env.found_docs)
+        ]
+        (Path(app.outdir) / "sitemap.xml").write_text(
+            '<?xml version="1.0" encoding="UTF-8"?>\n'
+            '<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n'
+            + "\n".join(pages)
+            + "\n</urlset>\n"
+        )
+
+
+def setup(app):
+    app.connect("builder-inited", begin)
+    app.connect("source-read", fill_in)
+    app.connect("doctree-read", index_statements)
+    app.connect("env-get-outdated", read_again)
+    app.connect("html-page-context", add_card)
+    app.connect("html-collect-pages", lost_page)
+    app.connect("build-finished", write_sitemap)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
