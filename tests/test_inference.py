@@ -32,6 +32,12 @@ SIZES = dict(
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def packing_pays(monkeypatch):
+    """Whatever the processor: packed products are what is tested here."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
 def noisy(model, seed=0, dtype=torch.float32):
     """The model with weights of which none is zero or one, in evaluation mode."""
     generator = torch.Generator().manual_seed(seed)
@@ -158,6 +164,20 @@ def test_without_onednn(enabled, monkeypatch):
     assert (layer.packed is None) == (not enabled)
     x = torch.randn(7, 4)
     same(layer(x), F.gelu(F.linear(x, layer.weight, layer.bias)))
+
+
+@pytest.mark.parametrize(
+    "widest, pays", [("AVX2", False), ("DEFAULT", False), ("AVX512", True)]
+)
+def test_float32_is_packed_where_it_pays(widest, pays, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: widest)
+    layer, x = nn.Linear(4, 6), torch.randn(7, 4)
+    packed = PackedLinear(layer.weight, layer.bias, "gelu")
+    assert (packed.packed is not None) == pays
+    with torch.no_grad():
+        same(packed(x), F.gelu(layer(x)))
+    if inference.can_pack(torch.bfloat16):
+        assert PackedLinear(layer.weight.bfloat16()).packed is not None
 
 
 @pytest.mark.parametrize("missing", inference._NAMES)
