@@ -9,7 +9,7 @@ PART   ?=
 ROUNDS ?= 9
 export PYTHONPATH :=
 
-.PHONY: help book serve run new lint test bench gpu clean
+.PHONY: help book pdf serve run new lint test bench gpu clean
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
 
@@ -30,6 +30,13 @@ book: $(VENV)/book.stamp ## render the book from the stored outputs
 	$(BIN)/jupyter-book build . -q
 	$(BIN)/python -m tools.plain --out $(BOOK)/plain
 	@echo "The book: file://$(CURDIR)/$(BOOK)/index.html   (make serve: http://localhost:$(PORT))"
+
+$(VENV)/pdf.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[book,pdf]'
+	@touch $@
+
+pdf: book $(VENV)/pdf.stamp ## print the book into _build/pdf/attnlib.pdf, with Chromium
+	$(BIN)/python -m tools.pdf
 
 serve: book ## render the book and serve it on localhost
 	$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory $(BOOK)

@@ -104,18 +104,20 @@ def show_lone_buttons(app, pagename, templatename, context, doctree):
     context["header_buttons"] = found
 
 
-def drop_mathjax_from_every_page(app, config):
+def drop_scripts_from_every_page(app, config):
     """Jupyter Book adds each script below _static to each page.
 
-    Sphinx asks for MathJax where there are formulas.
+    Sphinx asks for MathJax where there are formulas, and `explorers` for its script.
     """
     config.html_js_files = [
-        name for name in config.html_js_files if not str(name).startswith("mathjax/")
+        name
+        for name in config.html_js_files
+        if not str(name).startswith(("mathjax/", "explorers"))
     ]
 
 
 def setup(app):
-    app.connect("config-inited", drop_mathjax_from_every_page)
+    app.connect("config-inited", drop_scripts_from_every_page)
     app.connect("source-read", read_notebook)
     app.connect("doctree-resolved", tidy_boxes)
     app.connect("html-page-context", show_lone_buttons, priority=600)

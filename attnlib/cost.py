@@ -425,8 +425,8 @@ def count_operations(call, *inputs):
     return OperationCount(watch.operators)
 
 # %% ../nbs/50_cost.ipynb #gpus
-# Dense 16-bit products and memory by NVIDIA's data sheets, the overhead assumed:
-# https://www.nvidia.com/en-us/data-center/h200/, .../h100/, .../a100/, .../tesla-t4/
+# Dense 16-bit products and memory by NVIDIA's data sheets, the overhead assumed. H200, H100 and
+# A100 with SXM sockets, the A100 of 80 GB (2,039 GB/s; 1,555 with 40 GB); T4 in float16
 GPUS = {
     "H200": Roofline(989e12, 4.8e12, 10e-6), "H100": Roofline(989e12, 3.35e12, 10e-6),
     "A100": Roofline(312e12, 2.04e12, 10e-6), "T4": Roofline(65e12, 0.32e12, 10e-6),

@@ -118,7 +118,7 @@ def check_config(config):
         if getattr(config, name) not in choices:
             some = ", ".join(map(repr, choices))
             raise ValueError(f"{name} ({getattr(config, name)!r}) must be one of {some}")
-    for name in ("vocab_size", "block_size", "n_layer"):
+    for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
         check_count(name, getattr(config, name))
     for name in ("window", "head_dim", "n_inner"):
         if getattr(config, name) is not None:
@@ -130,15 +130,20 @@ def check_config(config):
         raise ValueError(f"n_kv_head ({config.kv_heads}) must divide n_head ({config.n_head})")
     if config.position == "rotary" and config.head_width % 2:
         raise ValueError(f"head_dim ({config.head_width}) must be even: it is turned in pairs")
+    for name in ("rope_base", "norm_eps"):
+        if getattr(config, name) <= 0:
+            raise ValueError(f"{name} ({getattr(config, name)}) must be positive")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout ({config.dropout}) must be in [0, 1)")
     scaling = config.rope_scaling
     if scaling is not None:
-        kind = scaling.get("rope_type")
+        kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
         if kind not in SCALINGS or set(scaling) != SCALINGS[kind] | {"rope_type"}:
             known = "; ".join(f"{name!r} with {', '.join(sorted(needs))}"
                               for name, needs in SCALINGS.items())
-            raise ValueError(f"rope_scaling ({scaling}) must have the rope_type {known}")
+            raise ValueError(f"rope_scaling ({scaling!r}) must have the rope_type {known}")
+        if min(scaling[name] for name in SCALINGS[kind]) <= 0:
+            raise ValueError(f"rope_scaling ({scaling}) must have positive numbers")
 
 # %% ../nbs/24_gpt.ipynb #frequencies
 def rotation(config, positions, dtype=torch.float32):
@@ -225,9 +230,9 @@ def grouped_attention(q, k, v, mask=None, dropout_p=0.0):
     """
     group = q.shape[1] // k.shape[1]
     if group > 1 and q.shape[2] == 1:  # the heads of a group become h / g queries
-        q = q.unflatten(1, (-1, group)).squeeze(3)  # (B, h, 1, d) -> (B, g, h / g, d)
-        heads = attention(q, k, v, mask=mask, dropout_p=dropout_p)
-        return heads.flatten(1, 2).unsqueeze(2)  # (B, g, h / g, d) -> (B, h, 1, d)
+        queries = q.reshape(*k.shape[:2], group, -1)  # (B, h, 1, d) -> (B, g, h / g, d)
+        heads = attention(queries, k, v, mask=mask, dropout_p=dropout_p)
+        return heads.reshape(q.shape)  # (B, g, h / g, d) -> (B, h, 1, d)
     if group > 1:
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))  # -> (B, h, M, d) each
     return attention(q, k, v, mask=mask, dropout_p=dropout_p)
@@ -326,9 +331,12 @@ def check_prompt(tokens, attention_mask, config, past=0, more=0):
                              f"{wanted}, as the tokens and those before them")
 
 
-def check_prompts(tokens, max_new_tokens, attention_mask, config):
+def check_prompts(tokens, max_new_tokens, attention_mask, config, eos_id=None):
     """Raise unless so many tokens can be put behind these, which are padded on the left."""
     check_count("max_new_tokens", max_new_tokens)
+    if eos_id is not None and not 0 <= eos_id < config.vocab_size:
+        raise ValueError(f"eos_id ({eos_id}) must be a token, from 0 to "
+                         f"{config.vocab_size - 1}")
     check_prompt(tokens, attention_mask, config, more=max_new_tokens - 1)
     if attention_mask is None:
         return
@@ -419,7 +427,8 @@ def config_of(source):
     kind, tied = source.model_type, source.tie_word_embeddings
     if kind == "gpt2":
         check_published(source, activation_function=("gelu_new", "gelu_pytorch_tanh"),
-                        scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,))
+                        scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,),
+                        add_cross_attention=(False,))
         return GPTConfig(
             source.vocab_size, source.n_positions, source.n_layer, source.n_head,
             n_embd=source.n_embd, n_inner=source.n_inner, norm="layer", position="learned",
@@ -434,14 +443,14 @@ def config_of(source):
     rope = getattr(source, "rope_parameters", None)
     if rope is None:  # transformers before version 5
         rope = dict(getattr(source, "rope_scaling", None) or {}, rope_theta=source.rope_theta)
-    scaling = {name: x for name, x in rope.items() if name != "rope_theta"}
+    scaling = {name: x for name, x in rope.items() if name not in ("rope_theta", "type")}
     return GPTConfig(
         source.vocab_size, source.max_position_embeddings, source.num_hidden_layers,
         source.num_attention_heads, source.num_key_value_heads, source.hidden_size,
         getattr(source, "head_dim", None), source.intermediate_size, qk_norm=kind == "qwen3",
         tied=tied, window=source.sliding_window if slides else None,
         rope_base=rope["rope_theta"], qkv_bias=kind == "qwen2", norm_eps=source.rms_norm_eps,
-        rope_scaling=None if scaling.get("rope_type", "default") == "default" else scaling)
+        rope_scaling=None if scaling in ({}, dict(rope_type="default")) else scaling)
 
 
 def check_published(source, **allowed):
@@ -471,6 +480,8 @@ def read_transformers(source):
     ------
     ValueError
         If the model is of another kind, or its configuration asks for what `GPT` does not do.
+    TypeError
+        If it is no language model at all.
     ImportError
         If a name is given and the package is missing.
     """
@@ -480,7 +491,10 @@ def read_transformers(source):
         except ModuleNotFoundError as error:
             raise ImportError(f"{error.name} is missing: "
                               'pip install "attnlib[notebooks]"') from error
-        source = AutoModelForCausalLM.from_pretrained(source, torch_dtype=torch.float32)
+        source = AutoModelForCausalLM.from_pretrained(source).float()
+    if getattr(source, "get_output_embeddings", lambda: None)() is None:
+        raise TypeError(f"source ({type(source).__name__}) must be a name or a causal language "
+                        "model of the transformers library")
     config, weights = config_of(source.config), source.state_dict()
     if source.config.model_type == "gpt2":
         weights = rename_keys(weights, GPT2)
@@ -549,7 +563,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def stream(self, tokens, max_new_tokens, *, attention_mask=None, eos_id=None, **sampling):
         """As `generate`, but yields the new tokens (B,) one step at a time."""
-        check_prompts(tokens, max_new_tokens, attention_mask, self.config)
+        check_prompts(tokens, max_new_tokens, attention_mask, self.config, eos_id)
         cache, ended = KVCache(), torch.zeros_like(tokens[:, 0], dtype=torch.bool)
         with evaluation(self):
             for _ in range(max_new_tokens):

@@ -6,7 +6,7 @@
 __all__ = ['FUNCTIONS', 'SMALL', 'REPLACEMENTS', 'PLAIN', 'can_pack', 'PackedLinear', 'attend', 'pack', 'FastWindowAttention',
            'FastSelfAttention', 'FastCrossAttention', 'decode', 'FastCausalAttention', 'pack_gpt_mlp', 'PackedConv',
            'FastBlock', 'FastResNet', 'first_tokens', 'forward_short', 'pack_mlp', 'pack_feed_forward', 'replace',
-           'no_maps', 'optimize_for_inference']
+           'pack_all', 'devices', 'fuse', 'no_maps', 'optimize_for_inference']
 
 # %% ../nbs/53_inference.ipynb #imports
 import copy
@@ -24,8 +24,8 @@ from .gpt import MLP, CausalSelfAttention, grouped_attention
 from .multihead import merge_heads, split_heads
 from .position import rotate_halves
 from attnlib.swin import (
-    WindowAttention, cyclic_shift, pad_map, reverse_cyclic_shift, window_partition,
-    window_reverse,
+    SwinTransformer, WindowAttention, cyclic_shift, pad_map, reverse_cyclic_shift,
+    window_partition, window_reverse,
 )
 from .swinv2 import MAX_LOGIT_SCALE, WindowAttentionV2, normalize
 from .tnt import TNT
@@ -361,15 +361,50 @@ def replace(module):
             setattr(module, name, replace(child))
     return module if new is None else new
 
-# %% ../nbs/53_inference.ipynb #optimize
+# %% ../nbs/53_inference.ipynb #pack-all
+def pack_all(model):
+    """A frozen model for the CPU: its layers replaced, and what is its own."""
+    model = replace(model)
+    if type(model) in (VisionTransformer, DistilledVisionTransformer, TNT):
+        if model.global_pool == "token":
+            model.forward = partial(forward_short, model)
+    if type(model) is Transformer:
+        model.packed_output = PackedLinear(model.output.weight, model.output_bias)
+        model.decode = partial(decode, model)
+    return model
+
+# %% ../nbs/53_inference.ipynb #fuse
+def devices(model):
+    """The devices of a model's weights and buffers, as sorted strings."""
+    return sorted({str(x.device) for x in (*model.parameters(), *model.buffers())})
+
+
+def fuse(model):
+    """`windows.fuse_swin` of a model; a ValueError says why the kernels do not serve it."""
+    from attnlib.windows import fuse_swin, not_served  # not above: see the text
+
+    where = ", ".join(devices(model))
+    for layer in model.modules():
+        if type(layer) is WindowAttention:
+            weight, window = layer.qkv.weight, layer.window_size
+            tokens = weight.new_empty(1).expand(1, *window, len(weight))  # (1, h, w, 3C)
+            reason = not_served(tokens, layer.num_heads, window)
+            if reason:
+                raise ValueError(f"model in {weight.dtype} on {where}: {reason}")
+    try:
+        return fuse_swin(model)
+    except TypeError as error:
+        raise ValueError(f"on {where}, {error}") from error
+
+# %% ../nbs/53_inference.ipynb #no-maps
 def no_maps(*inputs, **options):
     """What `attention_maps` is in an optimized copy: an error."""
     raise RuntimeError("a copy made by optimize_for_inference keeps no attention maps; "
                        "ask the model itself")
 
-
+# %% ../nbs/53_inference.ipynb #optimize
 def optimize_for_inference(model):
-    """A frozen copy of a model that is faster on the CPU and gives the same output.
+    """A frozen copy of a model that is faster and gives the same output.
 
     The caller promises to ask it for no gradient, and to change neither its weights nor its
     parts. The model itself stays as it is.
@@ -377,30 +412,30 @@ def optimize_for_inference(model):
     Parameters
     ----------
     model : nn.Module
-        Any of the book's, or one with their layers, on the CPU and in the dtype that its copy
-        is to have: float32 or bfloat16, or another, where less is gained.
+        In the dtype that its copy is to have. On the CPU: any of the book's models, or one with
+        their layers, in float32 or bfloat16, or in another dtype, where less is gained. On a
+        GPU: a `SwinTransformer`.
 
     Returns
     -------
     nn.Module
-        Of the same class, in evaluation mode.
+        Of the same class, in evaluation mode, on the same device.
 
     Raises
     ------
     ValueError
-        If the model is on another device.
+        If the model is neither on the CPU nor on one GPU, or is one that kernels do not serve.
+    ImportError
+        If it is on a GPU and Triton is missing.
     """
-    devices = {str(x.device) for x in (*model.parameters(), *model.buffers())} - {"cpu"}
-    if devices:
-        raise ValueError(f"model is on {', '.join(sorted(devices))}; it must be on the CPU, "
-                         "where optimize_for_inference makes it faster")
-    model = replace(copy.deepcopy(model).eval().requires_grad_(False))
-    if type(model) in (VisionTransformer, DistilledVisionTransformer, TNT):
-        if model.global_pool == "token":
-            model.forward = partial(forward_short, model)
-    if type(model) is Transformer:
-        model.packed_output = PackedLinear(model.output.weight, model.output_bias)
-        model.decode = partial(decode, model)
+    where = devices(model)
+    kinds = {place.split(":")[0] for place in where}
+    if len(where) > 1 or not kinds <= {"cpu", "cuda"}:
+        raise ValueError(f"model is on {', '.join(where)}; it must be on the CPU or on one GPU")
+    if kinds == {"cuda"}:
+        model = fuse(model)
+    else:
+        model = pack_all(copy.deepcopy(model).eval().requires_grad_(False))
     if hasattr(model, "attention_maps"):
         model.attention_maps = no_maps
     return model

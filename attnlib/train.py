@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['learning_rate', 'epochs', 'save_checkpoint', 'load_checkpoint', 'adamw', 'train_step', 'shard_blocks', 'save_shards',
-           'load_shards', 'training_state', 'resume', 'prepare', 'fit', 'memory_levels', 'peak_memory', 'machine',
-           'write_record', 'find_records', 'read_record', 'print_speed']
+           'training_state', 'resume', 'prepare', 'fit', 'memory_levels', 'peak_memory', 'machine', 'write_record',
+           'find_records', 'read_record', 'print_speed']
 
 # %% ../nbs/91_train.ipynb #imports
 import datetime
@@ -19,12 +19,16 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from contextlib import contextmanager
 from importlib.resources import files
 from operator import itemgetter
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 try:
     from accelerate import Accelerator
@@ -129,13 +133,7 @@ def save_checkpoint(path, tensors, state):
     # clones, since tied weights share memory, which the format refuses
     save_file({key: x.detach().cpu().contiguous().clone() for key, x in tensors.items()}, part)
     _put_in_place(part, path.with_name(name))
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({**state, "tensors": name}), encoding="utf-8")
-    _put_in_place(part, path)
-    older = re.compile(rf"{re.escape(path.stem)}-\d+\.safetensors")  # "run-2" is another run
-    for file in path.parent.iterdir():
-        if file.name != name and older.fullmatch(file.name):
-            file.unlink()
+    _point_to(name, path, state)
 
 
 def _json_path(path):
@@ -150,9 +148,29 @@ def _put_in_place(part, path):
         os.fsync(file.fileno())
     os.replace(part, path)
 
+
+def _point_to(name, path, state):
+    """Put the JSON file in place, and remove the tensors of older ones."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps({**state, "tensors": name}), encoding="utf-8")
+    _put_in_place(part, path)
+    # "run-2" is another run
+    older = re.compile(rf"{re.escape(path.stem)}-\d+\.(safetensors|shards)")
+    for other in path.parent.iterdir():
+        if other.name != name and older.fullmatch(other.name):
+            shutil.rmtree(other) if other.is_dir() else other.unlink()
+
 # %% ../nbs/91_train.ipynb #load-checkpoint
-def load_checkpoint(path):
-    """Read what `save_checkpoint` wrote.
+def load_checkpoint(path, like=None):
+    """Read what `save_checkpoint` or `save_shards` wrote, on any number of processes.
+
+    Parameters
+    ----------
+    path : str or Path
+        Path of the JSON file.
+    like : dict of str to Tensor, optional
+        If one of these is shared among processes, so is the tensor of that name: each process
+        reads its share. All others are whole.
 
     Returns
     -------
@@ -166,10 +184,13 @@ def load_checkpoint(path):
     ValueError
         If a file is truncated or is no checkpoint; the message says which and why.
     """
-    state, file = _stored_state(path)
+    (state, file), like = _stored_state(path), like or {}
     try:
+        if file.is_dir():
+            return _load_shards(file, state["numbers"], like), state
         with safe_open(file, "pt") as stored:
-            return {key: stored.get_tensor(key) for key in stored.keys()}, state  # noqa: SIM118
+            return {key: _shared(stored.get_tensor(key), like.get(key))
+                    for key in stored.keys()}, state  # noqa: SIM118
     except FileNotFoundError:
         raise ValueError(f"{path} belongs to {file}, which is missing") from None
     except SafetensorError as error:
@@ -186,6 +207,14 @@ def _stored_state(path):
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a checkpoint's JSON file "
                          f"({type(error).__name__}: {error})") from None
+
+
+def _shared(x, like):
+    """A whole tensor, shared among processes as another one of its shape is, if it is."""
+    if not isinstance(like, DTensor) or like.shape != x.shape:
+        return x
+    # every process has read the same, so none need send it
+    return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
 
 # %% ../nbs/91_train.ipynb #adamw
 def adamw(model, lr, betas, weight_decay, lr_scale=None):
@@ -250,84 +279,33 @@ def _check_finite(what, x):
             f"{what} is {x.item()}: a smaller lr or a longer warmup may help")
 
 # %% ../nbs/91_train.ipynb #shards
-def shard_blocks(model):
+def shard_blocks(model, dtype=None):
     """Leave each process its share of all parameters, to be gathered block by block in use.
 
     The blocks are the entries of the model's `ModuleList` and `Sequential`. Afterwards the
     model must be called as ``model(x)``: its other methods find shards.
-    """
-    from torch.distributed.fsdp import fully_shard
 
-    lists = torch.nn.ModuleList, torch.nn.Sequential
-    blocks = [block for part in model.modules() if isinstance(part, lists) for block in part
-              if not isinstance(block, lists[0]) and next(block.parameters(), None) is not None]
-    for block in dict.fromkeys([*reversed(blocks), model]):  # the inner ones first
-        fully_shard(block)
-
-
-def save_shards(path, model, optimizer, state):
-    """What `save_checkpoint` does, by all processes together: tensors go to a folder."""
-    import torch.distributed.checkpoint as dcp
-
-    path, several = _json_path(path), torch.distributed.is_initialized()
-    main = not several or torch.distributed.get_rank() == 0
-    folder = path.with_name(f"{path.stem}-{state['step']:08}")
-    if main:  # what an interrupted run has left there is of no use
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    if several:
-        torch.distributed.barrier()
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with _quiet():
-        dcp.save(_flat_state(model, optimizer)[0], storage_writer=writer, no_dist=not several)
-    if main:
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps({**state, "tensors": folder.name}), encoding="utf-8")
-        _put_in_place(part, path)
-        older = re.compile(rf"{re.escape(path.stem)}-\d+")
-        for other in path.parent.iterdir():
-            if other != folder and older.fullmatch(other.name):
-                shutil.rmtree(other)
-
-
-def load_shards(folder, model, optimizer):
-    """Read what `save_shards` wrote, from any number of processes, into model and optimizer.
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The same on all processes; changed in place.
+    dtype : torch.dtype, optional
+        What parameters are rounded to when they are gathered; gradients are added in float32.
 
     Raises
     ------
-    RuntimeError
-        If the folder has other tensors.
+    ValueError
+        If two blocks have a parameter in common.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
-    tensors, (weights, moments), options = _flat_state(model, optimizer)
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    stored = reader.read_metadata().state_dict_metadata
-    other = sorted(name for name in stored.keys() | tensors.keys() if name not in stored
-                   or name not in tensors or stored[name].size != tensors[name].size())
-    if other:
-        raise RuntimeError(f"{folder} does not have these, or of another shape: "
-                           f"{', '.join(other[:5])}")
-    with _quiet():
-        dcp.load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
-    weights |= {name: weights[first] for name, first in _tied(model).items()}
-    moments |= {name: tensors["optimizer." + name] for name in moments
-                if "optimizer." + name in tensors}
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,
-                   options=options)
-
-
-def _flat_state(model, optimizer):
-    """Weights and moments as {name: Tensor}; both as PyTorch has them; its options."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    weights, moments = get_state_dict(model, optimizer, options=options)
-    tied = _tied(model)  # the format refuses tensors that share memory
-    tensors = {f"model.{name}": x for name, x in weights.items() if name not in tied}
-    tensors |= {f"optimizer.{name}": x for name, x in moments.items() if torch.is_tensor(x)}
-    return tensors, (weights, moments), options
+    lists, tied = (torch.nn.ModuleList, torch.nn.Sequential), _tied(model)
+    blocks = [block for part in model.modules() if isinstance(part, lists) for block in part
+              if not isinstance(block, lists[0]) and next(block.parameters(), None) is not None]
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    policy = fsdp.MixedPrecisionPolicy(dtype, dtype and torch.float32)
+    for block in dict.fromkeys([*reversed(blocks), model]):  # the inner ones first
+        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
+    if apart := tied.items() - _tied(model).items():
+        raise ValueError(f"model has parameters in two blocks: {sorted(apart)}")
 
 
 def _tied(model):
@@ -338,17 +316,59 @@ def _tied(model):
     return {name: first[p] for name, p in named if first[p] != name}
 
 
-@contextmanager
-def _quiet():
-    """Without PyTorch's warning that a single process saves by itself."""
+def save_shards(path, tensors, state):
+    """What `save_checkpoint` does, by all processes together: the tensors go to a folder.
+
+    Tensors that are shared among processes are written by all, each writes its own.
+
+    Raises
+    ------
+    ValueError
+        If `path` does not end in ".json", or is not on a disk that all processes see.
+    """
+    path, main = _json_path(path), dist.get_rank() == 0
+    folder = path.with_name(f"{path.stem}-{state['step']:08}.shards")
+    if main:
+        shutil.rmtree(folder, ignore_errors=True)  # from a run that died while it saved
+        folder.mkdir(parents=True)
+    dist.barrier()
+    writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
+    dcp.save(tensors, storage_writer=writer)
+    if main:
+        numbers = sum(x.numel() for x in tensors.values())
+        _stored_shards(folder, numbers)
+        _point_to(folder.name, path, {**state, "numbers": numbers})
+
+
+def _stored_shards(folder, numbers):
+    """A reader of a folder, and what it found, {name: metadata}, once that is complete."""
+    reader = dcp.HuggingFaceStorageReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    found = sum(math.prod(chunk.sizes) for x in stored.values() for chunk in x.chunks)
+    if found != numbers:
+        raise ValueError(f"{folder} has {found} of {numbers} numbers: it must have the files "
+                         "of all processes, on a disk that all of them see")
+    return reader, stored
+
+
+def _load_shards(folder, numbers, like):
+    """Read what `save_shards` wrote; see `load_checkpoint`."""
+    (reader, stored), tensors = _stored_shards(folder, numbers), {}
+    for name, x in stored.items():
+        fits = name in like and like[name].shape == x.size
+        tensors[name] = (torch.empty_like(like[name]) if fits else
+                         torch.empty(x.size, dtype=x.properties.dtype))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
+        dcp.load(tensors, storage_reader=reader, no_dist=True)  # each reads for itself
+    return tensors
 
 # %% ../nbs/91_train.ipynb #state
 def training_state(model, optimizer):
     """The tensors of a run: the weights "model.NAME", the moments "optimizer.NUMBER.NAME"."""
-    tensors = {f"model.{name}": x for name, x in model.state_dict().items()}
+    tied = _tied(model)  # a file of tensors refuses those that share memory
+    tensors = {f"model.{name}": x.clone() if name in tied else x
+               for name, x in model.state_dict().items()}
     for i, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{i}.{name}": x for name, x in moments.items()}
     return tensors
@@ -367,6 +387,14 @@ def _unpacked(tensors):
     return weights, moments
 
 
+def _like(model, optimizer):
+    """Tensors that are shared among processes as the `training_state` is, by its names."""
+    params = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    moments = {f"optimizer.{i}.{name}": p for i, p in enumerate(params)
+               for name in ("exp_avg", "exp_avg_sq")}
+    return moments | {f"model.{name}": x for name, x in model.state_dict().items()}
+
+
 def resume(checkpoint, model, optimizer, settings):
     """Load a checkpoint, if there is one, into model and optimizer.
 
@@ -374,39 +402,30 @@ def resume(checkpoint, model, optimizer, settings):
     """
     if checkpoint is None or not Path(checkpoint).exists():
         return 0, []
-    state, file = _stored_state(checkpoint)
+    tensors, state = load_checkpoint(checkpoint, _like(model, optimizer))
     if not {"step", "history", "settings"} <= state.keys():
         raise ValueError(f"{checkpoint} is a checkpoint, but not one that `fit` wrote")
-    stored = settings | {"parallel": "ddp"} | state["settings"]  # may be older than a setting
+    stored = settings | state["settings"]  # which may be older than a setting
     for name, value in settings.items():
         if name != "trained" and stored[name] != value:
             raise ValueError(f"{name} ({value!r}) must be {stored[name]!r}, "
                              f"as in the run that {checkpoint} belongs to")
-    try:
-        if others := sorted(set(settings["trained"]) ^ set(stored["trained"])):
-            raise RuntimeError(f"it trained other parameters: {', '.join(others)} differ")
-        if settings["parallel"] == "fsdp":
-            load_shards(file, model, optimizer)
-        else:
-            _load_whole(load_checkpoint(checkpoint)[0], model, optimizer)
-    except RuntimeError as error:
-        raise ValueError(f"{checkpoint} belongs to another model: {error}") from None
-    return state["step"], state["history"]
-
-
-def _load_whole(tensors, model, optimizer):
-    """Load what `training_state` gave; where it does not fit, the model stays as it was."""
     weights, moments = _unpacked(tensors)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     try:
         model.load_state_dict(weights, strict=True)
-    except RuntimeError:
-        model.load_state_dict(before)
-        raise
+        if others := sorted(set(settings["trained"]) ^ set(stored["trained"])):
+            raise RuntimeError(f"it trained other parameters: {', '.join(others)} differ")
+    except RuntimeError as error:
+        model.load_state_dict(before)  # not even half of the other model stays
+        raise ValueError(f"{checkpoint} belongs to another model: {error}") from None
     optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+    if optimizer.scaler is not None and state.get("scaler"):
+        optimizer.scaler.load_state_dict(state["scaler"])
+    return state["step"], state["history"]
 
 # %% ../nbs/91_train.ipynb #fit-helpers
-def _check_run(steps, lr, warmup, clip, every, stop_after, schedule):
+def _check_run(steps, lr, warmup, clip, every, stop_after, schedule, parallel):
     for name, value, least in (("steps", steps, 1), ("every", every, 1), ("warmup", warmup, 0)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}")
@@ -419,20 +438,33 @@ def _check_run(steps, lr, warmup, clip, every, stop_after, schedule):
     if stop_after is not None and stop_after % every:
         raise ValueError(f"stop_after ({stop_after}) must be a multiple of every ({every}): "
                          "a run resumes from a record")
+    if parallel not in ("ddp", "fsdp"):
+        raise ValueError(f"parallel ({parallel!r}) must be 'ddp' or 'fsdp'")
+    if parallel == "fsdp" and torch.__version__ < (2, 9):
+        raise ValueError("parallel ('fsdp') needs PyTorch 2.9 or newer; this is "
+                         f"{torch.__version__}")
     # an unknown schedule fails before training
     learning_rate(0, steps=steps, warmup=0, schedule=schedule)
 
 
-def prepare(model, accelerator, parallel, options):
+def prepare(model, accelerator, sharded, options):
     """Model and optimizer for one or several processes; the options are those of `adamw`."""
-    if parallel not in ("ddp", "fsdp"):
-        raise ValueError(f"parallel ({parallel!r}) must be 'ddp' or 'fsdp'")
-    if parallel == "ddp":
+    if not sharded:
         return accelerator.prepare(model, adamw(model, *options))
     model.to(accelerator.device)
-    if accelerator.num_processes > 1:
-        shard_blocks(model)
+    for x in itertools.chain(model.parameters(), model.buffers()):
+        dist.broadcast(x.detach(), 0)  # all start from the same weights, as DDP sees to as well
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    shard_blocks(model, half.get(accelerator.mixed_precision))
     return model, accelerator.prepare_optimizer(adamw(model, *options))
+
+
+def _accelerator():
+    """An engine for the devices there are; on a GPU in the half precision that it has."""
+    if not torch.cuda.is_available():  # then several processes are not noticed by themselves
+        return Accelerator(cpu=int(os.environ.get("WORLD_SIZE", "1")) > 1)
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return Accelerator(mixed_precision="bf16" if bf16 else "fp16")
 
 
 def _evaluated(evaluate, model):
@@ -456,8 +488,8 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
     Parameters
     ----------
     model : torch.nn.Module
-        Trained in place, on the device that Accelerate chooses; in bfloat16 autocast on a GPU
-        that has bfloat16.
+        Trained in place, on the device that Accelerate chooses; in autocast on a GPU, to
+        bfloat16 or, where a GPU does not have it, to float16 with scaled losses.
     loss_fn : callable
         ``loss_fn(model, batch)`` returns the total loss, a scalar Tensor, and the number of
         its terms.
@@ -471,7 +503,7 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
         Largest norm of the gradient; None for no clipping.
     evaluate : callable, optional
         ``evaluate(model)`` returns a dict of numbers for the history; called in evaluation
-        mode without gradients.
+        mode without gradients, by all processes with the same data.
     every : int
         Steps between two records of the history, and between two checkpoints.
     checkpoint : path, optional
@@ -486,8 +518,8 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
         One with other settings.
     parallel : {"ddp", "fsdp"}
         What each of several processes has: the whole model, or a share of its parameters,
-        gradients and moments, see `shard_blocks`. With "fsdp" a checkpoint is a folder that
-        any number of processes can go on from.
+        gradients and moments, see `shard_blocks`. A run may go on from its checkpoint with
+        another number of processes, and with the other of the two.
 
     Returns
     -------
@@ -501,15 +533,14 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
     FloatingPointError
         If the loss, or the norm of the gradient, is not finite.
     """
-    _check_run(steps, lr, warmup, clip, every, stop_after, schedule)
+    _check_run(steps, lr, warmup, clip, every, stop_after, schedule, parallel)
     checkpoint = None if checkpoint is None else _json_path(checkpoint)
-    bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    accelerator = accelerator or Accelerator(mixed_precision="bf16" if bf16 else "no")
+    accelerator = accelerator or _accelerator()
+    sharded = parallel == "fsdp" and accelerator.num_processes > 1
     plain, (model, optimizer) = model, prepare(
-        model, accelerator, parallel, (lr, betas, weight_decay, lr_scale))
+        model, accelerator, sharded, (lr, betas, weight_decay, lr_scale))
     settings = dict(steps=steps, lr=lr, warmup=warmup, schedule=schedule, betas=list(betas),
                     weight_decay=weight_decay, clip=clip, seed=seed, lr_scale=lr_scale,
-                    parallel=parallel,
                     trained=[name for name, p in plain.named_parameters() if p.requires_grad])
     start, history = resume(checkpoint, plain, optimizer, settings)
 
@@ -531,11 +562,11 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
             history.append({"step": step + 1, "loss": mean.item(), "lr": rate,
                             **_evaluated(evaluate, plain)})
             bar.set_postfix(loss=f"{mean:.3f}")
-            state = {"step": step + 1, "settings": settings, "history": history}
-            if checkpoint is not None and parallel == "fsdp":
-                save_shards(checkpoint, plain, optimizer, state)
-            elif checkpoint is not None and accelerator.is_main_process:
-                save_checkpoint(checkpoint, training_state(plain, optimizer), state)
+            state = {"step": step + 1, "settings": settings, "history": history,
+                     "scaler": optimizer.scaler and optimizer.scaler.state_dict()}
+            if checkpoint is not None and (sharded or accelerator.is_main_process):
+                save = save_shards if sharded else save_checkpoint
+                save(checkpoint, training_state(plain, optimizer), state)
             accelerator.wait_for_everyone()
             total = count = 0
     return history

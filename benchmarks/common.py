@@ -309,6 +309,37 @@ class Bench:
             print(f"{len(self.record['runs'])} runs, recorded in {self.path}")
 
 
+class Record:
+    """Rows by name, kept in FOLDER/FAMILY_EXPERIMENT.json; none is run again.
+
+    Parameters
+    ----------
+    family : str
+    arguments
+        Of an `experiment_parser` with the name of the experiment as `what`.
+    """
+
+    def __init__(self, family, arguments):
+        self.path = arguments.out / f"{family}_{arguments.what}.json"
+        self.tiny, self.found = arguments.tiny, dict(rows=[])
+        if self.path.exists() and not arguments.tiny:
+            self.found = json.loads(self.path.read_text())
+
+    def add(self, name, run):
+        """The row of this name, run if it is not there."""
+        for row in self.found["rows"]:
+            if row["name"] == name:
+                return row
+        self.found["rows"].append(dict(name=name, **run()))
+        print(self.found["rows"][-1], flush=True)
+        self.write()
+        return self.found["rows"][-1]
+
+    def write(self, **more):
+        self.found |= dict(more, tiny=self.tiny)
+        write_record(self.path, self.found)
+
+
 def experiment_parser(description):
     """The options that all experiments have."""
     parser = argparse.ArgumentParser(

@@ -1,9 +1,9 @@
 """Compile ahead, in many processes, what is timed on a GPU: `python -m benchmarks.compile`.
 
-The kernels of `benchmarks.flash` and `benchmarks.windows`, FlexAttention in the same cases, and
-the compiled models of `benchmarks.vision`: each is called once, which fills the caches that
-Triton and PyTorch's compiler keep on disk, and the benchmarks find them there. What does not
-compile is printed, and told again by the benchmark.
+The kernels of `benchmarks.flash` and `benchmarks.windows`, FlexAttention in the same cases, the
+compiled models of `benchmarks.vision` and the fused one of `benchmarks.fused`: each is called
+once, which fills the caches that Triton and PyTorch's compiler keep on disk, and the benchmarks
+find them there. What does not compile is printed, and told again by the benchmark.
 """
 
 import functools
@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 
-from benchmarks import common, flash, vision, windows
+from benchmarks import common, flash, fused, vision, windows
 
 MODELS = (
     "swin_tiny_patch4_window7_224",
@@ -54,15 +54,22 @@ def model_call(device, name, library, kind, batch, options):
     vision.under("triton" if library == common.OPTIMIZED else "auto", call)()
 
 
+def fused_call(device, name, library, kind, batch, options):
+    models, size = fused.contestants(device, torch.bfloat16, options)
+    images = torch.randn(batch, 3, size, size, device=device, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        models[library](images)
+
+
 def jobs(device, tiny):
     """{group: [(function, its arguments)]}, the most important first."""
     if tiny:
-        small = dict(img_size=16, window_size=2, num_classes=2, embed_dim=16, depths=(2, 2))
-        small["num_heads"] = (1, 2)
         cases = [
             (flash_call, (device, (1, 1, 4, 16), "causal", "forward")),
-            (windows_call, (device, MODELS[0], 0, True, "forward", 1, small)),
+            (windows_call, (device, MODELS[0], 0, True, "forward", 1, windows.TINY)),
         ]
+        options = "forward", 1, windows.TINY
+        cases.append((fused_call, (device, fused.MODEL, fused.FUSED, *options)))
         return {"kernels": cases, "models": []}  # to compile one on a CPU takes a minute
     kernels = [
         (flash_call, (device, (*flash.SHAPES[n], n, width), kind, step))
@@ -84,6 +91,7 @@ def jobs(device, tiny):
         for kind in ("forward", "training")
         for library in (common.OURS, common.OPTIMIZED, "timm")
     ]
+    models += [(fused_call, (device, fused.MODEL, fused.FUSED, "forward", 128, {}))]
     return {"kernels": kernels, "models": models}
 
 

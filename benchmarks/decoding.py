@@ -1,13 +1,11 @@
-"""What a better search gains, and what label smoothing does to sampling.
+"""What a better search gains: `python -m benchmarks.decoding --out FOLDER [--seeds 0 1 2]`.
 
-`python -m benchmarks.decoding --out FOLDER [--parts search sampling] [--seeds 0 1 2]` records
-FOLDER/decoding.json. What an older record there has of other parts and seeds stays, so the
-runs can be made one at a time. With --tiny all of it runs in seconds, to see that it works.
-
-search: translators of numbers that are trained too briefly, so that they are unsure, and beams
+Translators of numbers are trained too briefly, so that they are unsure, and searched with beams
 of several sizes. Size and length penalty are chosen on the validation numbers; the test numbers
 are counted once. A perfect search is one whose result is proved to be the most probable.
-sampling: translators trained for 600 steps, with label smoothing and without.
+
+The record is FOLDER/decoding.json. What an older record there has of other seeds stays, so the
+runs can be made one at a time. With --tiny all of it runs in seconds, to see that it works.
 """
 
 import argparse
@@ -19,27 +17,18 @@ import torch
 
 from attnlib import recipes
 from attnlib.data import decode, number_words
-from attnlib.decoding import beam_search, greedy, sample
-from attnlib.train import epochs, fit, write_record
-from attnlib.transformer import label_smoothing_loss
+from attnlib.decoding import beam_search
+from attnlib.train import write_record
 
 LIMIT = 24  # tokens of a result; the longest right name has 13
 FULL = dict(
     brief=(120, 150),
-    steps=600,
     numbers=2000,
-    sampled=500,
     beams=(1, 2, 4, 8, 16, 32),
     penalties=(0.0, 0.5, 1.0),
     proofs=(4, 16, 64, 256, 1024, 4096),
-    temperatures=(0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 1.6),
 )
-TINY = FULL | dict(
-    brief=(3,), steps=3, numbers=6, sampled=6, beams=(1, 2), proofs=(2, 4), temperatures=(1.0,)
-)
-
-
-# --- search -----------------------------------------------------------------------------------
+TINY = FULL | dict(brief=(3,), numbers=6, beams=(1, 2), proofs=(2, 4))
 
 
 def searched(model, src, beam_size, length_penalty=0.0, rows=4096):
@@ -175,66 +164,24 @@ def search_run(seed, steps, tokenizer, parts, size):
     }
 
 
-# --- sampling ---------------------------------------------------------------------------------
-
-
-def trained(smoothing, seed, tokenizer, parts, steps):
-    """A translator trained with label smoothing, as in `train_translator`, or with another."""
-    if smoothing == 0.1:
-        options = dict(steps=steps, every=steps, seed=seed, warmup=min(100, steps))
-        return recipes.train_translator(tokenizer, parts, **options)[0]
-
-    def loss_fn(model, batch):
-        src, tgt = batch
-        return label_smoothing_loss(model(src, tgt[:, :-1]), tgt[:, 1:], smoothing=smoothing)
-
-    torch.manual_seed(seed)
-    model = recipes.small_transformer()
-    batches = epochs(parts["train"]["src"], parts["train"]["tgt"], batch_size=64, seed=seed)
-    options = dict(warmup=min(100, steps), weight_decay=0.0, every=steps, seed=seed)
-    fit(model, loss_fn, batches, steps=steps, lr=3e-3, **options)
-    return model
-
-
-def sampling_runs(seed, tokenizer, parts, size):
-    test, rows = Numbers(tokenizer, parts["test"], size["sampled"]), []
-    for smoothing in (0.1, 0.0):
-        model = trained(smoothing, seed, tokenizer, parts, size["steps"]).cpu().eval()
-        p = token_log_probs(model, test.src, test.tgt)[test.tgt != 0].exp()
-        row = {"smoothing": smoothing, "p_right": round(p.mean().item(), 4)}
-        row["greedy"] = int(test.right(greedy(model, test.src, LIMIT)).sum())
-        row["sampled"] = []
-        for t in size["temperatures"]:
-            generator = torch.Generator().manual_seed(seed)
-            tokens = sample(model, test.src, LIMIT, temperature=t, generator=generator)
-            row["sampled"].append({"t": t, "right": int(test.right(tokens).sum())})
-        rows.append(row)
-    return [{"seed": seed, "numbers": len(test.numbers), "models": rows}]
-
-
-PARTS = {"search": search_runs, "sampling": sampling_runs}
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--tiny", action="store_true", help="a few steps and numbers")
     arguments = parser.parse_args()
     size = TINY if arguments.tiny else FULL
     tokenizer, parts = recipes.number_pairs()
     path = arguments.out / "decoding.json"
-    for name, seed in itertools.product(arguments.parts, arguments.seeds):
-        runs = PARTS[name](seed, tokenizer, parts, size)
+    for seed in arguments.seeds:
+        runs = search_runs(seed, tokenizer, parts, size)
         older = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        record = {part: older.get(part, []) for part in PARTS}
-        others = [row for row in record[name] if row["seed"] != seed]
-        record[name] = sorted([*others, *runs], key=lambda row: (row.get("steps"), row["seed"]))
-        write_record(path, record)
-        print(f"{name}, seed {seed}: recorded in {path}", flush=True)
+        others = [row for row in older.get("search", []) if row["seed"] != seed]
+        rows = sorted([*others, *runs], key=lambda row: (row["steps"], row["seed"]))
+        write_record(path, {"search": rows})
+        print(f"seed {seed}: recorded in {path}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from attnlib.models import create_model
 from attnlib.recipes import accuracy
 from attnlib.train import epochs
 from benchmarks.collages import pixels
-from benchmarks.common import experiment_parser, quartiles, ratio, take_turns, write
-from benchmarks.gpt import Record, text_run, texts, train
+from benchmarks.common import Record, experiment_parser, quartiles, ratio, take_turns, write
+from benchmarks.gpt import text_run, texts, train
 
 SEEDS, RATES = (0, 1, 2), (1e-3, 3e-3, 1e-2)
 
@@ -501,7 +501,7 @@ def main():
     parser.add_argument("what", choices=RUNS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    RUNS[arguments.what](Record(arguments, "efficient"), arguments.tiny)
+    RUNS[arguments.what](Record("efficient", arguments), arguments.tiny)
 
 
 if __name__ == "__main__":

@@ -5,27 +5,36 @@
     induction  two layers learn to copy what followed last time; heads are found and removed
     sampling   temperature, top-k, top-p, min-p against the statistics of unseen text; and how
                much attention falls on the first token
+    groups     a step of decoding with grouped queries, beside copies of keys and values
 
 The text is the book's own prose: trained on its training part, chosen on its validation part,
 judged on its test part. A record, FOLDER/gpt_NAME.json, is written after each run, and a second
 command goes on where the first one ended. With --tiny the numbers mean nothing.
 """
 
-import json
 import math
+import resource
 import time
 from dataclasses import replace
+from statistics import median
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 
 from attnlib import gpt
-from attnlib.attention import record_attention
+from attnlib.attention import attention, record_attention
 from attnlib.data import book_text, train_tokenizer
-from attnlib.gpt import GPT, GPTConfig, text_batches, text_bits, text_loss
-from attnlib.train import fit, write_record
-from benchmarks.common import experiment_parser
+from attnlib.gpt import (
+    GPT,
+    GPTConfig,
+    grouped_attention,
+    text_batches,
+    text_bits,
+    text_loss,
+)
+from attnlib.train import fit
+from benchmarks.common import Record, experiment_parser, ratio, take_turns
 
 LENGTH, BATCH, VOCAB, SEEDS = 64, 16, 512, (0, 1, 2)
 MODERN = dict(block_size=LENGTH, n_layer=2, n_head=4, n_embd=64)
@@ -79,30 +88,6 @@ def text_run(ids, sizes, config, steps, lr, seed, judge="valid"):
     row["curve"] = [[each["step"], round(each["bits"], 4)] for each in history]
     row["seconds"] = round(time.process_time() - began, 1)
     return model, row
-
-
-class Record:
-    """Rows by name, kept in a file; what is there is not run again."""
-
-    def __init__(self, arguments, family="gpt"):
-        self.path = arguments.out / f"{family}_{arguments.what}.json"
-        self.tiny, self.found = arguments.tiny, dict(rows=[])
-        if self.path.exists() and not arguments.tiny:
-            self.found = json.loads(self.path.read_text())
-
-    def add(self, name, run):
-        """The row of this name, run if it is not there."""
-        for row in self.found["rows"]:
-            if row["name"] == name:
-                return row
-        self.found["rows"].append(dict(name=name, **run()))
-        print(self.found["rows"][-1], flush=True)
-        self.write()
-        return self.found["rows"][-1]
-
-    def write(self, **more):
-        self.found |= dict(more, tiny=self.tiny)
-        write_record(self.path, self.found)
 
 
 # --- options ----------------------------------------------------------------------------------
@@ -348,7 +333,63 @@ def sampling(record, tiny):
     record.write(settings=SETTINGS, prompt=PROMPT, new=NEW, texts=rows)
 
 
-RUNS = dict(options=options, scaling=scaling, induction=induction, sampling=sampling)
+# --- grouped queries --------------------------------------------------------------------------
+
+QUERIES, WIDTH = 32, 64  # heads of queries, and the width of a head
+
+
+def page_faults(call):
+    """How many pages of memory the operating system hands out during a call."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    call()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@torch.no_grad()
+def groups_run(groups, keys, repeats):
+    """CPU time of one query in each of 32 heads, for so many heads of keys in a cache.
+
+    "copied" repeats keys and values for each query head, in new memory in every step; "kept"
+    does so in memory that it keeps. The ratios are to `grouped_attention`, without copies.
+    """
+    shapes = (QUERIES, 1), (groups, keys), (groups, keys)
+    q, k, v = (torch.randn(1, heads, n, WIDTH) for heads, n in shapes)
+    room = torch.empty(2, 1, QUERIES, keys, WIDTH)
+
+    def copied():
+        return attention(q, *(x.repeat_interleave(QUERIES // groups, 1) for x in (k, v)))
+
+    def kept():
+        for own, x in zip(
+            room, (k, v), strict=True
+        ):  # (1, g, 1, n, d) into (1, g, h / g, n, d)
+            own.unflatten(1, (groups, -1)).copy_(x[:, :, None])
+        return attention(q, *room)
+
+    calls = dict(copied=copied, kept=kept, grouped=lambda: grouped_attention(q, k, v))
+    take_turns(calls, 2, "cpu")  # the first rounds are slower
+    times = take_turns(calls, repeats, "cpu", clock=time.process_time)
+    row = dict(groups=groups, keys=keys, ms={}, ratios={}, faults=page_faults(copied))
+    for name, own in times.items():
+        row["ms"][name] = round(median(own), 3)
+        row["ratios"][name] = ratio(own, times["grouped"])
+    return row
+
+
+def grouped(record, tiny):
+    """One step of decoding for several numbers of key heads and lengths of the cache."""
+    for groups in (8, 4, 1):
+        for keys in (16, 32) if tiny else (1024, 8192, 32768):
+            record.add(
+                f"{groups} heads, {keys} keys",
+                lambda groups=groups, keys=keys: groups_run(groups, keys, 2 if tiny else 21),
+            )
+    record.write(queries=QUERIES, width=WIDTH)
+
+
+RUNS = dict(
+    options=options, scaling=scaling, induction=induction, sampling=sampling, groups=grouped
+)
 
 
 def main():
@@ -356,7 +397,7 @@ def main():
     parser.add_argument("what", choices=RUNS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    RUNS[arguments.what](Record(arguments), arguments.tiny)
+    RUNS[arguments.what](Record("gpt", arguments), arguments.tiny)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ run takes a minute; three seeds of the chosen setting are judged on the test par
 xz and an n-gram model of characters, which saw the same training text. The record is
 FOLDER/gpt_book.json. With --tiny everything runs in seconds, to see that it works; such a
 record means nothing.
+
+`longer` is for a GPU (see `benchmarks.runs`): 12 million parameters on this book, or 29 million
+on TinyStories.
 """
 
 import argparse
@@ -20,7 +23,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from attnlib.data import book_text, train_tokenizer
+from attnlib.data import book_text, text_corpus, train_tokenizer
 from attnlib.gpt import GPT, GPTConfig, text_batches, text_bits, text_loss
 from attnlib.train import fit, write_record
 
@@ -81,6 +84,85 @@ def n_grams(train, text, n):
                 p = (counts[context + text[i]] + types * p) / (seen + types)
         total -= log2(p)
     return round(total / len(text), 4)
+
+
+# --- for a GPU --------------------------------------------------------------------------------
+
+LARGE = {  # of the model, of a batch, of the run, and how a sample begins
+    "book": dict(
+        shape=dict(vocab_size=4096, block_size=256, n_layer=6, n_head=6, n_embd=384),
+        dropout=0.3,
+        batch=64,
+        steps=2000,
+        prompt="## The cost of attention\n\n",
+    ),
+    "tinystories": dict(
+        shape=dict(vocab_size=8192, block_size=512, n_layer=8, n_head=8, n_embd=512),
+        dropout=0.0,
+        batch=64,
+        steps=3000,
+        prompt="Once upon a time",
+    ),
+}
+TINY = dict(
+    shape=dict(vocab_size=300, block_size=16, n_layer=1, n_head=2, n_embd=16),
+    **dict(dropout=0.0, batch=2, steps=4, prompt="The"),
+)
+MILLION = 1_000_000
+
+
+def parts(data, tiny):
+    """The three parts of a text; of TinyStories 200 million characters, 1 and 1."""
+    if data == "book":
+        found = {name: book_text(name) for name in ("train", "valid", "test")}
+    else:
+        held = text_corpus(data, "valid")
+        found = dict(train=text_corpus(data, "train")[: 200 * MILLION])
+        found |= dict(valid=held[:MILLION], test=held[MILLION : 2 * MILLION])
+    return {name: text[:3000] for name, text in found.items()} if tiny else found
+
+
+def encoded(tokenizer, text):
+    """The tokens of a long text, a million characters at a time."""
+    starts = range(0, len(text), MILLION)
+    pieces = [tokenizer.encode(text[start : start + MILLION]).ids for start in starts]
+    return torch.cat([torch.tensor(piece) for piece in pieces])
+
+
+def longer(data, folder, tiny):
+    """Train once, and write three samples.
+
+    The row "best" has the least bits a character of the validation part; its "test" is the
+    result.
+    """
+    options, texts = TINY if tiny else LARGE[data], parts(data, tiny)
+    shape, steps, batch = options["shape"], options["steps"], options["batch"]
+    tokenizer = train_tokenizer(texts["train"][: 20 * MILLION], shape["vocab_size"])
+    ids = {name: encoded(tokenizer, text) for name, text in texts.items()}
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**shape, dropout=options["dropout"]))
+
+    def evaluate(model):
+        device, length = next(model.parameters()).device, shape["block_size"]
+        return {
+            name: text_bits(model, ids[name].to(device), length) / len(texts[name])
+            for name in ("valid", "test")
+        }
+
+    history = fit(
+        *(model, text_loss, text_batches(ids["train"], shape["block_size"], batch)),
+        **dict(steps=steps, lr=1e-3, warmup=steps // 20, betas=(0.9, 0.95), weight_decay=0.1),
+        **dict(evaluate=evaluate, every=max(1, steps // 20), checkpoint=folder / "gpt.json"),
+    )
+    prompt = torch.tensor([tokenizer.encode(options["prompt"]).ids] * 3)
+    prompt = prompt.to(next(model.parameters()).device)
+    written = model.generate(prompt, shape["block_size"] // 2, temperature=0.8, top_p=0.9)
+    return dict(
+        **dict(data=data, shape=shape, batch=batch, steps=steps, tokens=len(ids["train"])),
+        parameters=sum(p.numel() for p in model.parameters()),
+        **dict(history=history, best=min(history, key=lambda row: row["valid"])),
+        samples=[tokenizer.decode(row) for row in written.tolist()],
+    )
 
 
 def main():

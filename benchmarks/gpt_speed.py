@@ -2,18 +2,20 @@
 
 The same random weights in both. A training step is forward, loss and backward; decoding writes
 tokens greedily behind a prompt of 32, with a cache in both, plain and as
-`optimize_for_inference` makes it (on a CPU). Contestants take turns; a row has the ratio to
-transformers. On a CPU one thread is used, and its own time counts, without that of other
-programs. On a GPU weights are in bfloat16, and a training step is timed compiled as well, with
-its model utilisation: 6 operations for each parameter and token, and 12 L d N for attention
-(Chowdhery et al. 2022, appendix B), over --peak. The record is FOLDER/gpt_speed_DEVICE.json;
-with --tiny its numbers mean nothing.
+`optimize_for_inference` makes it (on a CPU). "products" multiplies by the same matrices as
+often and does nothing else: no program can do without that. Contestants take turns; a row has
+the ratio to transformers. On a CPU one thread is used, and its own time counts, without that of
+other programs. On a GPU weights are in bfloat16, and a training step is timed compiled as well,
+with its model utilisation: 6 operations for each parameter and token, and 12 L d N for
+attention (Chowdhery et al. 2022, appendix B), over --peak. The record is
+FOLDER/gpt_speed_DEVICE.json; with --tiny its numbers mean nothing.
 """
 
 import statistics
 import time
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 from attnlib.gpt import GPT
@@ -24,7 +26,8 @@ from benchmarks.common import OPTIMIZED, OURS, experiment_parser, ratio, take_tu
 # isort: split
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-PEER = "transformers"
+PEER, PRODUCTS = "transformers", "products"
+PROMPT = 32
 SIZES = {  # layers, heads, heads of keys and values, width, vocabulary, new tokens
     "tiny": (2, 3, 1, 48, 60, 3),
     "14M": (6, 6, 2, 384, 8192, 48),
@@ -62,15 +65,35 @@ def pair(kind, size, device):
     return theirs, GPT.from_pretrained(theirs)
 
 
+def products(model, batch, new):
+    """All matrix products of writing `new` tokens behind a prompt, as a function."""
+    layers = [m for m in model.h.modules() if isinstance(m, nn.Linear)]
+    x = {
+        (n, width): torch.randn(batch, n, width)
+        for n in (PROMPT, 1)
+        for width in {layer.in_features for layer in layers}
+    }
+
+    def run():
+        for n in [PROMPT] + [1] * (new - 1):
+            for layer in layers:
+                layer(x[n, layer.in_features])
+            model.lm_head(x[1, model.config.n_embd])  # of the last token only
+
+    return run
+
+
 def decoding_calls(theirs, ours, batch, new, device):
     vocab = ours.config.vocab_size
-    tokens = torch.randint(vocab, (batch, 32), device=device)
+    tokens = torch.randint(vocab, (batch, PROMPT), device=device)
     models = {OURS: ours}
     if device == "cpu":
         models[OPTIMIZED] = optimize_for_inference(ours)
     options = dict(max_new_tokens=new, do_sample=False, use_cache=True)
     options["attention_mask"] = torch.ones_like(tokens)
     calls = {name: lambda m=m: m.generate(tokens, new, 0.0) for name, m in models.items()}
+    if device == "cpu":
+        calls[PRODUCTS] = products(ours, batch, new)
     return calls | {PEER: lambda: theirs.generate(tokens, **options)}
 
 

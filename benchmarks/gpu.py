@@ -35,18 +35,19 @@ VISION = {  # record: model; in bfloat16 only, for to compile takes most of a pa
     "tnt": "tnt_s_patch16_224",
     "vit": "vit_small_patch16_224",
 }
-RUNS = ("numbers", "translator", "lengths", "digits", "detr", "supernet", "captions")
+RUNS = ("numbers", "translator", "lengths", "digits", "detr", "supernet", "captions", "gpt")
 # runs that fetch their data: by name only
-NETWORK = ("cifar10", "mae_cifar", "supernet_cifar10", "multi30k")
+NETWORK = ("cifar10", "mae_cifar", "supernet_cifar10", "multi30k", "gpt_tinystories")
 NEEDS = {  # packages that not every machine has
     **dict.fromkeys(
         ("run_numbers", "run_translator", "run_lengths"), ("num2words", "tokenizers")
     ),
     "run_digits": ("sklearn",),
+    **dict.fromkeys(("run_gpt", "run_gpt_tinystories"), ("tokenizers",)),
     **dict.fromkeys(("run_detr", "run_captions"), ("sklearn", "scipy", "pycocotools")),
     **dict.fromkeys(("run_mae_cifar", "run_supernet", "run_supernet_cifar10"), ("sklearn",)),
     **dict.fromkeys(
-        ("compile", "compile_models", "flash", "windows", "flash_wide"), ("triton",)
+        ("compile", "compile_models", "flash", "windows", "fused", "flash_wide"), ("triton",)
     ),
     **dict.fromkeys(("translation", "vit", "swin", "swinv2", "mae_speed"), ("transformers",)),
     "detr_speed": ("transformers", "timm", "scipy", "torchvision"),
@@ -54,7 +55,7 @@ NEEDS = {  # packages that not every machine has
 }
 LIMIT = 480  # seconds for a part
 LAST = 60  # of them in which a benchmark that can go on begins no further row
-RESUMED = ("flash", "windows", "flash_wide", *VISION)
+RESUMED = ("flash", "windows", "fused", "flash_wide", *VISION)
 
 
 CODE = "attnlib", "benchmarks", "tests"
@@ -116,9 +117,11 @@ PARTS = {  # the most important first
     "kernels": kernels,
     "checks": checks,
     "sanitize": sanitize,
+    "roof": benchmark("roof"),
     "flash": benchmark("flash", "--widths", "64"),
     "windows": benchmark("windows"),
     "compile_models": lambda device, tiny: [script("compile", "--group", "models")],
+    "fused": benchmark("fused"),
     **{name: vision(name) for name in VISION},
     "flash_wide": benchmark("flash", "--widths", "128"),  # further rows of the same record
     "attention": benchmark("attention"),

@@ -132,6 +132,13 @@ def captions(folder, tiny):
     return captions.longer(folder, tiny)
 
 
+def gpt(data, folder, tiny):
+    """A GPT of 12 million parameters on this book, or of 29 million on TinyStories."""
+    from benchmarks import gpt_book  # needs tokenizers, which not every machine has
+
+    return gpt_book.longer(data, folder, tiny)
+
+
 BACKBONES = ("vit", "deit", "swin", "swinv2", "tnt")
 ALL = [pair for pair in translation.DIRECTIONS if pair not in translation.HELD_OUT]
 PARTS = {
@@ -142,11 +149,13 @@ PARTS = {
     "detr": detr,
     "supernet": functools.partial(supernet, "digits"),
     "captions": captions,
+    "gpt": functools.partial(gpt, "book"),
     # these need a network, or the archives where attnlib.data looks for them
     "cifar10": functools.partial(small, "cifar10"),
     "mae_cifar": mae_cifar,
     "supernet_cifar10": functools.partial(supernet, "cifar10"),
     "multi30k": multi30k,
+    "gpt_tinystories": functools.partial(gpt, "tinystories"),
 }
 
 

@@ -5,9 +5,9 @@ timm, torchvision, the transformers library and vit-pytorch, as far as they have
 Weights are copied where names can be mapped, and outputs are compared before anything is timed.
 All take turns, with fresh random images, at the same precision of float32 matrix products: see
 `MODES`. In bfloat16 evaluation has bfloat16 weights, and training is under autocast. On a CPU
-the copy that `attnlib.inference` optimizes takes part in the forward pass; on a GPU our model
-takes part a second time, as "attnlib, optimized", with the kernels of `attnlib.flash` and
-`attnlib.windows`.
+the copy that `attnlib.inference` optimizes takes part in the forward pass, as "attnlib,
+optimized"; on a GPU that of Swin does. The others take part a second time under that name with
+the kernels of `attnlib.flash` and `attnlib.windows`, and Swin does so in training and compiled.
 
 On a GPU each row has the time on the wall and, under "kernel", the time between events around
 some calls in a row: of ours and timm's plain forward passes, that of a CUDA graph, without
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 import attnlib
 from attnlib.attention import attention_backend
 from attnlib.inference import optimize_for_inference
+from attnlib.swin import SwinTransformer
 from benchmarks import common
 from benchmarks.common import OPTIMIZED, OURS
 
@@ -244,11 +245,11 @@ def measure(name, mode, kind, batch, device, repeats, compiled, options):
         if library in ("attnlib", "timm") or not compiled
     }
     size = image_size(models[OURS])
-    if kind == "forward" and device == "cpu" and not compiled:
-        models[OPTIMIZED] = optimize_for_inference(models[OURS].to(dtype))
-    kernels = has_kernels(device)
+    kernels, fused = has_kernels(device), isinstance(models[OURS], SwinTransformer)
     if kernels:
         models[OPTIMIZED] = models[OURS]
+    if kind == "forward" and not compiled and (fused if kernels else device == "cpu"):
+        models[OPTIMIZED] = optimize_for_inference(models[OURS].to(dtype))
     pool = [torch.randn(batch, 3, size, size, device=device) for _ in range(3)]
     calls, logits = {}, {}
     for library, model in models.items():

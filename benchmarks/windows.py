@@ -26,6 +26,9 @@ from attnlib.swinv2 import normalize
 from benchmarks import common
 
 MODELS = {"swin_tiny_patch4_window7_224": 224, "swinv2_tiny_window8_256": 256}
+TINY = dict(
+    img_size=16, window_size=2, num_classes=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2)
+)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -159,10 +162,7 @@ def difference(found, wanted):
 
 def measure(name, stage, shifted, kind, dtype, arguments):
     torch.compiler.reset()  # or the compiler gives up after a number of shapes
-    small = dict(
-        img_size=16, window_size=2, num_classes=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2)
-    )
-    options, device = small if arguments.tiny else {}, arguments.device
+    options, device = TINY if arguments.tiny else {}, arguments.device
     calls, shape = ways(name, stage, shifted, options, device, DTYPES[dtype])
     size, left_out = (arguments.batch, *shape), {}
     pool = [torch.randn(size, device=device, dtype=DTYPES[dtype]) for _ in range(3)]

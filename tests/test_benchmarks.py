@@ -416,6 +416,21 @@ def test_no_part_is_forgotten():
     assert {f"run_{name}" for name in runs.PARTS} <= set(gpu.PARTS)
 
 
+def test_roof(record, monkeypatch):
+    """Three numbers for each dtype, and the data sheet of a GPU that the book knows."""
+    rows = record("roof", "roof_cpu")["rows"]
+    assert [row["dtype"] for row in rows] == ["bfloat16", "float16", "float32"]
+    for row in rows:
+        assert row["flops"] > 0 and row["bytes"] > 0 and row["overhead_us"] > 0
+        assert "of_sheet" not in row
+    from benchmarks import roof
+
+    names = {"NVIDIA H200": "H200", "NVIDIA A100-SXM4-80GB": "A100", "Tesla T4": "T4"}
+    for name, known in (names | {"NVIDIA L4": None}).items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert roof.sheet("cuda") == (roof.GPUS[known] if known else None)
+
+
 def test_attention(record):
     found = record("attention", "attention_cpu")
     assert len(found["rows"]) == 8
@@ -476,22 +491,36 @@ def test_windows(record):
         assert {row["way"] for row in found["rows"] if row["pass"] == kind} == some
 
 
+def test_fused(record):
+    """The whole Swin: fused blocks beside the kernel alone, PyTorch, timm and timm compiled."""
+    pytest.importorskip("triton")
+    found = record("fused", "fused_cpu")
+    ways = {row["way"]: row for row in found["rows"]}
+    assert set(ways) == {"fused", "kernel", "PyTorch", "timm", "timm, compiled"}
+    for row in ways.values():
+        low, high = row["quartiles"]
+        assert row["ms"] > 0 and low <= row["ratio"] <= high and row["rounds"] == 2
+        assert row["difference"] < 1e-3 and row["model"] == gpu.VISION["swin"]
+    assert ways["timm"]["difference"] == 0 < ways["fused"]["difference"]
+
+
 def test_what_is_timed_is_compiled_ahead(monkeypatch, capsys):
     """The cases of `compile` are those of the benchmarks, and it does them in its processes."""
     pytest.importorskip("triton")
-    from benchmarks import compile, flash, windows
+    from benchmarks import compile, flash, fused, windows
 
     (command,) = gpu.PARTS["compile"]("cpu", True)
     assert command[1:] == ["-m", "benchmarks.compile"]
     command_line(monkeypatch, "--workers", "1")
     compile.main()
     said = capsys.readouterr().out
-    assert said.startswith("2 kernels in") and "Error" not in said
+    assert said.startswith("3 kernels in") and "Error" not in said
     some = compile.jobs("cuda", tiny=False)
     names = [function.__name__ for function, _ in some["kernels"]]
     assert names.count("flash_call") == 2 * len(flash.SHAPES) * len(flash.KINDS) * 2
     assert names.count("windows_call") == len(windows.MODELS) * 4 * 2 * 2
     assert {arguments[1] for _, arguments in some["models"]} == set(gpu.VISION.values())
+    assert fused.MODEL == gpu.VISION["swin"]
     batch = {arguments[-2] for _, arguments in some["models"]}
     assert batch == {128}  # the largest of vision.py on a GPU, which alone is compiled
     made = []
@@ -679,8 +708,34 @@ def test_on_a_gpu_the_model_takes_part_with_its_kernels(monkeypatch):
     assert backends.pop("attnlib, optimized") == "triton" and set(backends.values()) == {"auto"}
 
 
+def test_on_a_gpu_swin_takes_part_with_fused_blocks(monkeypatch):
+    """As on a GPU, but interpreted; in training and compiled the kernels do the rest."""
+    pytest.importorskip("triton")
+    from attnlib import inference, windows
+
+    made, row = [], dict(ms=1.0, ratio=1.0, quartiles=[1.0, 1.0])
+    fuse_swin = windows.fuse_swin
+    monkeypatch.setattr(vision, "has_kernels", lambda device: True)
+    monkeypatch.setattr(inference, "devices", lambda model: ["cuda:0"])
+    monkeypatch.setattr(windows, "fuse_swin", lambda m: made.append(type(m)) or fuse_swin(m))
+    monkeypatch.setattr(
+        vision.common, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
+    )
+    monkeypatch.setattr(vision.common, "peak_memory", lambda call, device: 1)
+    small = dict(img_size=16, window_size=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2))
+    for name, kind, options in (
+        ("swin", "forward", small),
+        ("swin", "training", small),
+        ("vit", "forward", vision.TINY["vit"]),
+    ):
+        options = dict(options, num_classes=4)
+        rows = vision.measure(gpu.VISION[name], "float32", kind, 1, "cpu", 1, False, options)
+        assert "attnlib, optimized" in {row["library"] for row in rows} and len(made) == 1
+
+
 @pytest.mark.parametrize(
-    "name", ["numbers", "translator", "lengths", "digits", "detr", "supernet", "captions"]
+    "name",
+    ["numbers", "translator", "lengths", "digits", "detr", "supernet", "captions", "gpt"],
 )
 def test_runs(record, name):
     found = record(f"run_{name}", name)
@@ -692,6 +747,9 @@ def test_runs(record, name):
         assert {run["position"] for run in found["runs"]} >= {"sinusoidal", "rotary", "none"}
     elif name == "supernet":
         assert all(0 <= row["accuracy"] <= 1 for row in found["subnets"])
+    elif name == "gpt":
+        assert found["best"]["valid"] == min(row["valid"] for row in found["history"])
+        assert len(found["samples"]) == 3 and found["best"]["test"] > 0
     elif name == "captions":
         assert {run["contestant"] for run in found["runs"]} == {"soft", "hard"}
         assert all(0 <= run["test"]["exact"] <= 1 for run in found["runs"])

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import threading
+import unicodedata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -21,7 +22,7 @@ import pytest
 import yaml
 
 import chapters
-from tools import plain
+from tools import pdf, plain
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = Path(os.environ.get("ATTNLIB_BOOK", ROOT / "_build" / "html")).resolve()
@@ -422,6 +423,40 @@ def test_chapter_has_theorems_and_exercises(opened, name):
     assert seen["boxes"] >= 2 and seen["exercises"] >= 1 and seen["solutions"]
 
 
+@every_page
+def test_the_script_of_explorers_is_loaded_where_they_are(name):
+    html = (BOOK / f"{name}.html").read_text(encoding="utf-8")
+    assert html.count("explorers.js") == ('class="explorer ' in html)
+
+
+@pytest.mark.parametrize("name", PLAIN.explorers)
+def test_an_explorer_moves(site, browser, name):
+    """On a phone, in the dark, by keyboard; tests/test_explorers.py tries every control."""
+    page, outside = browser.new_page(viewport={"width": 390, "height": 844}), []
+    page.on("request", lambda r: r.url.startswith((site, "data:")) or outside.append(r.url))
+    page.emulate_media(color_scheme="dark")
+    page.goto(site + PLAIN.explorers[name].removeprefix(plain.BOOK))
+    figure = page.locator(f"#explorer-{name} figure.explorer")
+    figure.scroll_into_view_if_needed()
+    panels = figure.locator(".panels")
+    panels.locator("svg *").first.wait_for(state="attached")
+    before = panels.inner_html()
+    figure.locator("input[type=range], input[type=radio]").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert panels.inner_html() != before and outside == []
+    page.close()
+
+
+@pytest.mark.parametrize("name", PLAIN.explorers)
+def test_a_picture_stands_for_an_explorer_without_scripts(site, browser, name):
+    page = browser.new_page(java_script_enabled=False)
+    page.goto(site + PLAIN.explorers[name].removeprefix(plain.BOOK))
+    picture = page.locator(f"#explorer-{name} figure.explorer img")
+    assert picture.bounding_box()["height"] > 100 and len(picture.get_attribute("alt")) > 40
+    assert page.locator(f"#explorer-{name} svg").count() == 0
+    page.close()
+
+
 def test_a_solution_unfolds(site, browser):
     name = next((name for name in CHAPTERS if "{solution" in source(name)), None)
     if name is None:
@@ -462,6 +497,84 @@ def test_example_on_the_first_page_runs():
         r"```python\n(.*?)```", (ROOT / "index.md").read_text(encoding="utf-8"), re.DOTALL
     )[1]
     exec(code, {})
+
+
+def test_formulas_of_the_plain_copies_are_set(site, browser):
+    """The copies write some signs otherwise, and their formulas have tags."""
+    signs = [r"\tag", *(sign for sign in plain.TEX.values() if sign.startswith("\\"))]
+    written = set()
+    for chapter in PLAIN.chapters:
+        cells = plain.plain(chapter.page, PLAIN)["cells"]
+        text = "\n\n".join(plain.source(cell) for cell in cells if "outputs" not in cell)
+        for found in plain.MATH.finditer(text):
+            tex = found["display"] or found["inline"] or ""
+            if any(sign in tex for sign in signs):
+                written.add((tex, bool(found["display"])))
+    assert len(written) > 300
+    page = browser.new_page()
+    page.goto(f"{site}nbs/00_preface.html")
+    errors = """async formulas => {
+      await MathJax.startup.promise;
+      return formulas.filter(([tex, display]) =>
+        MathJax.tex2chtml(tex, {display}).querySelector("mjx-merror, [data-mjx-error]"));
+    }"""
+    assert page.evaluate(errors, sorted(written)) == []
+    assert len(page.evaluate(errors, [[r"\nothing", False], ["x", True]])) == 1  # control
+    page.close()
+
+
+# --- on paper ---------------------------------------------------------------------------------
+
+
+def test_the_pdf_holds_every_page_in_order():
+    found = [name for name, *_ in pdf.pages(BOOK)]
+    assert sorted(found) == sorted(PAGES[1:])
+    assert [name for name in found if name in NOTEBOOKS] == NOTEBOOKS
+
+
+def test_pages_print_as_one_pdf(site, browser, tmp_path):
+    """Two short chapters, one of which links to the other and to pages that are left out."""
+    said, names = [], ("nbs/91_train", "nbs/96_recipes")
+    wanted = [(name, "Tools", 0) for name in names]
+    pdf.make(browser, site, wanted, say=said.append).write(tmp_path / "two.pdf")
+    assert (tmp_path / "two.pdf").stat().st_size < 2e6
+    book = pdf.PdfReader(tmp_path / "two.pdf")
+    labels, pages = book.page_labels, book.pages
+    assert labels[:3] == ["i", "ii", "1"] and len(pages) > 12
+
+    def titles(outline):
+        for item in outline:
+            yield from titles(item) if isinstance(item, list) else [item]
+
+    number = book.get_destination_page_number
+    marks = {item.title: number(item) for item in titles(book.outline)}
+    assert marks["Training"] == 2 and marks["Recipes"] > marks["Training"]
+    for title in ("Checkpoints", "Recipes"):
+        assert title in pages[marks[title]].extract_text()
+    contents = " ".join(pages[1].extract_text().split())
+    assert f"Recipes {labels[marks['Recipes']]}" in contents
+    heads = re.compile(r"\A(?:.*\n)?\d+\n")  # title, part and number of a page
+    whole = " ".join(" ".join(heads.sub("", page.extract_text()) for page in pages).split())
+    whole = unicodedata.normalize("NFKC", whole)  # "fi" may be one sign
+    plainly = re.compile(r"(?m)(?<=[.?] )[A-Z][a-z ,]+[.?](?= |$)")
+    sentences = [sentence for name in names for sentence in plainly.findall(source(name))]
+    assert len(sentences) > 5 and [s for s in sentences if s not in whole] == []
+    links = [link.get_object() for page in pages for link in page.get("/Annots", ())]
+    inner = [link["/Dest"][0].get_object() for link in links if "/Dest" in link]
+    assert pages[marks["Recipes"]] in inner and all(page in list(pages) for page in inner)
+    outer = [link["/A"]["/URI"] for link in links if "/A" in link]
+    assert any(address.startswith(f"{pdf.WEB}nbs/") for address in outer)
+    assert not any(site in address for address in outer)
+    assert len(said) == len(names), said  # nothing is wider than the paper
+
+
+def test_what_is_wider_than_the_paper_is_seen(browser):
+    page = browser.new_page(viewport={"width": pdf.WIDTH, "height": 900})
+    page.set_content("<article><p>Narrow.</p></article>")
+    assert page.evaluate(pdf.BEYOND) == []
+    page.set_content(f"<article><p style='width: {pdf.WIDTH + 9}px'>Wide.</p></article>")
+    assert len(page.evaluate(pdf.BEYOND)) == 1
+    page.close()
 
 
 # --- the reference and the chapters lead to each other ----------------------------------------

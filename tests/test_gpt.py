@@ -380,6 +380,10 @@ BAD = [
     (dict(vocab_size=0), "vocab_size"),
     (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "rope_scaling.*yarn"),
     (dict(rope_scaling=dict(rope_type="llama3", factor=4.0)), "rope_scaling.*low_freq_factor"),
+    (dict(rope_scaling="yarn"), "rope_scaling.*yarn"),
+    (dict(rope_scaling=dict(rope_type="linear", factor=0)), "rope_scaling.*positive"),
+    (dict(rope_base=0.0), "rope_base"),
+    (dict(n_embd=0, head_dim=4), "n_embd"),
 ]
 
 
@@ -421,6 +425,7 @@ def test_bad_prompts():
         (dict(top_k=0), "top_k"),
         (dict(top_p=0.0), "top_p"),
         (dict(min_p=2.0), "min_p"),
+        (dict(eos_id=40), "eos_id"),
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(tokens, 3, **wrong)
@@ -430,11 +435,14 @@ def test_bad_prompts():
 
 def test_a_model_that_cannot_be_read():
     yarn = dict(rope_type="yarn", rope_theta=1e4, factor=2.0)
+    half = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
     for model, message in (
         (peer("gpt2", activation_function="relu"), "activation_function"),
         (peer("llama", attention_bias=True), "attention_bias"),
         (peer("llama", hidden_act="gelu"), "hidden_act"),
         (peer("llama", rope_parameters=yarn), "rope_scaling.*yarn"),
+        (peer("llama", rope_parameters=half), "rope_scaling.*partial_rotary_factor"),
+        (peer("gpt2", add_cross_attention=True), "add_cross_attention"),
         (
             peer("qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=1),
             "layer_types",
@@ -442,6 +450,21 @@ def test_a_model_that_cannot_be_read():
     ):
         with pytest.raises(ValueError, match=message):
             GPT.from_pretrained(model)
+
+
+def test_what_is_no_language_model():
+    for source in (None, {}, peer("llama").model):
+        with pytest.raises(TypeError, match="source .* language model"):
+            GPT.from_pretrained(source)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama 3.1", "qwen3"])
+def test_a_folder_is_read_in_float32(name, tmp_path):
+    theirs = peer(name).to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path)
+    ours, tokens = GPT.from_pretrained(str(tmp_path)), some_tokens(vocab=60)
+    assert ours.wte.weight.dtype == torch.float32
+    close(ours(tokens), GPT.from_pretrained(theirs.float())(tokens), 0)
 
 
 def test_a_configuration_cannot_be_changed():

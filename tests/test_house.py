@@ -29,6 +29,9 @@ TORCH = {"torch", "nn", "F", "dist", "tl", "triton"}  # names under which they a
 ALLOWED = {  # private names of PyTorch that a notebook may use, and why
     "50_cost": {"_python_dispatch": "PyTorch's notes import TorchDispatchMode from there"},
 }
+LATE = {  # modules of the library that a function may import, and why
+    "inference": {"windows": "without a GPU its import would have Triton interpreted"},
+}
 
 
 def private_attributes():
@@ -180,6 +183,7 @@ def late_imports(where, code):
     for function in ast.walk(ast.parse(code)):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             some = {module for _, module, _ in imports(function)}
+            some -= {f"attnlib.{name}" for name in LATE.get(where, ())}
             late = sorted(module for module in some if module.split(".")[0] not in OPTIONAL)
             found += [f"{where}: {function.name} imports {module or '.'}" for module in late]
     return found
@@ -281,11 +285,25 @@ def test_no_private_name_outside_of_inference():
     assert held(private_names, places) == []
 
 
+def test_inference_says_which_private_names_it_uses():
+    """Each stands in a row of a table of the chapter, and each row is used."""
+    path = ROOT / "nbs" / "53_inference.ipynb"
+    prose = "\n".join(c.source for c in nbformat.read(path, 4).cells if c.cell_type != "code")
+    code = dict(chapters())["53_inference"]
+    used = re.findall(r"(?:_onednn|torch\.ops\.mkldnn)\.(_\w+)", code)
+    assert sorted(set(used)) == sorted(re.findall(r"(?m)^\| `(_\w+)` \|", prose)) != []
+    assert private_names("53_inference", code) == ["53_inference: mkldnn is private"]
+
+
 def test_an_exception_is_used():
     """A list of exceptions does not outlive what it excuses."""
     codes = dict(chapters())
     for where, names in ALLOWED.items():
         assert all(name in codes[where] for name in names), where
+    for where, names in LATE.items():
+        code = dict(library())[where]
+        assert {name for _, name, _ in neighbours(ast.parse(code))} >= set(names), where
+        assert late_imports(where, code) == [] != late_imports("another", code)
 
 
 def test_imports_go_one_way():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,21 @@ def test_without_onednn(enabled, monkeypatch):
     same(layer(x), F.gelu(F.linear(x, layer.weight, layer.bias)))
 
 
+@pytest.mark.parametrize("missing", inference._NAMES)
+def test_without_an_undocumented_function(missing, monkeypatch):
+    """Another version of PyTorch may not have one: the usual layers compute instead."""
+    there = {name: getattr(inference._onednn, name) for name in inference._NAMES}
+    del there[missing]
+    monkeypatch.setattr(inference, "_onednn", SimpleNamespace(**there))
+    layer, x = nn.Linear(4, 6).requires_grad_(False), torch.randn(7, 4)
+    assert PackedLinear(layer.weight, layer.bias).packed is None
+    same(PackedLinear(layer.weight, layer.bias, "gelu")(x), F.gelu(layer(x)))
+    conv, norm = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5).eval()
+    x = torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        same(inference.PackedConv(conv, norm)(x), norm(conv(x)).relu())
+
+
 @pytest.mark.parametrize("activation", inference.FUNCTIONS)
 @pytest.mark.parametrize("shape", [(4,), (1, 4), (0, 4), (7, 4), (2, 3, 4), (2, 1, 3, 4)])
 @pytest.mark.parametrize("bias", [False, True])
@@ -307,9 +323,19 @@ def test_another_dtype_or_width_is_named():
         PackedLinear(torch.randn(5, 4), None, "softmax")(torch.randn(4))
 
 
-def test_a_model_on_another_device_is_refused():
-    with pytest.raises(ValueError, match="model is on meta"):
+@pytest.mark.parametrize("places", [["cpu", "cuda:0"], ["cuda:0", "cuda:1"], ["xpu:0"]])
+def test_a_model_that_is_elsewhere_is_refused(places, monkeypatch):
+    message = "it must be on the CPU or on one GPU"
+    with pytest.raises(ValueError, match=f"model is on meta; {message}"):
         optimize_for_inference(build("vit").to("meta"))
+    monkeypatch.setattr(inference, "devices", lambda model: places)
+    with pytest.raises(ValueError, match=f"model is on {', '.join(places)}; {message}"):
+        optimize_for_inference(build("vit"))
+
+
+def test_a_model_without_weights_is_copied():
+    model = nn.Sequential(nn.ReLU())
+    assert optimize_for_inference(model) is not model
 
 
 def test_maps_are_refused():

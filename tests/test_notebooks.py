@@ -188,12 +188,7 @@ def test_nothing_names_this_machine():
 
 # --- statements have checks that can fail, figures have captions, chapters end ----------------
 
-FIRST_EDITION = {  # chapters that are still to be held to the three rules below
-    "53_inference",
-}
-SECOND_EDITION = [
-    path for path in CHAPTERS if path.stem[0] in "12345" and path.stem not in FIRST_EDITION
-]
+NUMBERED = [path for path in CHAPTERS if path.stem[0] in "12345"]
 STATEMENT = re.compile(r"\{prf:(?:theorem|proposition|lemma|corollary)\}.*\n:label: (\S+)")
 
 
@@ -226,17 +221,17 @@ def without_caption(nb):
     return found
 
 
-@pytest.mark.parametrize("path", SECOND_EDITION, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
 def test_each_statement_has_a_check_with_a_control(path):
     assert unchecked(nbformat.read(path, 4)) == []
 
 
-@pytest.mark.parametrize("path", SECOND_EDITION, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
 def test_each_figure_has_a_caption(path):
     assert without_caption(nbformat.read(path, 4)) == []
 
 
-@pytest.mark.parametrize("path", SECOND_EDITION, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
 def test_a_chapter_has_an_end(path):
     """At most 6,000 words, six to ten exercises, each with its solution."""
     nb = nbformat.read(path, 4)

@@ -1,5 +1,7 @@
 """The plain copies of the notebooks: no word of MyST, the same code, and they run."""
 
+import functools
+import html
 import json
 import re
 
@@ -7,13 +9,21 @@ import nbformat
 import pytest
 from markdown_it import MarkdownIt
 from nbclient import NotebookClient
+from nbconvert.filters import markdown2html
 
 from tools import plain
 
 KNOWN = plain.Names()
 PAGES = [chapter.page for chapter in KNOWN.chapters]
 MYST = re.compile(r"(?m)\{[\w:-]+\}`|^\s*(:::|```\{)|^:\w+:|^\$\$ \(|^\([\w-]+\)=")
+GFM = MarkdownIt("gfm-like", {"html": True, "linkify": False})  # of GitHub, without formulas
+READERS = [GFM.render, markdown2html]  # the second knows formulas, and is Jupyter's
 every_copy = pytest.mark.parametrize("page", PAGES)
+
+
+@functools.cache
+def cells_of(page):
+    return plain.plain(page, KNOWN)["cells"]
 
 
 def texts(cells, kind):
@@ -23,7 +33,7 @@ def texts(cells, kind):
 @every_copy
 def test_nothing_of_myst_is_left(page):
     original = "\n".join(texts(plain.read(plain.ROOT / f"{page}.ipynb")["cells"], "markdown"))
-    copy = "\n\n".join(texts(plain.plain(page, KNOWN)["cells"], "markdown"))
+    copy = "\n\n".join(texts(cells_of(page), "markdown"))
     assert not MYST.search(copy), MYST.search(copy)
     assert copy.count("<details>") == copy.count("</details>")
     boxes = re.findall(r"(?m)^:::\{(?:prf:(?!proof)\w+|exercise)\}", original)
@@ -34,7 +44,7 @@ def test_nothing_of_myst_is_left(page):
 @every_copy
 def test_code_and_outputs_are_the_same(page):
     original = plain.read(plain.ROOT / f"{page}.ipynb")["cells"]
-    copy = plain.plain(page, KNOWN)["cells"]
+    copy = cells_of(page)
 
     def lines(cells):
         found = [line for text in texts(cells, "code") for line in text.splitlines()]
@@ -49,15 +59,76 @@ def test_code_and_outputs_are_the_same(page):
     nbformat.validate(nbformat.from_dict(plain.plain(page, KNOWN)))
 
 
+def formulas(text):
+    """[(what stands before it, the formula with its dollars, what stands behind it)]"""
+    found = [
+        match for match in plain.MATH.finditer(text) if match["inline"] or match["display"]
+    ]
+    return [(text[: one.start()], one[0], text[one.end() :]) for one in found]
+
+
+def changed(text, render):
+    """The formulas of a text that are not in the page a reader of Markdown makes of it."""
+    page = html.unescape(re.sub(r"<[^>]*>", "", render(text)))
+    return [formula for _, formula, _ in formulas(text) if formula not in page]
+
+
+def doubtful(text):
+    """Formulas that GitHub is known not to set, though its Markdown leaves them as they are."""
+    found = []
+    for before, formula, behind in formulas(text):
+        if formula.startswith("$$"):  # a line of its own, which may be a line of a quotation
+            fine = re.search(r"(^|\n)(> )?$", before) and re.match(r"\n|$", behind)
+        else:  # no letter or digit beside it, no space inside
+            fine = not re.search(r"\w\Z", before) and not re.match(r"\w", behind)
+            fine = fine and formula == f"${formula[1:-1].strip()}$"
+        foreign = re.search(r"\\(label|ref|eqref|newcommand|def|require)\b|\n", formula)
+        if not fine or foreign:
+            found.append(formula)
+    left = plain.MATH.sub("", text)
+    return found + re.findall(r"(?<!\\)\$.*", left) + re.findall(r"(?m)^\|.*\$.*\|.*\$", left)
+
+
+@every_copy
+def test_every_reader_of_markdown_finds_the_formulas(page):
+    for text in texts(cells_of(page), "markdown"):
+        for render in READERS:
+            assert changed(text, render) == []
+        assert doubtful(text) == []
+
+
+def test_formulas_that_a_reader_would_miss_are_seen():
+    """Controls: what happens to a formula as the book writes it, and to doubtful ones."""
+    for formula in (
+        r"$\{a\}$",
+        r"$$a\\b$$",
+        r"$\bar{x}_{i} + \bar{y}_{j}$",
+        "$a*b*c$",
+        "$a<b>c$",
+    ):
+        assert changed(formula, GFM.render), formula
+        assert not changed(plain.markdown(formula, KNOWN), GFM.render)
+    for formula in ("the $n$th", "$ x $", "see $$x$$", r"$\ref{x}$", "a $ alone"):
+        assert doubtful(formula), formula
+    assert not doubtful("> $$x \\tag{1}$$\n>\n> for $x$, and `$x`")
+
+
+def test_tex_for_markdown_means_the_same():
+    written = plain.for_markdown("\\{a_i\\,\\mid\\, i<n\\}^* \\\\\n\\operatorname*{max}_j")
+    assert written == (
+        r"\lbrace a _i\thinspace\mid\thinspace i\lt n\rbrace^\ast \cr \operatorname*{max} _j"
+    )
+
+
 @every_copy
 def test_boxes_and_folds_survive_as_html(page):
-    """What GitHub's Markdown makes of a cell: formulas untouched, boxes as quotations."""
-    reader = MarkdownIt("gfm-like", {"html": True, "linkify": False})
-    for text in texts(plain.plain(page, KNOWN)["cells"], "markdown"):
-        html = reader.render(text)
-        assert html.count("<blockquote>") >= bool(re.search(r"(?m)^> \*\*", text))
-        assert html.count("<summary>") == text.count("<summary>")
-        assert not re.search(r"\]\(http", re.sub(r"(?s)<code.*?</code>|\$.*?\$", "", html))
+    """What GitHub's Markdown makes of a cell: boxes as quotations, folds, no raw links."""
+    for text in texts(cells_of(page), "markdown"):
+        page = GFM.render(text)
+        assert page.count("<blockquote>") >= bool(re.search(r"(?m)^> \*\*", text))
+        assert page.count("<summary>") == text.count("<summary>")
+        words = re.sub(r"(?s)<code.*?</code>|\$.*?\$", "", page)
+        assert not re.search(r"\]\(http|\*\*", words)
 
 
 def test_a_box_a_formula_and_references():
@@ -65,10 +136,20 @@ def test_a_box_a_formula_and_references():
     found = plain.markdown(box, KNOWN)
     assert found.startswith("> **Theorem 1.1 (Jacobian).** See [(1.1)](https://")
     assert "[Liu et al. (2021)](https://" in plain.markdown("{cite:t}`liu2021swin`", KNOWN)
-    assert plain.markdown("$$\nx\n$$ (eq-attention)", KNOWN) == "$$\nx \\tag{1.1}\n$$"
+    assert plain.markdown("$$\nx\n$$ (eq-attention)", KNOWN) == r"$$x \tag{1.1}$$"
     # control: what nobody has written is not passed over
     with pytest.raises(KeyError, match="thm-none"):
         plain.markdown("{prf:ref}`thm-none`", KNOWN)
+
+
+def test_an_explorer_is_its_picture_and_a_link():
+    text = ":::{explorer} saturation\n:alt: Bars.\nMove {eq}`eq-attention`.\n:::\nMore."
+    found = plain.markdown(text, KNOWN)
+    where = f"{plain.BOOK}nbs/10_attention.html#explorer-saturation"
+    assert found.startswith(
+        f"[![Bars.]({plain.BOOK}_static/explorers/saturation.png)]({where})"
+    )
+    assert found.endswith(f"[Move it in the book.]({where})\nMore.") and "[(1.1)]" in found
 
 
 @pytest.mark.parametrize("name", ["00_preface", "92_plot"])

@@ -1,5 +1,10 @@
 """A Swin block as five kernels is the block, and says what it cannot do."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn as nn
@@ -11,12 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_memory import watched
 
-from attnlib import windows
+from attnlib import inference, windows
 from attnlib.cost import count_operations
+from attnlib.inference import optimize_for_inference
 from attnlib.swin import PatchMerging, SwinBlock, SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
+from attnlib.vit import VisionTransformer
 from attnlib.windows import FusedBlock, FusedMerging, fuse_swin, fused_linear
 
+ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = {torch.float32: 1e-4 if DEVICE == "cuda" else 2e-6, torch.bfloat16: 2e-2}
 LIMIT[torch.float16] = 3e-3
@@ -85,6 +93,86 @@ def test_models(size):
     with torch.no_grad():
         torch.testing.assert_close(fused(x), model(x), rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(fused(x), model(x), rtol=1e-3, atol=1e-4)  # a known bias
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Models are on a GPU, or as far as `optimize_for_inference` knows they are."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(inference, "devices", lambda model: ["cuda:0"])
+
+
+SMALL = dict(embed_dim=8, depths=(1, 1), num_heads=(1, 2), window_size=2)
+
+
+def test_an_optimized_copy_on_a_gpu(on_a_gpu):
+    """A frozen copy of fused blocks with the same logits; the model stays as it is."""
+    model = randomized(SwinTransformer(16, 4, 1, 3, **SMALL)).train()
+    model.requires_grad_(True)
+    fast, x = optimize_for_inference(model), torch.randn(2, 1, 16, 20, device=DEVICE)
+    assert type(fast) is SwinTransformer and not fast.training
+    assert {type(block) for block in fast.blocks} == {FusedBlock}
+    assert {type(block) for block in model.blocks} == {SwinBlock} and model.training
+    assert not any(p.requires_grad for p in fast.parameters())
+    with torch.inference_mode():
+        fast(x)  # what it keeps can be used outside as well
+    found = fast(x)
+    assert found.grad_fn is None
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(x), rtol=1e-3, atol=1e-4)
+        for p in model.parameters():  # control: other weights, which the copy does not have
+            p.mul_(1.1)
+        assert (found - model(x)).abs().max() > 1e-2
+    with pytest.raises(RuntimeError, match="no gradients"):
+        fast(x.requires_grad_())
+    with pytest.raises(RuntimeError, match="attention maps"):
+        fast.attention_maps(x)
+
+
+def test_what_the_kernels_do_not_serve_is_not_optimized(on_a_gpu):
+    swin = SwinTransformer(16, 4, 1, 3, **SMALL)
+    wide = SwinTransformer(16, 4, 1, 3, **SMALL | dict(embed_dim=130, num_heads=(1, 1)))
+    narrow = SwinTransformer(16, 4, 1, 3, **SMALL | dict(embed_dim=80, num_heads=(1, 2)))
+    other = SwinTransformer(16, 4, 1, 3, **SMALL)
+    other.layers[0].blocks[0].mlp.act = nn.ReLU()
+    token = VisionTransformer(16, 4, in_chans=1, embed_dim=8, depth=1, num_heads=1)
+    for model, message in (
+        (swin.double(), "float64 on .*it must be float32, bfloat16 or float16"),
+        (wide.half(), "at most 128 wide, not 130"),
+        (narrow, "heads of width 80: .*they take 64, or 128 in a dtype of 16 bits"),
+        (other, "on .*SwinTransformer.* must be a SwinTransformer of SwinBlocks with GELU"),
+        (token, r"model \(VisionTransformer\) must be a SwinTransformer"),
+        (SwinTransformerV2(16, 4, 1, 3, **SMALL), "SwinTransformerV2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimize_for_inference(model.to(DEVICE))
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_the_kernels_are_imported_for_a_model_on_a_gpu_alone(missing):
+    """On a CPU nobody imports Triton; where it is missing, the extra is named."""
+    code = f"""
+import os, sys
+from attnlib import inference
+from attnlib.swin import SwinTransformer
+model = SwinTransformer(8, 4, 1, 3, embed_dim=8, depths=(1,), num_heads=(1,), window_size=2)
+inference.optimize_for_inference(model)
+assert not {{"triton", "attnlib.windows"}} & set(sys.modules)
+assert "TRITON_INTERPRET" not in os.environ
+if {missing}:
+    sys.modules["triton"] = None
+inference.devices = lambda model: ["cuda:0"]
+print(type(inference.optimize_for_inference(model).blocks[0]).__name__)
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if missing:
+        assert "ImportError: triton is missing: pip install" in done.stderr
+    else:
+        assert done.stdout == "FusedBlock\n", done.stderr
 
 
 def test_merging():

@@ -6,9 +6,13 @@ GitHub would show them as source. This command writes a copy of each notebook in
     :::{prf:theorem} Name         is  a quotation headed "Theorem 1.1 (Name)."
     :::{exercise} Name            is  a quotation headed "Exercise 1.2 (Name)."
     solution-start, solution-end  are the fold "Solution of exercise 1.2", and folded code
+    :::{explorer} name            is  its picture, and a link to where it moves
     {cite:t}`liu2021`             is  a link "Liu et al. (2021)" to the paper
     {prf:ref}, {ref}, {eq}, {doc} are links into the book
-    $$ ... $$ (eq-name)           is  a formula with its number as a tag
+    $$ ... $$ (eq-name)           is  a formula with its number as a tag, on one line
+
+Formulas are written so that no reader of Markdown mistakes them: GitHub, Colab and others
+differ in what they take for a backslash, an emphasis or a quotation inside a formula.
 
 Numbers are those of the book, which a test compares. Code and outputs stay as they are, but for
 the directives of nbdev. The site publishes the copies, and its buttons open them.
@@ -28,8 +32,14 @@ ROOT = Path(__file__).resolve().parent.parent
 parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]  # the order of the book
 BOOK = yaml.safe_load((ROOT / "_config.yml").read_text("utf-8"))["html"]["baseurl"]
 BOX = re.compile(r"(?ms)^:::\{(prf:\w+|exercise)\}[ ]*([^\n]*)\n(.*?)^:::[ ]*$")
+EXPLORER = re.compile(r"(?ms)^:::\{explorer\}[ ]*(\S+)\n:alt:[ ]*([^\n]+)\n(.*?)^:::[ ]*$")
 LABEL = re.compile(r"(?m)^:label:[ ]*(\S+)\n")
 FORMULA = re.compile(r"(?s)\$\$(.+?)\$\$(?:[ ]*\(([\w-]+)\))?")
+# a formula of two kinds; or code, where a dollar is a dollar
+MATH = re.compile(
+    r"(?s)```.*?```|`[^`\n]+`|\$\$(?P<display>.+?)\$\$(?:[ ]*\((?P<label>[\w-]+)\))?"
+    r"|(?<!\\)\$(?P<inline>[^$\n]+)\$"
+)
 ROLE = re.compile(r"\{(doc|ref|eq|prf:ref|cite:t|cite:p)\}`([^`]+)`")
 MARK = re.compile(r"(?s)(```\{solution-(?:start|end)\}.*?```)")
 START, END = re.compile(r"```\{solution-start\}[ ]*(\S+)"), "```{solution-end}"
@@ -123,9 +133,12 @@ class Names:
         self.chapters = [chapter for _, some in parts(root) for chapter in some]
         self.pages = {chapter.page.split("/")[-1]: chapter for chapter in self.chapters}
         self.labels, self.citations, free = {}, citations(), {}
+        self.explorers = {}  # where in the book each is
         for chapter in self.chapters:
             notebook = read(root / f"{chapter.page}.ipynb")
             self.labels |= names(notebook, chapter.page, chapter.number, free)
+            for name, *_ in EXPLORER.findall("\n".join(map(source, notebook["cells"]))):
+                self.explorers[name] = f"{BOOK}{chapter.page}.html#explorer-{name}"
 
     def link(self, role, target):
         """What stands for {role}`target`."""
@@ -144,6 +157,36 @@ class Names:
         if role == "cite:t":
             return ", ".join(f"[{who} ({year})]({where})" for who, year, where in some)
         return "(" + "; ".join(f"[{who}, {year}]({where})" for who, year, where in some) + ")"
+
+
+# What Markdown, which knows no formulas, would change in one, and TeX that means the same. A
+# backslash before a sign is a sign; _ and * emphasize, but not behind a space; < opens a tag.
+TEX = {
+    r"\\": r"\cr",
+    r"\{": r"\lbrace",
+    r"\}": r"\rbrace",
+    r"\|": r"\Vert",
+    r"\,": r"\thinspace",
+    r"\:": r"\mskip4mu",
+    r"\;": r"\mskip5mu",
+    r"\!": r"\negthinspace",
+    "<": r"\lt",
+    ">": r"\gt",
+    "*": r"\ast",
+    "_": " _",
+}
+SIGN = re.compile(r"\\operatorname\*|\\[\\{}|,:;!_]|[<>*_]")
+
+
+def for_markdown(tex):
+    """A formula on one line, which Markdown leaves alone."""
+
+    def instead(match):
+        sign = TEX.get(match[0], match[0])
+        letter = tex[match.end() : match.end() + 1].isalpha()
+        return sign + " " * (letter and sign[-1].isalpha())
+
+    return " ".join(SIGN.sub(instead, tex).split())
 
 
 # --- a cell -----------------------------------------------------------------------------------
@@ -166,18 +209,35 @@ def markdown(text, known):
         return quoted(f"**{name}{f' ({title})' if title else ''}.** {body}")
 
     def formula(match):
-        if not match[2]:
+        if match["inline"]:
+            return f"${for_markdown(match['inline'])}$"
+        if not match["display"]:
             return match[0]
-        tag = known.labels[match[2]][0].strip("()")
-        return f"$${match[1].rstrip()} \\tag{{{tag}}}\n$$"
+        label = match["label"]
+        tag = f" \\tag{{{known.labels[label][0].strip('()')}}}" if label else ""
+        return f"$${for_markdown(match['display'])}{tag}$$"
 
-    text = FORMULA.sub(formula, text)
+    def explorer(match):
+        name, alt, caption = match.groups()
+        picture, where = f"{BOOK}_static/explorers/{name}.png", known.explorers[name]
+        text = f"{caption.strip()} [Move it in the book.]({where})"
+        return f"[![{alt}]({picture})]({where})\n\n{text}"
+
+    text = EXPLORER.sub(explorer, text)
+    text = MATH.sub(formula, text)
     text = BOX.sub(box, text)
     return ROLE.sub(lambda match: known.link(match[1], match[2]), text)
 
 
 def folded(text, name):
     return f"<details>\n<summary>{name}</summary>\n\n{text.strip()}\n\n</details>"
+
+
+def fold_of(cell):
+    """What a reader would find if a folded cell were opened."""
+    if any("image/png" in output.get("data", {}) for output in cell["outputs"]):
+        return "Code of the figure"
+    return "Imports" if cell.get("id") in ("imports", "setup") else "More code"
 
 
 def code(cell, solution):
@@ -187,7 +247,7 @@ def code(cell, solution):
     tags = set(cell["metadata"].get("tags", ()))
     cell["metadata"] = {}
     if solution or "hide-input" in tags:
-        title = f"#@title {solution or 'Code of the figure, or imports'}"
+        title = f"#@title {solution or fold_of(cell)}"
         cell["source"] = f"{title}\n{cell['source']}"
         cell["metadata"] = {"cellView": "form", "jupyter": {"source_hidden": True}}
     return cell

@@ -1,0 +1,62 @@
+"""The three numbers of this machine: `python -m benchmarks.roof --out FOLDER`.
+
+The best product in each dtype, the best bandwidth of copying, adding and reading, and the
+cheapest start of an operator, as `attnlib.cost` measures them, all in turns; on a GPU that the
+chapter on cost knows, beside its data sheet. The record is FOLDER/roof_DEVICE.json.
+"""
+
+import re
+
+import torch
+
+from attnlib.cost import GPUS, best_roofline, roofline_probes, take_turns
+from benchmarks import common
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def sheet(device):
+    """The data sheet's numbers of this GPU, or None if the chapter has none."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
+    return next((GPUS[gpu] for gpu in GPUS if gpu in re.split(r"[\s-]", name)), None)
+
+
+def measure(dtype, arguments):
+    """The row of a dtype."""
+    sizes, megabytes = (
+        ((4096, 8192), (1024, 4096)) if arguments.device == "cuda" else ((1024,), (128,))
+    )
+    if arguments.tiny:
+        sizes, megabytes = (32,), (0.1,)
+    shapes = [(size, size, size) for size in sizes]
+    probes = roofline_probes(
+        arguments.device, DTYPES[dtype], shapes=shapes, megabytes=megabytes
+    )
+    calls = {name: probe.call for name, probe in probes.items()}
+    roof = best_roofline(
+        probes, take_turns(calls, torch.device(arguments.device), arguments.repeats)
+    )
+    row = {"dtype": dtype, "flops": roof.peak_flops, "bytes": roof.bandwidth}
+    row["overhead_us"] = 1e6 * roof.overhead
+    known = sheet(arguments.device)
+    if known and dtype != "float32":  # the sheet's products have 16 bits
+        row["of_sheet"] = [roof.peak_flops / known.peak_flops, roof.bandwidth / known.bandwidth]
+    print(
+        f"{dtype:9} {roof.peak_flops / 1e12:8.3f} TFLOP/s   {roof.bandwidth / 1e9:7.1f} GB/s   "
+        f"{row['overhead_us']:6.1f} us to start an operator",
+        *(f"  {share:.0%} of the data sheet" for share in row.get("of_sheet", ())),
+        flush=True,
+    )
+    return row
+
+
+def main():
+    parser = common.timing_parser(__doc__, repeats=20)
+    arguments = parser.parse_args()
+    rows = [measure(dtype, arguments) for dtype in DTYPES]
+    if arguments.out:
+        common.write(arguments.out, "roof", arguments.device, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

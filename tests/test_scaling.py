@@ -1,0 +1,352 @@
+"""Many devices: real processes give what one gives, and send what the formulas say."""
+
+import os
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from attnlib import scaling
+from attnlib.attention import attention
+from attnlib.gpt import GPT, PUBLISHED, GPTConfig
+from attnlib.scaling import (
+    Cluster,
+    GPTStage,
+    Plan,
+    Workers,
+    memory_of,
+    operations_of,
+    plan,
+    possible_plans,
+    ring_all_reduce,
+    ring_attention,
+    seconds_of,
+    shard_sequence,
+    tensor_parallel,
+    unshard_sequence,
+    visits,
+)
+from attnlib.transformer import Transformer
+from attnlib.vit import VisionTransformer
+
+SMALL = dict(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_embd=32, tied=False)
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Workers(4) as workers:
+        yield workers
+
+
+# --- what the workers run ---------------------------------------------------------------------
+
+
+def reduce_in_groups(n):
+    """For groups of 2 to 4 ranks: whether the ring sums, and the bytes it sends at n and 2n."""
+    found = {}
+    for ranks in (2, 3, 4):
+        group = dist.new_group(range(ranks))
+        if dist.get_rank() < ranks:
+            sent = []
+            for size in (n, 2 * n):
+                x = torch.arange(float(size)) + dist.get_rank()
+                out = ring_all_reduce(x, group)
+                right = ranks * torch.arange(float(size)) + ranks * (ranks - 1) / 2
+                assert torch.equal(out, right)
+                dist.barrier(group)
+                before = scaling.wire_bytes()
+                ring_all_reduce(x, group)
+                sent.append(scaling.wire_bytes() - before)
+            found[ranks] = sent[1] - sent[0]
+        dist.barrier()
+    return found
+
+
+def model_and_inputs(kind):
+    torch.manual_seed(0)
+    tokens = torch.randint(64, (2, 12))
+    if kind == "gpt":
+        return GPT(GPTConfig(**SMALL, qk_norm=True, bias=True)), (tokens,)
+    if kind == "gpt of 2019":
+        return GPT(GPTConfig(**SMALL, position="learned", norm="layer", mlp="gelu")), (tokens,)
+    if kind == "vit":
+        sizes = dict(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=4)
+        return VisionTransformer(num_classes=5, **sizes), (torch.randn(2, 3, 16, 16),)
+    sizes = dict(d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=2)
+    model = Transformer(64, dim_feedforward=64, dropout=0.0, **sizes)
+    return model, (tokens, tokens.flip(0)[:, :9])
+
+
+def apart_from_whole(kind):
+    """Largest differences of outputs, and of gradients of what a rank has whole."""
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for cut in (False, True):
+        model, inputs = model_and_inputs(kind)
+        model = tensor_parallel(model, mesh) if cut else model
+        out = model(*inputs)
+        out.square().mean().backward()
+        grads = {
+            name: p.grad for name, p in model.named_parameters() if not isinstance(p, DTensor)
+        }
+        found.append((out.detach(), grads))
+    (out, grads), (cut_out, cut_grads) = found
+    shared = [(g - grads[name]).abs().max().item() for name, g in cut_grads.items()]
+    return (out - cut_out).abs().max().item(), max(shared), len(shared), len(grads)
+
+
+def attend(qkv, causal, balanced):
+    """Ring attention of this rank's tokens and its gradients, with ones for gradient."""
+    cut = partial(
+        shard_sequence, rank=dist.get_rank(), ranks=dist.get_world_size(), balanced=balanced
+    )
+    q, k, v = (cut(x).clone().requires_grad_() for x in qkv)
+    out = ring_attention(q, k, v, causal=causal, balanced=balanced)
+    out.sum().backward()
+    return [x.detach() for x in (out, q.grad, k.grad, v.grad)]
+
+
+def unequal_shards():
+    q = torch.randn(1, 4 + (dist.get_rank() == 1), 8)
+    ring_attention(q, q, q)
+
+
+def one_fails():
+    if dist.get_rank() == 1:
+        raise KeyError("no such weight")
+    dist.barrier()
+
+
+def one_dies():
+    if dist.get_rank() == 1:
+        os._exit(1)
+    dist.barrier()
+
+
+# --- sums -------------------------------------------------------------------------------------
+
+
+def test_the_ring_sums_and_sends_the_least_that_is_possible(four):
+    found = four.run(reduce_in_groups, 840)
+    for ranks in (2, 3, 4):
+        for rank in range(ranks):
+            assert found[rank][ranks] == 4 * 2 * (ranks - 1) * 840 // ranks
+
+
+def test_states_are_shared_and_losses_are_those_of_one_process(four):
+    config = GPTConfig(**SMALL)
+    tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(0))
+    parameters = sum(p.numel() for p in GPT(config).parameters())
+    (loss, whole, _), *_ = four.run(scaling.states_lesson, config, tokens, "ddp")
+    shares = four.run(scaling.states_lesson, config, tokens, "fsdp")
+    assert whole == 16 * parameters
+    assert sum(states for _, states, _ in shares) == 16 * parameters
+    for other, states, _ in shares:
+        assert abs(other - loss) < 1e-5 and states == 4 * parameters
+
+
+# --- matrices ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gpt", "gpt of 2019", "vit", "transformer"])
+def test_cut_models_give_what_whole_ones_give(four, kind):
+    for output, gradient, whole, all_of_them in four.run(apart_from_whole, kind):
+        assert output < 1e-5 and gradient < 1e-6 and 0 < whole < all_of_them
+
+
+class Mesh:
+    """As much of a mesh as is looked at before anything is cut."""
+
+    def __init__(self, ranks):
+        self.size = lambda: ranks
+
+
+def test_what_cannot_be_cut_is_named():
+    with pytest.raises(ValueError, match=r"h\.0\.attn has \[4, 2, 2\] .* 4 ranks must divide"):
+        tensor_parallel(GPT(GPTConfig(**SMALL, n_kv_head=2)), Mesh(4))
+    relative = Transformer(64, d_model=32, nhead=4, position="relative", dim_feedforward=64)
+    with pytest.raises(ValueError, match=r"position \('relative'\) must not"):
+        tensor_parallel(relative, Mesh(2))
+
+
+# --- the sequence -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("causal, balanced", [(False, False), (True, False), (True, True)])
+def test_ring_attention_is_attention(four, causal, balanced, dtype, tolerance):
+    """Query heads in groups, values of another width than keys."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 2, 3, 32, 8), (2, 2, 1, 32, 8), (2, 2, 1, 32, 5)
+    qkv = [torch.randn(s, generator=generator, dtype=dtype) for s in shapes]
+    found = four.run(attend, qkv, causal, balanced)
+    ours = [unshard_sequence([x[i] for x in found], balanced=balanced) for i in range(4)]
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+    out = attention(q, k, v, mask="causal" if causal else None)
+    out.sum().backward()
+    for mine, whole in zip(ours, (out.detach(), q.grad, k.grad, v.grad), strict=True):
+        torch.testing.assert_close(mine, whole, rtol=0, atol=tolerance)
+
+
+def test_half_precision_is_as_near_as_its_rounding(four):
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(3, 2, 16, 8, generator=generator).bfloat16().unbind()
+    found = four.run(attend, qkv, True, True)
+    out = unshard_sequence([x[0] for x in found], balanced=True)
+    assert out.dtype == torch.bfloat16
+    exact = attention(*(x.double() for x in qkv), mask="causal")
+    assert (out.double() - exact).abs().max() < 0.02
+
+
+def test_each_pair_of_chunks_meets_once():
+    for ranks in (1, 2, 3, 8):
+        for balanced in (False, True):
+            chunks = ranks * (1 + balanced)
+            met = []
+            for rank in range(ranks):
+                own = scaling.chunks_of(rank, ranks, balanced)
+                for step, pairs in enumerate(visits(rank, ranks, True, balanced)):
+                    theirs = scaling.chunks_of((rank - step) % ranks, ranks, balanced)
+                    met += [(own[i], theirs[j], diagonal) for i, j, diagonal in pairs]
+            wanted = [(a, b, a == b) for a in range(chunks) for b in range(a + 1)]
+            assert sorted(met) == wanted
+
+
+def test_sequences_that_do_not_divide_are_refused():
+    x = torch.randn(2, 10, 4)
+    with pytest.raises(ValueError, match="x has 10 tokens on axis -2; 4 ranks need a multiple"):
+        shard_sequence(x, 0, 4)
+    with pytest.raises(RuntimeError, match="ring_attention needs a group of processes"):
+        ring_attention(x, x, x)
+    for balanced in (False, True):
+        parts = [shard_sequence(x[:, :8], r, 2, balanced=balanced) for r in range(2)]
+        assert torch.equal(unshard_sequence(parts, balanced=balanced), x[:, :8])
+
+
+# --- the depth --------------------------------------------------------------------------------
+
+
+def test_stages_are_the_model(four):
+    config = GPTConfig(**{**SMALL, "n_layer": 4})
+    tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(0))
+    found = four.run(scaling.stage_lesson, config, tokens, 4)
+    torch.manual_seed(0)
+    whole = GPT(config)
+    loss = F.cross_entropy(whole(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    assert abs(found[3][0] - loss.item()) < 1e-5
+    wanted = [p.grad.norm().item() for p in whole.h.parameters()]
+    ours = [norm for _, norms in found for name, norm in norms.items() if name[:2] == "h."]
+    assert torch.allclose(torch.tensor(ours), torch.tensor(wanted), rtol=1e-4)
+
+
+def test_stages_that_are_impossible_are_refused():
+    with pytest.raises(ValueError, match=r"tied \(True\) must be False"):
+        GPTStage(GPT(GPTConfig(**{**SMALL, "tied": True})), 0, 2)
+    with pytest.raises(ValueError, match=r"stage \(0\) .* stages \(3\), .* n_layer \(2\)"):
+        GPTStage(GPT(GPTConfig(**SMALL)), 0, 3)
+
+
+# --- processes that fail ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function, arguments, message",
+    [
+        (one_dies, (), "rank 1 of 2 died"),
+        (one_fails, (), "rank 1 of 2 failed: KeyError: 'no such weight'"),
+        (unequal_shards, (), r"rank \d of 2 failed: ValueError: rank 1 has \(tokens, d, d_v\)"),
+        (time.sleep, (60,), "rank 0 of 2 did not finish in time"),
+    ],
+)
+def test_a_rank_that_fails_is_named_in_time(function, arguments, message):
+    with Workers(2, timeout=3) as workers:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=message):
+            workers.run(function, *arguments)
+        assert time.monotonic() - start < 15
+    for process in workers.processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def test_numbers_of_ranks_are_checked():
+    with pytest.raises(ValueError, match="ranks"):
+        Workers(0)
+
+
+# --- the planner ------------------------------------------------------------------------------
+
+
+LARGE = GPTConfig(**{**vars(PUBLISHED["llama-3.1-405b"]), "block_size": 8192})
+
+
+def test_parameters_and_operations_are_those_of_the_model():
+    config = GPTConfig(**SMALL)
+    block, ends = scaling.parameters_of(config)
+    matrices = sum(p.numel() for p in GPT(config).parameters() if p.ndim == 2)
+    assert 2 * block + ends == matrices
+    assert Plan(1).parameters(config) == matrices
+    attention_, all_ = operations_of(config)
+    head = config.vocab_size * config.n_embd
+    assert all_ - attention_ == 6 * (2 * block + head)
+    assert attention_ == 6 * 2 * config.block_size * config.n_embd
+
+
+def test_states_are_zeros_table():
+    config = GPTConfig(**SMALL)
+    psi = sum(scaling.parameters_of(config)) + scaling.parameters_of(config)[0]
+    for zero, wanted in ((0, 16), (1, 4 + 12 / 4)):
+        states = memory_of(Plan(4, zero=zero), config, 8)["states"]
+        assert states == pytest.approx(wanted * psi)
+    shared = memory_of(Plan(4, zero=3), config, 8)["states"]
+    assert shared == pytest.approx(4 * psi + 4 * scaling.parameters_of(config)[0])
+
+
+def test_the_bubble_is_that_of_the_theorem():
+    cluster = Cluster(16, efficiency=0.5)
+    for stages, micro, pieces in ((4, 1, 1), (4, 2, 1), (4, 1, 2)):
+        cut = Plan(1, 1, stages, micro=micro, interleave=pieces)
+        parts = seconds_of(cut, GPTConfig(**{**SMALL, "n_layer": 8}), cluster, 16)
+        micros = 16 / micro
+        idle = parts["bubble"] / (parts["bubble"] + parts["compute"])
+        assert idle == pytest.approx((stages - 1) / (pieces * micros + stages - 1))
+
+
+def test_the_plan_fits_and_no_other_that_fits_is_faster():
+    cluster = Cluster(64, memory=200e9)
+    best = plan(LARGE, cluster, 64)
+    assert sum(memory_of(best, LARGE, 64).values()) <= 0.9 * cluster.memory
+    assert best.devices <= 64
+    time_ = sum(seconds_of(best, LARGE, cluster, 64).values())
+    for other in list(possible_plans(LARGE, cluster, 64))[::17]:
+        if sum(memory_of(other, LARGE, 64).values()) <= 0.9 * cluster.memory:
+            assert sum(seconds_of(other, LARGE, cluster, 64).values()) >= time_
+
+
+def test_slower_links_and_less_memory_never_help():
+    times = [
+        sum(seconds_of(plan(LARGE, cluster, 64), LARGE, cluster, 64).values())
+        for cluster in (
+            Cluster(512, between=100e9),
+            Cluster(512),
+            Cluster(512, between=5e9),
+            Cluster(512, between=5e9, memory=40e9),
+        )
+    ]
+    assert times == sorted(times)
+
+
+def test_what_the_planner_refuses():
+    with pytest.raises(
+        ValueError, match=r"cluster.memory \(80 GB\) must be at least \d+ GB: no"
+    ):
+        plan(LARGE, Cluster(8), 8)
+    with pytest.raises(ValueError, match=r"between \(-1\) must be positive"):
+        Cluster(8, between=-1)
+    with pytest.raises(ValueError, match="batch"):
+        plan(LARGE, Cluster(8), 0)
