@@ -9,7 +9,16 @@ function fitFormulas() {
   }
 }
 
+// On the map of ideas the lines of the chapter under the pointer, or with the focus, stand out.
+function lightLines(event) {
+  const idea = event.target.closest?.("nav.ideas a")?.dataset.idea;
+  for (const line of document.querySelectorAll("nav.ideas path"))
+    line.classList.toggle("lit", idea !== undefined && [line.dataset.from, line.dataset.to].includes(idea));
+}
+
 document.addEventListener("DOMContentLoaded", () => {
+  if (document.querySelector("nav.ideas"))
+    for (const kind of ["mouseover", "focusin"]) document.addEventListener(kind, lightLines);
   if (window.MathJax?.startup) {
     MathJax.startup.promise.then(fitFormulas);
     window.addEventListener("resize", fitFormulas);

@@ -292,7 +292,8 @@ def test_inference_says_which_private_names_it_uses():
     code = dict(chapters())["53_inference"]
     used = re.findall(r"(?:_onednn|torch\.ops\.mkldnn)\.(_\w+)", code)
     assert sorted(set(used)) == sorted(re.findall(r"(?m)^\| `(_\w+)` \|", prose)) != []
-    assert private_names("53_inference", code) == ["53_inference: mkldnn is private"]
+    found = {line.split()[1] for line in private_names("53_inference", code)}
+    assert "mkldnn" in found and found <= {"mkldnn", *used}
 
 
 def test_an_exception_is_used():

@@ -169,7 +169,7 @@ def test_without_an_undocumented_function(missing, monkeypatch):
     layer, x = nn.Linear(4, 6).requires_grad_(False), torch.randn(7, 4)
     assert PackedLinear(layer.weight, layer.bias).packed is None
     same(PackedLinear(layer.weight, layer.bias, "gelu")(x), F.gelu(layer(x)))
-    conv, norm = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5).eval()
+    conv, norm = nn.Conv2d(3, 5, 3).eval(), nn.BatchNorm2d(5).eval()
     x = torch.randn(1, 3, 8, 8)
     with torch.no_grad():
         same(inference.PackedConv(conv, norm)(x), norm(conv(x)).relu())

@@ -30,6 +30,7 @@ from pybtex.database import parse_file
 
 ROOT = Path(__file__).resolve().parent.parent
 parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]  # the order of the book
+ideas = runpy.run_path(str(ROOT / "_ext" / "ideas.py"))  # what each chapter gives and needs
 BOOK = yaml.safe_load((ROOT / "_config.yml").read_text("utf-8"))["html"]["baseurl"]
 BOX = re.compile(r"(?ms)^:::\{(prf:\w+|exercise)\}[ ]*([^\n]*)\n(.*?)^:::[ ]*$")
 EXPLORER = re.compile(r"(?ms)^:::\{explorer\}[ ]*(\S+)\n:alt:[ ]*([^\n]+)\n(.*?)^:::[ ]*$")
@@ -134,6 +135,7 @@ class Names:
         self.pages = {chapter.page.split("/")[-1]: chapter for chapter in self.chapters}
         self.labels, self.citations, free = {}, citations(), {}
         self.explorers = {}  # where in the book each is
+        self.ideas = ideas["read"](root)
         for chapter in self.chapters:
             notebook = read(root / f"{chapter.page}.ipynb")
             self.labels |= names(notebook, chapter.page, chapter.number, free)
@@ -270,6 +272,8 @@ def pieces(text, solution, known):
 def plain(page, known):
     """A chapter's notebook as a copy that needs no book around it."""
     notebook, cells, solution = read(ROOT / f"{page}.ipynb"), [], None
+    if (name := page.split("/")[-1]) in known.ideas:
+        ideas["add"](notebook["cells"], name, known.ideas, quoted)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell = code(cell, solution)
