@@ -4,10 +4,11 @@ import torch.nn as nn
 from attnlib.swin import WindowAttention
 from .swinv2 import WindowAttentionV2
 from typing import Any, Literal
-__all__ = ['FUNCTIONS', 'SMALL', 'REPLACEMENTS', 'PLAIN', 'can_pack', 'PackedLinear', 'attend', 'pack', 'FastWindowAttention', 'FastSelfAttention', 'FastCrossAttention', 'decode', 'FastCausalAttention', 'pack_gpt_mlp', 'PackedConv', 'FastBlock', 'FastResNet', 'first_tokens', 'forward_short', 'pack_mlp', 'pack_feed_forward', 'replace', 'pack_all', 'devices', 'fuse', 'no_maps', 'optimize_for_inference']
+__all__ = ['FUNCTIONS', 'SMALL', 'REPLACEMENTS', 'PLAIN', 'can_pack', 'packing_pays', 'PackedLinear', 'attend', 'pack', 'FastWindowAttention', 'FastSelfAttention', 'FastCrossAttention', 'decode', 'FastCausalAttention', 'pack_gpt_mlp', 'PackedConv', 'FastBlock', 'FastResNet', 'first_tokens', 'forward_short', 'pack_mlp', 'pack_feed_forward', 'replace', 'pack_all', 'devices', 'fuse', 'no_maps', 'optimize_for_inference']
 FUNCTIONS: dict[Any, Any]
 SMALL: Any
 def can_pack(dtype: Any) -> Any: ...
+def packing_pays(dtype: Any) -> Any: ...
 class PackedLinear(nn.Module):
     weight: Any
     bias: Any

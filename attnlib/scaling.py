@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -83,7 +84,11 @@ class Workers:
         spawn, file = multiprocessing.get_context("spawn"), f"{self.folder.name}/group"
         self.pools = [ProcessPoolExecutor(1, spawn, join_group, (file, rank, ranks))
                       for rank in range(ranks)]
-        self.processes = self.gather([pool.submit(os.getpid) for pool in self.pools], 120)
+        starting = [pool.submit(os.getpid) for pool in self.pools]
+        wait(starting, 240)
+        self.processes = [future.result() for future in starting
+                          if future.done() and not future.exception()]
+        self.gather(starting, 0)
 
     def __enter__(self):
         return self
@@ -118,8 +123,6 @@ class Workers:
         causes = {rank: cause for rank, future in enumerate(futures)
                   if (cause := failure(future))}
         if causes:
-            for pool in self.pools:
-                pool.shutdown(wait=False, cancel_futures=True)
             for process in self.processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
@@ -151,6 +154,8 @@ def ring_all_reduce(x, group=None):
     x has a multiple of p entries. PyTorch has this, and better, as `dist.all_reduce`.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if x.numel() % ranks:
+        raise ValueError(f"x has {x.numel()} entries; {ranks} ranks need a multiple of {ranks}")
     parts = list(x.flatten().chunk(ranks))
     for step in range(2 * (ranks - 1)):
         received, arrive = send_on(parts[(rank - step) % ranks], group)
@@ -285,7 +290,8 @@ def tensor_parallel(model, mesh):
     Returns
     -------
     torch.nn.Module
-        The same model. Every rank gives it the same input and gets the same output.
+        The same model. Every rank gives it the same input, and the same random seed if there
+        is dropout, and gets the same output.
 
     Raises
     ------
@@ -344,7 +350,8 @@ def cut_module(module, first, units, last, mesh):
     plan = {last: RowwiseParallel()}  # its products are partial sums: they are added up
     if first == "in_proj":  # a parameter and no layer
         for name, p in own:
-            setattr(module, name, nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
+            shares = distribute_tensor(p.data, mesh, [Shard(0)])
+            setattr(module, name, nn.Parameter(shares, p.requires_grad))
             register_parametrization(module, name, LocalRows(), unsafe=True)
         module.register_forward_pre_hook(partial(enter, mesh))
     else:
@@ -354,7 +361,8 @@ def cut_module(module, first, units, last, mesh):
         if hasattr(module, name):
             setattr(module, name, getattr(module, name) // mesh.size())
     for name, p in module.named_parameters():
-        if not isinstance(p, DTensor):  # norms of queries and keys see the rank's heads only
+        if p.requires_grad and not isinstance(p, DTensor):
+            # norms of queries and keys see the rank's heads only
             p.register_hook(partial(summed, mesh.get_group()))
 
 # %% ../nbs/55_scaling.ipynb #tensor-lesson
@@ -398,9 +406,11 @@ def shard_sequence(x, rank, ranks, *, dim=-2, balanced=False):
     Raises
     ------
     ValueError
-        If the tokens cannot be divided.
+        If the tokens cannot be divided, or there is no such rank.
     """
     chunks, n = ranks * (1 + balanced), x.shape[dim]
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank ({rank}) must be at least 0 and below ranks ({ranks})")
     if n % chunks or n == 0:
         raise ValueError(f"x has {n} tokens on axis {dim}; {ranks} ranks need a multiple of "
                          f"{chunks}")
@@ -479,6 +489,8 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
+    @torch.autocast("cpu", enabled=False)
+    @torch.autocast("cuda", enabled=False)
     def forward(ctx, q, k, v, joins, chunks, group):
         qs, own = q.chunk(chunks, -2), torch.cat([k, v], -1)
         widths = [k.shape[-1], v.shape[-1]]
@@ -497,6 +509,7 @@ class _Ring(torch.autograd.Function):
         return out.to(v.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
         own, widths = torch.cat([k, v], -1), [k.shape[-1], v.shape[-1]]
@@ -526,13 +539,17 @@ def check_shards(q, k, v, balanced, group):
     if q.shape[-2] != k.shape[-2] or q.shape[-2] % (1 + balanced):
         raise ValueError(f"q has {q.shape[-2]} tokens and k {k.shape[-2]}; they must be equal"
                          f"{' and even' * balanced} on each rank")
-    own = torch.tensor([q.shape[-2], q.shape[-1], v.shape[-1]], device=q.device)
-    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, own, group=group)
-    for rank, size in enumerate(sizes):
-        if not torch.equal(size, sizes[0]):
-            raise ValueError(f"rank {rank} has (tokens, d, d_v) = {tuple(size.tolist())} and "
-                             f"rank 0 {tuple(sizes[0].tolist())}; they must be equal")
+    if k.shape[:-2] != v.shape[:-2] or k.dtype != v.dtype:
+        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the same "
+                         "leading axes and the same dtype")
+    own = {name: (tuple(x.shape), str(x.dtype)) for name, x in (("q", q), ("k", k), ("v", v))}
+    all_ranks = [None] * dist.get_world_size(group)
+    dist.all_gather_object(all_ranks, own, group=group)
+    for rank, theirs in enumerate(all_ranks):
+        for name, found in theirs.items():
+            if found != all_ranks[0][name]:
+                raise ValueError(f"rank {rank} has {name} {found} and rank 0 "
+                                 f"{all_ranks[0][name]}; they must be equal")
 
 
 def ring_attention(q, k, v, *, causal=False, balanced=False, group=None):
@@ -613,6 +630,9 @@ class GPTStage(nn.Module):
                                    (nn.Identity(), nn.Identity()))
 
     def forward(self, x):
+        if x.shape[1] > self.config.block_size:
+            raise ValueError(f"x has {x.shape[1]} tokens; block_size allows at most "
+                             f"{self.config.block_size}")
         positions, turn = torch.arange(x.shape[1], device=x.device), None
         if self.wte is not None:
             x = self.wte(x) if self.wpe is None else self.wte(x) + self.wpe(positions)
@@ -853,11 +873,11 @@ def seconds_of(plan, config, cluster, batch):
 # %% ../nbs/55_scaling.ipynb #plan
 def possible_plans(config, cluster, batch):
     """Yield plans for a `GPT`, each with the largest data parallelism that the batch allows."""
-    heads = config.n_head, config.kv_heads
+    heads, deepest = (config.n_head, config.kv_heads), 1 if config.tied else 64
     tensors = [n for n in (1, 2, 4, 8) if n <= cluster.node and not any(h % n for h in heads)]
     contexts = [n for n in (1, 2, 4, 8, 16) if n == 1 or config.block_size % (2 * n) == 0]
     for tensor, pipeline, context in itertools.product(
-            tensors, range(1, min(64, config.n_layer) + 1), contexts):
+            tensors, range(1, min(deepest, config.n_layer) + 1), contexts):
         most = cluster.devices // (tensor * pipeline * context)
         data = max((n for n in range(1, most + 1) if batch % n == 0), default=0)
         for micro, interleave, zero, recompute in itertools.product(

@@ -124,7 +124,7 @@ def printed(cells):
     return numbers("\n".join(texts))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "55_scaling"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_chapter_closes_with_a_summary_of_its_own_numbers(name):
     cells = plain.read(chapters.ROOT / "nbs" / f"{name}.ipynb")["cells"]
     place = [cell["id"] for cell in cells].index("summary")
