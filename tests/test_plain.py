@@ -8,9 +8,11 @@ import re
 import nbformat
 import pytest
 from markdown_it import MarkdownIt
-from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 from nbconvert.filters import markdown2html
 
+from attnlib.cost import training_memory
+from benchmarks import pages
 from tools import plain
 
 KNOWN = plain.Names()
@@ -154,10 +156,54 @@ def test_an_explorer_is_its_picture_and_a_link():
 
 @pytest.mark.parametrize("name", ["00_preface", "92_plot"])
 def test_a_copy_runs_in_an_empty_folder(name, tmp_path):
-    """The code of the others is that of the notebooks, which are executed beside the wheel."""
-    notebook = nbformat.from_dict(plain.plain(f"nbs/{name}", KNOWN))
-    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": tmp_path}})
-    client.execute()
+    """`python -m tools.plain --run` does this for all, beside the wheel."""
+    assert plain.execute(plain.plain(f"nbs/{name}", KNOWN), tmp_path, limit=120) > 0
+
+
+def test_a_copy_that_fails_is_told(tmp_path):
+    broken = plain.plain("nbs/00_preface", KNOWN)
+    broken["cells"].append(broken["cells"][-1] | {"cell_type": "code", "source": "1 / 0"})
+    broken["cells"][-1] |= dict(outputs=[], execution_count=None, metadata={})
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        plain.execute(broken, tmp_path, limit=120)
+
+
+def test_a_copy_begins_with_what_it_takes(monkeypatch):
+    records = {
+        "pages": {"seconds": {"30_vit": 41.3}},
+        "pages_estimated": {
+            "rows": [
+                dict(page="30_vit", run="run()", minutes={"T4": 30.0, "H200": 5.5}),
+                dict(page="30_vit", what="images", model="`vit`", batch=103)
+                | dict(rates={"T4": 240.0, "H200": 3000.0}),
+            ]
+        },
+    }
+    monkeypatch.setattr(plain, "recorded", records.get)
+    top = plain.source(plain.plain("nbs/30_vit", KNOWN)["cells"][0])
+    assert "| this page | 41 s, one core |" in top
+    assert "| `run()` | hours | 30 min\\* | 5.5 min\\* |" in top
+    assert "| 240 a second\\*, batches of at most 103\\* | 3000 a second\\* |" in top
+    assert GFM.render(top).count("<tr>") == 4 and "\n\n\\* Estimated, not measured" in top
+    # one that nobody has measured says so, and promises no GPU
+    other = plain.what_to_expect("nbs/50_cost")
+    assert "90 s at most" in other and "float16" not in other
+
+
+def test_estimates_count_memory_and_steps(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["pages", "--tiny", "--out", str(tmp_path)])
+    pages.main()
+    published, run = json.loads((tmp_path / "pages_estimated.json").read_text())["rows"]
+    assert published["page"] == run["page"] == "34_tnt" and published["batch"] > 10
+    assert published["rates"]["H200"] > published["rates"]["T4"] > 0
+    assert run["minutes"]["T4"] > run["minutes"]["H200"] > 0
+    model, inputs = pages.small_classifier("vit")
+    memory = training_memory(model, inputs(1))
+    fixed = memory.parameters + memory.gradients + memory.optimizer
+    monkeypatch.setattr(pages, "T4_BYTES", fixed + 10.5 * memory.activations)
+    assert pages.largest_batch(model, inputs) == 10
+    one, two = (pages.step_seconds(model, inputs(n))["T4"] for n in (64, 128))
+    assert one < two < 2 * one  # more images, as many operators
 
 
 def test_the_command_writes_all(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,8 @@
 """The chapters in Markdown that every reader of notebooks shows: `python -m tools.plain`.
 
+    python -m tools.plain                   write the copies
+    python -m tools.plain --run [NAME ...]  execute each in an empty folder beside the wheel
+
 A chapter is written in MyST, whose boxes and references only the book understands. Colab and
 GitHub would show them as source. This command writes a copy of each notebook in which
 
@@ -16,12 +19,21 @@ differ in what they take for a backslash, an emphasis or a quotation inside a fo
 
 Numbers are those of the book, which a test compares. Code and outputs stay as they are, but for
 the directives of nbdev. The site publishes the copies, and its buttons open them.
+
+A copy begins with what its reader will meet: the seconds of the page, which `--run` measures
+and `--record` keeps in benchmarks/results/pages.json, and what `python -m benchmarks.pages`
+has estimated for GPUs.
 """
 
 import argparse
 import json
+import os
 import re
+import resource
 import runpy
+import subprocess
+import sys
+import tempfile
 import unicodedata
 from pathlib import Path
 
@@ -271,6 +283,51 @@ def pieces(text, solution, known):
     return "\n\n".join(found), solution
 
 
+# --- what a reader will meet ------------------------------------------------------------------
+
+RESULTS = ROOT / "benchmarks" / "results"
+ALIKE = "about as long\\*"
+SMALL = (
+    "\\* Estimated, not measured: with models as small as those of a page, a GPU waits for "
+    "operators to start, as a CPU does."
+)
+LARGE = (
+    " Minutes and rates come from the operations and bytes of a training step and the GPU's "
+    "data sheet, batches from a count in float32. On a GPU, `train.fit` computes in bfloat16, "
+    "and in float16 where there is no bfloat16, as on the T4."
+)
+
+
+def recorded(name):
+    """A record of benchmarks/results, or an empty one."""
+    path = RESULTS / f"{name}.json"
+    return read(path) if path.exists() else {}
+
+
+def what_to_expect(page):
+    """A table of the minutes and the memory that a chapter's copy takes."""
+    name = page.split("/")[-1]
+    seconds = recorded("pages").get("seconds", {}).get(name)
+    here = f"{seconds:.0f} s, one core" if seconds else "90 s at most"
+    lines = ["| | CPU | T4 (15 GB) | H200 |", "|---|---|---|---|"]
+    lines.append(f"| this page | {here} | {ALIKE} | {ALIKE} |")
+    rows = [row for row in recorded("pages_estimated").get("rows", ()) if row["page"] == name]
+    for row in rows:
+        minutes, rates = row.get("minutes"), row.get("rates")
+        if minutes:
+            estimates = [f"{minutes[gpu]:g} min\\*" for gpu in ("T4", "H200")]
+            lines.append(f"| `{row['run']}` | hours | {' | '.join(estimates)} |")
+        else:
+            estimates = [f"{rates[gpu]:g} a second\\*" for gpu in ("T4", "H200")]
+            estimates[0] += f", batches of at most {row['batch']}\\*"
+            what = f"{row['what']} to train {row['model']}"
+            lines.append(f"| {what} | | {' | '.join(estimates)} |")
+    return "\n".join([*lines, "", SMALL + LARGE * bool(rows)])
+
+
+# --- a copy -----------------------------------------------------------------------------------
+
+
 def plain(page, known):
     """A chapter's notebook as a copy that needs no book around it."""
     notebook, cells, solution = read(ROOT / f"{page}.ipynb"), [], None
@@ -286,22 +343,111 @@ def plain(page, known):
             cells.append(cell)
     where = f"[a page of the book]({BOOK}{page}.html)"
     cells[0]["source"] += f"\n\n*A chapter of [attnlib]({BOOK}); also {where}.*"
+    cells[0]["source"] += f"\n\n{what_to_expect(page)}"
     kept = ("kernelspec", "language_info")
     metadata = {key: notebook["metadata"][key] for key in kept if key in notebook["metadata"]}
     return notebook | dict(cells=cells, metadata=metadata)
 
 
+# --- executed ---------------------------------------------------------------------------------
+
+
+def kernel(folder, python):
+    """Make `python` the interpreter of notebooks, and the wheel the library; its settings."""
+    from tools import notebooks  # which needs what executes notebooks
+
+    site = notebooks.install(folder)
+    spec = folder / "kernels" / "python3"
+    spec.mkdir(parents=True)
+    start = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    about = {"argv": start, "display_name": "Python 3", "language": "python"}
+    (spec / "kernel.json").write_text(json.dumps(about))
+    settings = dict(notebooks.startup(folder), JUPYTER_PATH=str(folder), OMP_NUM_THREADS="1")
+    settings["PYTHONPATH"] = os.pathsep.join([str(site), settings["PYTHONPATH"]])
+    ask = [
+        python,
+        "-c",
+        "import attnlib, platform as p; print(attnlib.__file__, p.python_version())",
+    ]
+    told = subprocess.run(
+        ask, cwd=spec, env=os.environ | settings, check=True, capture_output=True, text=True
+    )
+    where, version = told.stdout.split()
+    assert where.startswith(str(site)), f"the wheel is hidden by {where}"
+    return settings, version
+
+
+def execute(notebook, folder, limit=900):
+    """Execute a copy in a folder; the seconds of a processor that it took."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    def used():
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return children.ru_utime + children.ru_stime
+
+    began = used()
+    where = {"metadata": {"path": str(folder)}}
+    copy = nbformat.from_dict(notebook)
+    NotebookClient(copy, timeout=limit, kernel_name="python3", resources=where).execute()
+    return used() - began
+
+
+def run(names, known, python):
+    """Execute copies one by one; the Python, {name: seconds}, and the names of what failed."""
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+    seconds, failed = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        settings, version = kernel(Path(folder), python)
+        os.environ.update(settings)
+        for chapter in known.chapters:
+            name = chapter.page.split("/")[-1]
+            if names and name not in names:
+                continue
+            empty = Path(folder) / name
+            empty.mkdir()
+            try:
+                seconds[name] = round(execute(plain(chapter.page, known), empty), 1)
+                print(f"{name}: {seconds[name]} s on Python {version}", flush=True)
+            except (CellExecutionError, CellTimeoutError) as problem:
+                failed.append(name)
+                print(f"{name}: {problem}", flush=True)
+    return version, seconds, failed
+
+
+def record(version, seconds):
+    """Add measured seconds to benchmarks/results/pages.json."""
+    from attnlib.train import write_record
+
+    kept = recorded("pages").get("seconds", {}) | seconds
+    write_record(RESULTS / "pages.json", {"kernel": version, "seconds": kept})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "_build/html/plain")
+    parser.add_argument("--run", nargs="*", metavar="NAME", help="execute; all by default")
+    parser.add_argument(
+        "--python", default=sys.executable, help="the interpreter that executes"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="keep the seconds that --run took"
+    )
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     known = Names()
+    if arguments.run is not None:
+        version, seconds, failed = run(arguments.run, known, arguments.python)
+        if arguments.record:
+            record(version, seconds)
+        if failed or not seconds:
+            sys.exit(f"failed: {', '.join(failed) or 'there is no such chapter'}")
+        return
+    arguments.out.mkdir(parents=True, exist_ok=True)
     for chapter in known.chapters:
         path = arguments.out / f"{chapter.page.split('/')[-1]}.ipynb"
-        path.write_text(
-            json.dumps(plain(chapter.page, known), indent=1, ensure_ascii=False) + "\n"
-        )
+        copy = json.dumps(plain(chapter.page, known), indent=1, ensure_ascii=False)
+        path.write_text(copy + "\n")
     print(f"{len(known.chapters)} plain notebooks in {arguments.out}")
 
 
