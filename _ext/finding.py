@@ -12,9 +12,6 @@ from html import escape
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from docutils import nodes
-from sphinx import addnodes
-
 ROOT = Path(__file__).resolve().parent.parent
 parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]
 BOX = re.compile(r"(?ms)^:::\{prf:(?!proof)\w+\}[ ]*([^\n]*)\n:label:[ ]*(\S+)$")
@@ -97,19 +94,8 @@ def listed(root=ROOT):
     return "\n".join(lines) + "\n"
 
 
-def index_statements(app, doctree):
-    """An entry of the index for each statement: the search then finds it by its name."""
-    page = app.env.docname
-    titles = {label: words(title) for title, label in dict(app.statements).get(page, ())}
-    for box in list(doctree.findall(nodes.Element)):
-        for label in set(box.get("ids", ())) & set(titles):
-            entry = ("single", titles.pop(label), label, "", None)
-            box.parent.insert(box.parent.index(box), addnodes.index(entries=[entry]))
-            app.env.get_domain("index").entries.setdefault(page, []).append(entry)
-
-
 def begin(app):
-    app.finding, app.statements = described(Path(app.srcdir)), statements(Path(app.srcdir))
+    app.finding = described(Path(app.srcdir))
 
 
 def fill_in(app, docname, source):
@@ -142,7 +128,6 @@ def write_sitemap(app, problem):
 def setup(app):
     app.connect("builder-inited", begin)
     app.connect("source-read", fill_in)
-    app.connect("doctree-read", index_statements)
     app.connect("env-get-outdated", read_again)
     app.connect("html-page-context", add_card)
     app.connect("html-collect-pages", lost_page)

@@ -519,7 +519,7 @@ def test_head_describes_the_page(site, name):
     "words, wanted",
     [
         ("Saturation", "nbs/10_attention.html#thm-saturation"),
-        ("number of heads", "glossary.html#term-h-number-of-heads"),
+        ("number of heads", "glossary.html#h-number-of-heads"),
     ],
 )
 def test_search_finds_theorems_and_symbols_by_name(site, browser, words, wanted):
