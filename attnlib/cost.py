@@ -668,7 +668,8 @@ def matmul_precision(name):
     if name not in PRECISIONS:
         raise ValueError(f"name ({name!r}) must be one of {', '.join(map(repr, PRECISIONS))}")
     previous = torch.get_float32_matmul_precision()
-    backends = [b for b in (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+    backends = [b for b in (getattr(torch.backends.mkldnn, "matmul", None),
+                            torch.backends.cuda.matmul)
                 if hasattr(b, "fp32_precision")]  # what newer versions keep for each library
     finer = [b.fp32_precision for b in backends]
     torch.set_float32_matmul_precision(name)
