@@ -22,9 +22,11 @@ from attnlib.train import write_record
 from attnlib.transformer import POSITIONS
 
 
-def bf16():
-    """A new engine in bfloat16, on a GPU where there is one."""
-    return Accelerator(mixed_precision="bf16")
+def half_precision():
+    """A new engine in bfloat16, or in float16 on a GPU that lacks it."""
+    cuda = torch.cuda
+    lacks = cuda.is_available() and not cuda.is_bf16_supported(including_emulation=False)
+    return Accelerator(mixed_precision="fp16" if lacks else "bf16")
 
 
 def numbers(directions, steps, folder, tiny):
@@ -34,7 +36,7 @@ def numbers(directions, steps, folder, tiny):
             steps=8, numbers=200, tests=132, vocab_size=500, d_model=32, layers=1, batch_size=16
         )
     _, _, record = translation.number_run(
-        directions, **size, checkpoint=folder / "numbers.json", accelerator=bf16()
+        directions, **size, checkpoint=folder / "numbers.json", accelerator=half_precision()
     )
     return record
 
@@ -62,7 +64,7 @@ def lengths(folder, tiny):
     seeds = range(1 if tiny else 3)
     return {
         "runs": [
-            translation.length_run(position, seed=seed, **small, accelerator=bf16())
+            translation.length_run(position, seed=seed, **small, accelerator=half_precision())
             for position in POSITIONS
             for seed in seeds
         ]
@@ -72,7 +74,9 @@ def lengths(folder, tiny):
 def multi30k(folder, tiny):
     small = dict(steps=4, vocab_size=200, d_model=32, layers=1, batch_size=2, beam_size=2)
     _, _, record = translation.multi30k_run(
-        **(small if tiny else {}), checkpoint=folder / "multi30k.json", accelerator=bf16()
+        **(small if tiny else {}),
+        checkpoint=folder / "multi30k.json",
+        accelerator=half_precision(),
     )
     return record
 
@@ -91,7 +95,7 @@ def small(data, folder, tiny):
                 options = dict(steps=2, batch_size=4)
             torch.manual_seed(seed)
             began = clock()
-            model, *_, history = train(data, seed=seed, accelerator=bf16(), **options)
+            model, *_, history = train(data, seed=seed, accelerator=half_precision(), **options)
             runs.append(
                 {
                     "model": name,
