@@ -399,7 +399,7 @@ def test_no_part_is_forgotten():
         "__init__",
         "common",
         "gpu",
-        *("inference", "overhead", "scaling", "windows_static"),  # of CPUs
+        *("inference", "overhead", "pages", "scaling", "windows_static"),  # of CPUs
         "runs",
         "vision",
         # experiments of Parts I and II: many small models, each too small for a GPU

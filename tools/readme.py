@@ -9,7 +9,7 @@ import re
 import runpy
 from pathlib import Path
 
-import attnlib  # noqa: F401  which registers the models
+import attnlib.panoptic  # noqa: F401  which registers its models, and `attnlib` the others
 from attnlib.cli import REPORTED, TOP1
 from attnlib.models import MODELS, list_models
 from tools import speed_table
