@@ -10,7 +10,7 @@ import torch
 from attnlib.data import book_text
 from attnlib.gpt import GPT, GPTConfig, text_batches, text_bits, text_loss
 from attnlib.train import read_record
-from benchmarks import gpt_book, gpt_speed
+from benchmarks import gpt_book, gpt_speed, nanogpt
 from helpers import close
 
 
@@ -25,6 +25,39 @@ def test_the_speed_is_recorded(tmp_path, monkeypatch):
     assert {row["task"] for row in rows} == {"decoding", "training"}
     assert {row["kind"] for row in rows} == {"GPT-2", "Llama"}
     assert all(row["ratio"] > 0 for row in rows)
+
+
+STAND_IN = """
+import torch.nn as nn, torch.nn.functional as F
+from attnlib.gpt import GPT as Ours, GPTConfig as Config, OF_2019
+def GPTConfig(**shape): return Config(**(OF_2019 | shape))
+class MLP(nn.Module):
+    def __init__(self, old):
+        super().__init__()
+        self.c_fc, self.gelu, self.c_proj = old.c_fc, nn.GELU(), old.c_proj
+    def forward(self, x): return self.c_proj(self.gelu(self.c_fc(x)))
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.transformer = Ours(config)
+        for block in self.transformer.h: block.mlp = MLP(block.mlp)
+    def forward(self, tokens, targets):
+        logits = self.transformer(tokens)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+def test_nanogpt_is_compared(tmp_path, monkeypatch):
+    """A stand-in with nanoGPT's names and exact GELU; the record has the real one."""
+    path = tmp_path / "model.py"
+    path.write_text(STAND_IN)
+    run(nanogpt, tmp_path, monkeypatch, "--model", str(path), "--device", "cpu")
+    tiny = json.loads((tmp_path / "nanogpt_cpu.json").read_text())
+    real = read_record("nanogpt_cpu")
+    assert tiny["tiny"] and not real["tiny"]
+    for record in (tiny, real):  # the exact GELU is seen, the same one is not
+        assert record["tanh"]["logits"] < 1e-6 < record["exact"]["logits"] < 1e-2
+        assert record["tanh"]["gradients"] < 1e-5 < record["exact"]["gradients"] < 1e-2
 
 
 def test_the_book_is_learned(tmp_path, monkeypatch):
