@@ -367,14 +367,15 @@ def kernel(folder, python):
     ask = [
         python,
         "-c",
-        "import attnlib, platform as p; print(attnlib.__file__, p.python_version())",
+        "import attnlib, platform as p, torch; "
+        "print(attnlib.__file__, p.python_version(), torch.__version__)",
     ]
     told = subprocess.run(
         ask, cwd=spec, env=os.environ | settings, check=True, capture_output=True, text=True
     )
-    where, version = told.stdout.split()
+    where, version, torch = told.stdout.split()
     assert where.startswith(str(site)), f"the wheel is hidden by {where}"
-    return settings, version
+    return settings, f"{version}, PyTorch {torch}"
 
 
 def execute(notebook, folder, limit=900):
@@ -394,7 +395,7 @@ def execute(notebook, folder, limit=900):
 
 
 def run(names, known, python):
-    """Execute copies one by one; the Python, {name: seconds}, and the names of what failed."""
+    """Execute copies one by one; the versions, {name: seconds}, and the names of what failed."""
     from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
     seconds, failed = {}, []
