@@ -395,7 +395,7 @@ def execute(notebook, folder, limit=900):
 
 
 def run(names, known, python):
-    """Execute copies one by one; the versions, {name: seconds}, and the names of what failed."""
+    """Execute copies one by one; the versions, {name: seconds}, the names of what failed."""
     from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
     seconds, failed = {}, []
