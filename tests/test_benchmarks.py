@@ -409,7 +409,7 @@ def test_no_part_is_forgotten():
         # of Part IV; `run_mae_cifar` is for a GPU
         *("autoformer", "beit", "captions", "detr", "detr_coco", "glimpses", "hidden", "mae"),
         *("mae_photographs", "panoptic", "panoptic_coco"),
-        *("gpt", "gpt_book"),
+        *("gpt", "gpt_book", "nanogpt"),
     }
     assert scripts <= set(gpu.PARTS) and set(gpu.VISION) <= set(gpu.PARTS)
     assert set(gpu.RUNS + gpu.NETWORK) == set(runs.PARTS) and set(gpu.NEEDS) <= set(gpu.PARTS)
