@@ -19,7 +19,16 @@ from .attention import record_attention
 
 # %% ../nbs/94_backbone.ipynb #checks
 def to_2tuple(x):
-    """Height and width: a pair as it is, one number for both."""
+    """Height and width: a pair as it is, one number for both.
+
+    Parameters
+    ----------
+    x : int or (int, int)
+
+    Returns
+    -------
+    (int, int)
+    """
     return tuple(x) if isinstance(x, (tuple, list)) else (x, x)
 
 
@@ -206,7 +215,14 @@ class Backbone(nn.Module):
         return [[block] for block in self.blocks]
 
     def checkpointed(self, block, x):
-        """``block(x)``; with gradient checkpointing it is computed again for the gradient."""
+        """``block(x)``; with gradient checkpointing it is computed again for the gradient.
+
+        Parameters
+        ----------
+        block : callable
+        x : Tensor or tuple of Tensor
+            What the block takes: tokens, or for TNT words and sentences.
+        """
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, x, use_reentrant=False)
         return block(x)

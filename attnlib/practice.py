@@ -141,7 +141,8 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
     model : attnlib.backbone.Backbone
         Trained in place.
     images, labels : Tensor, shapes (n, C, H, W) and (n,)
-    steps, lr : int, float
+    steps : int
+    lr : float
         The rate of the head rises over a tenth of the steps and falls to 0 by a cosine.
     decay, alpha, average : float
         Of `layer_scales`, `mixup` and `moving_average`.

@@ -30,7 +30,17 @@ MAX_LOGIT_SCALE = math.log(100)  # no temperature below 0.01
 
 
 def normalize(x, length=1.0):
-    """Vectors (..., d) of a given length, broadcastable to (..., 1); zero vectors stay zero."""
+    """Vectors of a given length; zero vectors stay zero.
+
+    Parameters
+    ----------
+    x : Tensor, shape (..., d)
+    length : float or Tensor, broadcastable to (..., 1)
+
+    Returns
+    -------
+    Tensor, shape (..., d)
+    """
     smallest = 2e-3 if x.dtype == torch.float16 else 1e-12  # which float16 rounds to zero
     wide = torch.promote_types(x.dtype, torch.float32)
     narrow = wide if x.dtype == torch.float16 else None  # in which float16's squares overflow

@@ -166,7 +166,18 @@ class Block(nn.Module):
         return sentences + self.drop_path(self.mlp(self.norm_mlp(sentences)))
 
     def forward(self, x):
-        """Words (B·n, m, c) and sentences (B, 1 + n, d), a pair, to the same."""
+        """Words and sentences read each other.
+
+        Parameters
+        ----------
+        x : (Tensor, Tensor)
+            Words (B·n, m, c) and sentences (B, 1 + n, d).
+
+        Returns
+        -------
+        (Tensor, Tensor)
+            Of the same shapes.
+        """
         words, sentences = x
         words = self.inner(words)
         return words, self.outer(self.add_words(words, sentences))

@@ -101,6 +101,47 @@ def test_most_types_are_known():
     assert known > 0.9 * described > 500, f"{known} of {described}"
 
 
+def parameters(text):
+    """(function, parameter, type) of a stub, `self` and `cls` aside."""
+    tree = ast.parse(text)
+    for holder in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
+        for function in holder.body:
+            if isinstance(function, ast.FunctionDef):
+                a = function.args
+                for each in (*a.posonlyargs, *a.args, *a.kwonlyargs):
+                    if each.annotation:
+                        yield function.name, each.arg, ast.unparse(each.annotation)
+
+
+def test_few_parameters_are_of_any_type():
+    found = [x for text in stubs.stubs().values() for x in parameters(text)]
+    unknown = [f"{function}({name})" for function, name, kind in found if kind == "Any"]
+    share = len(unknown) / len(found)
+    assert len(found) > 2000 and share <= 0.1, f"{share:.1%} are Any: {unknown}"
+
+
+def test_a_name_tells_a_type_unless_docstring_or_default_say_another():
+    code = """
+def f(x, tokens, device=None, seed="one", window_size=7):
+    '''Look.
+
+    Parameters
+    ----------
+    tokens : int
+    '''
+def g(tokens, other, window_size=None): ...  # `tokens` are Tensors elsewhere
+"""
+    tree = ast.parse(code)
+    house = stubs.house_names(tree, {})
+    kinds = [stubs.function_stub(node, {}, house)[0] for node in tree.body]
+    size = "window_size: int | tuple[int, int]"
+    assert kinds == [
+        "def f(x: torch.Tensor, tokens: int, device: torch.device | str | None = ..., "
+        f"seed: str = ..., {size} = ...) -> None: ...",
+        f"def g(tokens: Any, other: Any, {size} | None = ...) -> None: ...",
+    ]
+
+
 @pytest.mark.parametrize(
     "words, kind",
     [

@@ -3,9 +3,11 @@
 The book's code is for reading and carries few annotations; its docstrings say the types, in
 words. A stub has the signatures of a module's public names, and for each parameter and result
 what the docstring says of it: "int or (int, int), optional" is `int | tuple[int, int] | None`.
-Where a docstring says nothing, a default value tells the type; where there is none either, or
-the words are none of those below, the type is `Any`. `make run` calls this file, and a test
-lets mypy compare the stubs with the modules.
+Where a docstring says nothing, the name does: in this library a name means one thing (NAMES),
+or at least within a module, if all docstrings there agree and NAMES does not object. Next, a
+default value tells the type; where there is none either, or the words are none of those below,
+the type is `Any`. `make run` calls this file, and a test lets mypy compare the stubs with the
+modules.
 """
 
 import ast
@@ -28,6 +30,52 @@ WORDS = {  # what docstrings call a type
 HOLDERS = {  # "list of int"
     **{"list": "list[{}]", "tuple": "tuple[{}, ...]", "sequence": "Sequence[{}]"},
     **{"iterable": "Iterable[{}]", "collection": "Collection[{}]"},
+}
+NAMES = {  # what a name stands for in the whole library, unless a docstring says otherwise
+    "torch.Tensor": """
+        x q k v z a b h g query images image tokens logits memory memory_mask src tgt
+        src_mask boxes labels places noise keep queries keys anchors columns
+        patches patch words sentences lse grad qkv pixel_pos index dist_logits
+        teacher_logits target_boxes positions pos_embed canvas summary decoded
+        frequencies noised shortcut out""",
+    'torch.Tensor | Literal["causal"] | None': "mask",
+    "torch.Tensor | None": "bias cosine_scale attention_mask",
+    "int": """
+        num_heads dim in_dim out_dim depth count embed_dim in_chans num_classes num_features
+        vocab_size pad_id eos_id bos_id max_length max_new_tokens n m nhead d_model vocab
+        dim_feedforward num_embeddings num_queries num_patches num_masked rank ranks steps seed
+        batch_size every width layer element_size units micros out_chans in_features
+        out_features rd_divisor kernel_size top_k src_vocab tgt_vocab groups limit repeats
+        stride length number nonzero""",
+    "float": """
+        dropout dropout_p mlp_ratio mask_ratio rate lr decay weight_decay top_p min_p p
+        factor temperature mutate_prob depth_prob num_boxes rd_ratio seconds init_values
+        intensity flops iou""",
+    "float | None": "scale clip",
+    "bool": "causal balanced sharded is_causal",
+    "str": "name language operation rope_type tag_on global_pool text family",
+    "torch.device | str": "device",
+    "torch.dtype": "dtype",
+    "torch.nn.Module": "model module block norm conv attn merging",
+    "torch.optim.Optimizer": "optimizer",
+    "torch.Generator": "generator",
+    "random.Random": "rng",
+    "Callable[..., Any]": "loss_fn norm_layer call function kernel make fits f",
+    "dict[str, torch.Tensor]": "state_dict named",
+    "int | tuple[int, int]": "img_size patch_size window_size shift_size",
+    "tuple[int, int]": "grid_size grid new_size old_size new_window old_window size window",
+    "tuple[int, ...]": "shape",
+    "tuple[float, float]": "betas",
+    "str | os.PathLike[str]": "path folder file",
+    "str | os.PathLike[str] | None": "checkpoint",
+    "Sequence[str]": "languages parts",
+    "Sequence[tuple[str, str]]": "directions",
+    "list[dict[str, torch.Tensor]]": "targets",
+    "KVCache": "cache",
+    "WindowLayout": "layout",
+    "GPTConfig": "config",
+    "tuple[Any, ...]": "inputs",
+    "Any": "classes data features hidden key label picture pixel prediction score token truth",
 }
 HEAD = "# Made by `python -m tools.stubs` from {}.py: do not edit."
 IMPORTS = (  # what a stub may need beside its module's own imports
@@ -128,6 +176,24 @@ def documented(docstring, classes, title="Parameters"):
     return {name: union(words, classes) for names, words in entries for name in names}
 
 
+def house_names(tree, classes):
+    """{name: type} for parameters that their own docstring does not describe."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            for name, kind in documented(ast.get_docstring(node) or "", classes).items():
+                found.setdefault(name, set()).add(kind.removesuffix(" | None"))
+    agreed = {name: kinds.pop() for name, kinds in found.items() if len(kinds) == 1}
+    names = {name: kind for kind, line in NAMES.items() for name in line.split()}
+    for name in names.keys() & agreed.keys():
+        own, house = (set(kinds[name].split(" | ")) for kinds in (agreed, names))
+        if own <= house:
+            agreed[name] = names[name]
+        elif not house <= own:  # a name of two meanings tells nothing
+            agreed[name] = "Any"
+    return {name: kind for name, kind in (names | agreed).items() if kind != "Any"}
+
+
 def result(node, docstring, classes):
     """The type of what a function returns."""
     entries = section(docstring, "Returns")
@@ -198,6 +264,20 @@ def annotated(node):
 # --- signatures -------------------------------------------------------------------------------
 
 
+def fitting(function, house, classes):
+    """Those of the house's types that the default values of a function do not contradict."""
+    a = function.args
+    given = [*zip([*a.posonlyargs, *a.args][::-1], a.defaults[::-1])]
+    found = dict(house)
+    for argument, default in [*given, *zip(a.kwonlyargs, a.kw_defaults)]:
+        own = value_type(default, classes).split("[")[0]
+        kinds = {kind.split("[")[0] for kind in house.get(argument.arg, own).split(" | ")}
+        accepted = {"int": {"int", "float"}, "str": {"str", "Literal"}}.get(own, {own})
+        if own != "Any" and not accepted & kinds:
+            del found[argument.arg]
+    return found
+
+
 def parameter(argument, default, types, classes):
     """One parameter: its name, type and whether it has a default."""
     kind = annotated(argument.annotation) if argument.annotation else types.get(argument.arg)
@@ -229,7 +309,7 @@ def signature(function, types, classes, first=None):
     return ", ".join(found + ([f"**{a.kwarg.arg}: Any"] if a.kwarg else []))
 
 
-def function_stub(node, classes, indent="", inherited=None):
+def function_stub(node, classes, house, indent="", inherited=None):
     """The lines of a function or method."""
     names = [ast.unparse(decorator) for decorator in node.decorator_list]
     if any("jit" in name or "custom_op" in name or "register" in name for name in names):
@@ -237,7 +317,7 @@ def function_stub(node, classes, indent="", inherited=None):
     kept = ("contextmanager", "staticmethod", "classmethod", "property")
     lines = [f"{indent}@{name}" for name in names if name in kept or name.endswith(".setter")]
     docstring = ast.get_docstring(node) or ""
-    types = {**(inherited or {}), **documented(docstring, classes)}
+    types = fitting(node, house, classes) | (inherited or {}) | documented(docstring, classes)
     first = indent and "staticmethod" not in names
     kind = annotated(node.returns) if node.returns else result(node, docstring, classes)
     if "contextmanager" in names:
@@ -274,8 +354,8 @@ def assigned(node):
         yield from (pair for pair in pairs if isinstance(pair[0], (ast.Attribute, ast.Name)))
 
 
-def class_stub(node, classes):
-    """The lines of a class."""
+def class_stub(node, classes, house):
+    """The lines of a class; `house` are types of parameters that no docstring describes."""
     bases = ", ".join(ast.unparse(base) for base in node.bases)
     lines = [f"@{ast.unparse(x)}" for x in node.decorator_list]
     lines.append(f"class {node.name}({bases}):" if bases else f"class {node.name}:")
@@ -305,8 +385,7 @@ def class_stub(node, classes):
             body.append(f"    {name}: {kind}")
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and (each.name[0] != "_" or each.name[:2] == "__"):
-            own = types if each.name == "__init__" else None
-            body += function_stub(each, classes, "    ", own)
+            body += function_stub(each, classes, house, "    ", types)
     return [*lines, *(body or ["    ..."])]
 
 
@@ -334,11 +413,12 @@ def module_stub(path):
             for name in (alias.name for alias in node.names):
                 known = (node.module, name) in CLASSES
                 classes = classes | {name} if known else classes - {name}
+    house = house_names(tree, classes)
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name[0] != "_":
-            lines += function_stub(node, classes)
+            lines += function_stub(node, classes, house)
         elif isinstance(node, ast.ClassDef) and node.name[0] != "_":
-            lines += class_stub(node, classes)
+            lines += class_stub(node, classes, house)
         for target, value in assigned(node):
             name = ast.unparse(target)
             if name == "__all__":
