@@ -27,7 +27,7 @@ import time
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sklearn.cluster import KMeans
 
 from attnlib.beit import (
@@ -46,7 +46,7 @@ from attnlib.beit import (
 )
 from attnlib.train import epochs, fit
 from benchmarks import mae
-from benchmarks.common import Bench, experiment_parser, ratio, take_turns
+from benchmarks.common import Bench, experiment_parser, ratio, save_half, take_turns
 from benchmarks.hidden import (
     COUNTS,
     SEEDS,
@@ -379,8 +379,7 @@ class Tokens(Bench):
             model = self.model("blocks", seed, self.long, self.lr)
             if seed == 0:
                 both = nn.ModuleDict(dict(tokenizer=self.tokenizer("VQ", 0), model=model))
-                found = {k: x.contiguous() for k, x in both.state_dict().items()}
-                save_file(found, self.path.parent / "beit_digits.safetensors")
+                save_half(both.state_dict(), self.path.parent / "beit_digits.safetensors")
             torch.manual_seed(seed)
             contestants = {
                 "raw pixels": lambda x: x.flatten(1).numpy(),

@@ -31,7 +31,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from sklearn.svm import SVC
 
 from attnlib.data import (
@@ -56,7 +55,7 @@ from attnlib.spatial import (
     weight_on_objects,
 )
 from attnlib.train import epochs, fit
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.common import Bench, experiment_parser, save_half
 from benchmarks.detr import bright_parts, stamp
 
 BATCH, SEEDS, LOOKS, LENGTH = 64, (0, 1, 2), 10, 10
@@ -117,13 +116,6 @@ def trained(model, images, captions, *, steps, lr, seed, batch=BATCH, **options)
         **dict(weight_decay=0.01, clip=5.0, seed=seed, every=max(1, steps // LOOKS)),
         **options,
     )
-
-
-def keep(model, path):
-    """Write the weights in half precision."""
-    state = model.state_dict()
-    small = {k: x.half() if x.is_floating_point() else x for k, x in state.items()}
-    save_file({key: x.contiguous() for key, x in small.items()}, path)
 
 
 # --- scores -----------------------------------------------------------------------------------
@@ -284,7 +276,7 @@ class Compared(Bench):
             written, _ = beam_search(model, pixels(test["image"]), LENGTH, 5)
             found["beam"] = exact(written, test["caption"])
             if (name, seed, times) == ("soft", SEEDS[0], 1):
-                keep(model, self.checkpoint(lr))
+                save_half(model.state_dict(), self.checkpoint(lr))
             if name in ("soft", "penalty"):
                 found["interventions"] = interventions(model, test)
             return found | dict(history=history)
@@ -419,7 +411,7 @@ class Biased(Bench):
             right = round((red == valid["red"]).float().mean().item(), 4)
             if name == "correlated" and seed == SEEDS[0]:
                 path = self.path.parent / "checkpoints" / f"captions-bias-{lr}.safetensors"
-                keep(model, path)
+                save_half(model.state_dict(), path)
             found = dict(scenes=len(train["image"]), valid=right)
             return found | bias_scores(model, self.test) | dict(loss=history[-1]["loss"])
 

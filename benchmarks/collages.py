@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
 from attnlib.data import collages
 from attnlib.models import create_model
 from attnlib.recipes import accuracy
 from attnlib.train import epochs, fit, write_record
+from benchmarks.common import save_half
 
 STEPS = {"vit_collages": 6000, "swin_collages": 3600, "tnt_collages": 6000}
 
@@ -97,9 +97,7 @@ def main():
     )
     seconds = time.process_time() - began
     model = both.model.cpu()
-    weights = {key: x.half().contiguous() for key, x in model.state_dict().items()}
-    args.out.mkdir(parents=True, exist_ok=True)
-    save_file(weights, args.out / f"{args.model}.safetensors")
+    save_half(model.state_dict(), args.out / f"{args.model}.safetensors")
     history = [{key: float(value) for key, value in row.items()} for row in history]
     count = sum(p.numel() for p in model.parameters())
     record = dict(parameters=count, seconds=round(seconds), history=history)

@@ -193,6 +193,24 @@ def write(folder, name, device, record):
 UNFINISHED = 75  # the exit status of a command that ran out of time, and can be given again
 
 
+def save_half(state, path, bits=11):
+    """Write weights in float16, rounded to `bits` significant bits of its eleven.
+
+    The bits that are left are 0, so a wheel, which is a zip file, packs them well; the file is
+    read like any other. With seven bits the error is 0.33% of the weights, root mean square.
+    """
+    from safetensors.torch import save_file  # which not every machine has
+
+    small = {}
+    for key, x in state.items():
+        if x.is_floating_point():
+            share, exponent = torch.frexp(x.float())  # share · 2^exponent, 0.5 ≤ |share| < 1
+            x = torch.ldexp((share * 2**bits).round() / 2**bits, exponent).half()
+        small[key] = x.contiguous()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(small, path)
+
+
 class Rows:
     """The rows of a record of timings, written as they come: what is there is not made again.
 

@@ -25,7 +25,6 @@ import nbformat
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from sklearn.cluster import KMeans
 from sklearn.naive_bayes import BernoulliNB
 from sklearn.svm import SVC
@@ -34,7 +33,7 @@ from attnlib import data, spatial
 from attnlib.data import collages
 from attnlib.spatial import AttentiveConvnet, Draw, draw_loss
 from attnlib.train import epochs, fit
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.common import Bench, experiment_parser, save_half
 from tools.notebooks import NBS, code_of
 
 SEEDS, LOOKS = (0, 1, 2), 6
@@ -234,8 +233,7 @@ class Drawings(Bench):
             kept = [run["valid"]["bound"] for run in self.record["runs"] if run["name"] == name]
             better = found["valid"]["bound"] < min(kept, default=np.inf)
             if name == "attention" and better:
-                state = {key: x.contiguous() for key, x in model.state_dict().items()}
-                save_file(state, self.path.with_suffix(".safetensors"))
+                save_half(model.state_dict(), self.path.with_suffix(".safetensors"))
             return found
 
         return self.once(dict(name=name, lr=lr, seed=seed, steps=steps), make)

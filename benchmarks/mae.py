@@ -25,7 +25,6 @@ import math
 import time
 
 import torch
-from safetensors.torch import save_file
 
 from attnlib.data import small_images
 from attnlib.mae import (
@@ -40,7 +39,7 @@ from attnlib.mae import (
 from attnlib.recipes import crop_and_flip
 from attnlib.train import epochs, fit
 from attnlib.vit import VisionTransformer
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.common import Bench, experiment_parser, save_half
 from benchmarks.hidden import (
     COUNTS,
     SEEDS,
@@ -247,8 +246,7 @@ class Masked(Bench):
         for seed in seeds:
             model = self.model("long", seed, self.steps)
             if seed == 0:
-                weights = {k: x.half().contiguous() for k, x in model.state_dict().items()}
-                save_file(weights, self.path.parent / "mae_digits.safetensors")
+                save_half(model.state_dict(), self.path.parent / "mae_digits.safetensors")
             self.probes(seed, self.steps)
         for labels in sorted(counts, key=lambda n: n != 100):  # what matters most comes first
             self.tuning(labels, seeds)

@@ -13,7 +13,6 @@ a few steps, to see that it runs; such a record means nothing.
 import time
 
 import torch
-from safetensors.torch import save_file
 
 from attnlib.mae import (
     harmonic_fill,
@@ -27,7 +26,7 @@ from attnlib.mae import (
 from attnlib.models import create_model
 from attnlib.practice import prepared
 from attnlib.train import epochs, fit, write_record
-from benchmarks.common import experiment_parser
+from benchmarks.common import experiment_parser, save_half
 
 NAME, RATES = "mae_photographs", (0.125, 0.25, 0.5, 0.75, 0.875)
 
@@ -84,9 +83,7 @@ def main():
         checkpoint=args.out / "checkpoints" / f"{NAME}.json",
     )
     seconds = time.process_time() - began
-    weights = {key: x.half().contiguous() for key, x in model.state_dict().items()}
-    args.out.mkdir(parents=True, exist_ok=True)
-    save_file(weights, args.out / f"{NAME}.safetensors")
+    save_half(model.state_dict(), args.out / f"{NAME}.safetensors", bits=7)
     count = sum(p.numel() for p in model.parameters())
     seen = prepared(pieces(tests, seed=1), NAME)
     record = dict(parameters=count, seconds=round(seconds), rates=RATES, history=history)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import save_file
 
 from attnlib import recipes, translation
 from attnlib.train import write_record
 from attnlib.transformer import POSITIONS
+from benchmarks.common import save_half
 
 
 def half_precision():
@@ -53,9 +53,7 @@ def translator(folder, tiny):
         }
         runs.append({"seed": seed, **shares, "history": history})
         if seed == 0:
-            weights = {name: x.cpu().clone() for name, x in model.state_dict().items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "weights.safetensors")
+            save_half(model.cpu().state_dict(), folder / "weights.safetensors")
     return {"tokenizer": tokenizer.to_str(), "runs": runs}
 
 
