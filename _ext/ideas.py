@@ -2,7 +2,8 @@
 
 As an extension of Sphinx this file puts a box under the title of every chapter that ideas.yml
 names, links to the chapters that build on it behind its summary, and draws the map of ideas
-where index.md says `<!-- map -->`. `tools/plain.py` writes the same box into the plain copies.
+where index.md says `<!-- map -->`. `tools/plain.py` writes the same box into the plain copies,
+but for the time that the code takes, which they tell in a table, and the link to the glossary.
 """
 
 import json
@@ -20,6 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]  # the order of the book
 HERE = "<!-- map -->\n"
 HEAD = re.compile(r"# .+\n\n> .+\n?")
+RECORD = "benchmarks/results/pages.json"
+NOTATION = (
+    "\n\n**Notation**: {ref}`symbols <notation>` and {ref}`words <words>` of all chapters."
+)
 WORDS, LINES = 150, 30  # that a reader takes in within a minute: of text, of code
 WIDE = 5  # boxes that fit beside each other
 
@@ -71,6 +76,18 @@ def minutes(cells):
     return max(5, 5 * round((words / WORDS + lines / LINES) / 5))
 
 
+def to_run(name, root=ROOT):
+    """How long the code of a chapter takes, as recorded by `tools.plain`, or nothing."""
+    path = root / RECORD
+    record = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    seconds = record.get("seconds", {}).get(name)
+    if not seconds:
+        return ""
+    count = round(seconds / 60)
+    long = "less than a minute" if seconds < 60 else f"about {count} minute{'s'[: count > 1]}"
+    return f"The code takes {long} on one core of a CPU."
+
+
 def links(names, found):
     return ", ".join(f"{{doc}}`/{found[name].page}`" for name in names if name in found)
 
@@ -93,12 +110,15 @@ def onward(name, found):
     return f"\n\n**What builds on this**: {later}." if later else ""
 
 
-def add(cells, name, found, fence):
-    """Put the box under the title and the line behind the summary, in place."""
+def add(cells, name, found, fence, more=""):
+    """Put the box, with more text at its end, under the title, and the line behind the summary.
+
+    The cells are changed in place.
+    """
     first = "".join(cells[0]["source"])
     head = HEAD.match(first)
     rest = first[head.end() :].strip("\n")
-    boxed = fence(box(name, found, cells))
+    boxed = fence(box(name, found, cells) + more)
     cells[0]["source"] = "\n\n".join(filter(None, [head[0].strip(), boxed, rest]))
     for cell in cells:
         if cell.get("id") == "summary":
@@ -200,7 +220,10 @@ def change(app, docname, source):
     elif docname.startswith("nbs/") and name in (found := read(root)):
         notebook = json.loads(source[0])
         fence = ":::{{div}} chapter-box\n{}\n:::".format
-        add(notebook["cells"], name, found, fence)
+        if (root / RECORD).exists():
+            app.env.note_dependency(str(root / RECORD))
+        more = f" {to_run(name, root)}".rstrip() + NOTATION
+        add(notebook["cells"], name, found, fence, more)
         source[0] = json.dumps(notebook)
 
 

@@ -20,8 +20,10 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import yaml
+from bs4 import BeautifulSoup
 
 import chapters
+import terms
 from tools import pdf, plain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -650,3 +652,43 @@ def test_each_name_is_linked_to_its_chapter_and_back(chapter):
         assert at and link[1] == f"{chapter.page}.html", name
         assert not link[2] or f'id="{link[2]}"' in page, name
         assert f'href="../api/{chapter.module}.html#{entry}"' in page, name
+
+
+def soup(name):
+    return BeautifulSoup((BOOK / f"{name}.html").read_text(encoding="utf-8"), "html.parser")
+
+
+def test_list_of_figures_leads_to_every_figure(site):
+    links = [a["href"] for a in soup("figures").select("article li a.reference.internal")]
+    for name in NOTEBOOKS:
+        page = soup(name)
+        captions = page.select(".cell_output p.caption, figure.explorer")
+        places = [link.partition("#")[2] for link in links if link.startswith(f"{name}.html#")]
+        assert len(places) == len(captions)
+        for place, found in zip(places, captions):
+            assert len(page.find_all(id=place)) == 1
+            assert found.find_parent(id=place) is not None
+
+
+def test_words_of_the_glossary_lead_to_it_from_running_text(site):
+    entries, used = {dt["id"] for dt in soup("glossary").select("dl.glossary dt")}, set()
+    apart = "h1, h2, h3, h4, pre, code, table, blockquote, figcaption, .caption, .chapter-box"
+    for name in NOTEBOOKS:
+        links = soup(name).select("a.glossary-term")
+        targets = [link["href"].removeprefix("../glossary.html#") for link in links]
+        assert (
+            len(links) <= terms.MOST
+            and len(set(targets)) == len(targets)
+            and all(link["title"] for link in links)
+        )
+        wrong = f":is({apart}, .math, .admonition-title, .cell_output, a) a.glossary-term"
+        assert soup(name).select(wrong) == []
+        used |= set(targets)
+    assert used <= entries and len(used) > 0.8 * len(entries)
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_the_box_of_a_chapter_leads_to_the_notation(site, name):
+    links = [a["href"] for a in soup(name).select(".chapter-box a")]
+    assert "../glossary.html#notation" in links
+    assert len(soup("glossary").find_all(id="notation")) == 1

@@ -1,5 +1,6 @@
 """What a chapter needs and gives, as ideas.yml says, is what its module imports."""
 
+import json
 import re
 from graphlib import TopologicalSorter
 
@@ -95,6 +96,21 @@ def test_minutes_leave_out_the_exercises():
     code = dict(cell_type="code", source="x = 1\n" * 300, metadata={})
     folded = code | dict(metadata=dict(tags=["hide-input"]))
     assert ideas.minutes([code, text]) == 20 and ideas.minutes([folded, text]) == 10
+
+
+def test_the_box_tells_what_the_code_takes_where_it_was_measured(tmp_path):
+    assert ideas.to_run("32_swin", tmp_path) == ""
+    path = tmp_path / ideas.RECORD
+    path.parent.mkdir(parents=True)
+    seconds = {"10_attention": 31.2, "11_multihead": 71.0, "32_swin": 130.4}
+    path.write_text(json.dumps({"seconds": seconds}), encoding="utf-8")
+    assert ideas.to_run("12_position", tmp_path) == ""
+    for name, long in [
+        ("10_attention", "less than a minute"),
+        ("11_multihead", "about 1 minute"),
+        ("32_swin", "about 2 minutes"),
+    ]:
+        assert f"takes {long} on one core" in ideas.to_run(name, tmp_path)
 
 
 # --- the summaries ----------------------------------------------------------------------------
