@@ -1,28 +1,33 @@
 """What helps to find the book and one's way in it: cards, a map of the site, lists, a page 404.
 
 Every page gets a description, and what social networks show of a link: title, description and a
-picture. A chapter's description is the sentence under its title. `sitemap.xml` lists the pages.
+picture, the page's first. A chapter's description is the sentence under its title. Pictures say
+how large they are, so that text does not jump as they load. `sitemap.xml` lists the pages.
 theorems.md says `<!-- theorems -->` where the list of all statements goes.
 """
 
 import json
 import re
 import runpy
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import imagesize
 
 ROOT = Path(__file__).resolve().parent.parent
 parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]
 BOX = re.compile(r"(?ms)^:::\{prf:(?!proof)\w+\}[ ]*([^\n]*)\n:label:[ ]*(\S+)$")
 HERE = "<!-- theorems -->\n"
+PICTURE = re.compile(r'<img alt="([^"]+)"([^>]*) src="([./]*_images/([^"/]+))"')
+COVER = ("_static/page.png", "A heat map: scanned digits attend to others of their kind")
 ABOUT = (
     "Attention and the transformers built on it, derived, proved, implemented and measured: "
     "a book of notebooks, whose code is a library."
 )
 LOST = """<section><h1>No such page</h1>
 <p>The page may have moved. The <a href="{home}">first page</a> lists all chapters, and the
-search knows every word of them.</p></section>"""
+<a href="search.html">search</a> knows every word of them.</p></section>"""
 
 
 def words(markdown):
@@ -44,7 +49,28 @@ def described(root=ROOT):
     return found
 
 
-def tags(title, text, address, picture):
+def first_picture(body):
+    """(file, alternative text) of the first picture of a page that networks can show."""
+    for alt, _, _, name in PICTURE.findall(body):
+        if name.endswith((".png", ".jpg")):
+            return f"_images/{name}", unescape(alt)
+    return COVER
+
+
+def with_sizes(body, files):
+    """The page's HTML with the width and height of its pictures; files: {name: path}."""
+
+    def sized(found):
+        alt, more, source, name = found.groups()
+        width, height = imagesize.get(files[name]) if name in files else (-1, -1)
+        if width < 0 or "width=" in more:
+            return found[0]
+        return f'<img alt="{alt}"{more} src="{source}" width="{width}" height="{height}"'
+
+    return PICTURE.sub(sized, body)
+
+
+def tags(title, text, address, picture, alt):
     """What a page's head says about it to search engines and social networks."""
     card = {
         "og:type": "article",
@@ -53,7 +79,7 @@ def tags(title, text, address, picture):
         "og:description": text,
         "og:url": address,
         "og:image": picture,
-        "og:image:alt": "A heat map: scanned digits attend to others of their kind",
+        "og:image:alt": alt,
     }
     named = {"description": text, "twitter:card": "summary_large_image"}
     lines = [f'<meta name="{key}" content="{escape(named[key])}" />' for key in named]
@@ -63,14 +89,15 @@ def tags(title, text, address, picture):
 
 def add_card(app, pagename, templatename, context, doctree):
     base = app.config.html_baseurl
-    if pagename == "404":  # is shown at any address, so its links start from the book's own
-        context["metatags"] = f'<base href="{urlsplit(base).path}" />\n'
-    elif doctree is not None:
+    if doctree is not None:
         title = re.sub(r"<[^>]+>", "", context.get("title", "")) or "attnlib"
         text = app.finding.get(pagename, ABOUT)
-        card = tags(title, text, f"{base}{pagename}.html", f"{base}_static/page.png")
+        picture, alt = first_picture(context["body"])
+        card = tags(title, text, f"{base}{pagename}.html", base + picture, alt)
         # the theme's own tag from the page's metadata would stand twice
         context["metatags"] = context.get("metatags", "") + card
+        files = {name: Path(app.srcdir, path) for path, name in app.builder.images.items()}
+        context["body"] = with_sizes(context["body"], files)
 
 
 def statements(root=ROOT):
@@ -107,6 +134,20 @@ def lost_page(app):
     yield "404", {"title": "No such page", "body": LOST.format(home="index.html")}, "page.html"
 
 
+def from_the_top(html, base):
+    """The page 404 is shown at any address, so its relative links start from the book's own."""
+    top = urlsplit(base).path
+    links = r'\b(href|src|action|data-content_root)="(?![#/]|[a-z]+:)(?:\./)?'
+    return re.sub(links, rf'\1="{top}', html)
+
+
+def lead_home(app, problem):
+    if problem is None and app.builder.name == "html":
+        page = Path(app.outdir) / "404.html"
+        html = from_the_top(page.read_text("utf-8"), app.config.html_baseurl)
+        page.write_text(html, "utf-8")
+
+
 def read_again(app, env, added, changed, removed):
     return {"theorems"} & set(env.found_docs)
 
@@ -132,4 +173,5 @@ def setup(app):
     app.connect("html-page-context", add_card)
     app.connect("html-collect-pages", lost_page)
     app.connect("build-finished", write_sitemap)
+    app.connect("build-finished", lead_home)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

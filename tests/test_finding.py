@@ -17,10 +17,26 @@ def test_every_chapter_is_described_by_its_own_sentence():
 
 
 def test_a_card_is_escaped_and_whole():
-    card = finding.tags('A "title"', "x < y", "https://a/b.html", "https://a/p.png")
+    card = finding.tags('A "title"', "x < y", "https://a/b.html", "https://a/p.png", "A curve")
     assert "&quot;title&quot;" in card and "x &lt; y" in card
-    for name in ("og:title", "og:description", "og:url", "og:image", "twitter:card"):
+    for name in ("og:title", "og:description", "og:url", "og:image", "og:image:alt"):
         assert f'"{name}"' in card
+
+
+BODY = """<img alt="Lines" src="../_images/lines.svg" /><img alt="&lt;A&gt; matrix" class="wide"
+ src="../_images/page.png" style="width: 100%;" />"""
+
+
+def test_the_first_picture_stands_on_the_card():
+    assert finding.first_picture(BODY) == ("_images/page.png", "<A> matrix")
+    assert finding.first_picture("<p>No picture.</p>") == finding.COVER
+
+
+def test_pictures_say_how_large_they_are():
+    page = finding.ROOT / "_static" / "page.png"
+    sized = finding.with_sizes(BODY, {"page.png": page, "other.png": page})
+    assert 'src="../_images/page.png" width="1280" height="1010"' in sized
+    assert sized.count("width=") == 1  # nothing is known of the other
 
 
 def test_the_list_holds_every_statement_with_a_label():
