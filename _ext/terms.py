@@ -14,7 +14,7 @@ from sphinx import addnodes
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = 15  # links in a chapter
-LOOSE = {"bias", "mask", "window"}  # words that the book also uses in another sense
+LOOSE = {"bias", "decoder", "mask", "window"}  # words that the book also uses in another sense
 ENTRY = re.compile(r"(?m)^(\S[^\n]*)\n((?:  \S[^\n]*\n)+)")
 NOT_WITHIN = (
     nodes.title,
@@ -41,8 +41,9 @@ def entries(root=ROOT):
     for line, about in ENTRY.findall(block):
         pages = tuple(re.findall(r"\{doc\}`/?(nbs/\w+)`", about))
         meaning = " ".join(re.sub(r"\s*\(\{doc\}[^)]*\)", "", about).split())
-        for word in set(line.split(", ")) - LOOSE:
-            found[word.lower()] = Term(line, meaning, pages)
+        words = [word.lower() for word in line.split(", ")]
+        for word in [word for word in words if word not in LOOSE]:
+            found[word] = Term(line, meaning, pages)
     return found
 
 
