@@ -20,6 +20,7 @@ from .mae import MaskedAutoencoder
 from .models import create_model, list_models, load_pretrained
 from .modern import SwiGLU, apply_rotary_2d, use_rotary
 from .multihead import MultiHeadAttention
+from .panoptic import PanopticDETR
 from .position import (
     LearnedPositionalEmbedding,
     RelativePositionBias,
@@ -47,6 +48,7 @@ __all__ = [
     "LearnedPositionalEmbedding",
     "MaskedAutoencoder",
     "MultiHeadAttention",
+    "PanopticDETR",
     "RelativePositionBias",
     "Seq2Seq",
     "SuperTransformer",

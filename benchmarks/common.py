@@ -174,6 +174,21 @@ def measured(calls, repeats, device, ours=OURS, graphs=None):
     return rows
 
 
+def race(calls, label, arguments, ours):
+    """{name: its row} with its memory in MiB; each row is printed behind the label."""
+    memory = {name: peak_memory(call, arguments.device) for name, call in calls.items()}
+    take_turns(calls, 0 if arguments.tiny else 5, arguments.device)
+    rows = measured(calls, arguments.repeats, arguments.device, ours)
+    for name, row in rows.items():
+        own = row.get("kernel", row)
+        print(
+            f"{label} {name:14} {own['ms']:8.3f} ms   "
+            f"{ours} / it {own['ratio']:.3f} {own['quartiles']}",
+            flush=True,
+        )
+    return {name: {"memory": memory[name], **row} for name, row in rows.items()}
+
+
 def peak_memory(call, device):
     """MiB by which a call raises the memory in use at most.
 

@@ -65,20 +65,9 @@ def measure(dtype, batch, arguments):
         for name, found in logits.items()
     }
     assert max(differences.values()) < (1e-3 if dtype == "float32" else 0.05), differences
-    memory = {name: common.peak_memory(run, device) for name, run in calls.items()}
-    common.take_turns(calls, 0 if arguments.tiny else 5, device)
-    rows = common.measured(calls, arguments.repeats, device, ours=FUSED)
-    for name, row in rows.items():
-        own = row.get("kernel", row)
-        print(
-            f"{MODEL} {dtype} batch {batch:3} {name:14} {own['ms']:8.3f} ms   "
-            f"fused / it {own['ratio']:.3f} {own['quartiles']}",
-            flush=True,
-        )
-    return [
-        {"way": name, "memory": memory[name], "difference": differences[name], **row}
-        for name, row in rows.items()
-    ]
+    label = f"{MODEL} {dtype} batch {batch:3}"
+    rows = common.race(calls, label, arguments, FUSED)
+    return [{"way": name, "difference": differences[name], **row} for name, row in rows.items()]
 
 
 def main():

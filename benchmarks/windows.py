@@ -182,21 +182,13 @@ def measure(name, stage, shifted, kind, dtype, arguments):
         return lambda: run(call, kind, next(maps))
 
     runs = {way: cycled(calls[way]) for way in differences}
-    memory = {way: common.peak_memory(call, device) for way, call in runs.items()}
-    common.take_turns(runs, 0 if arguments.tiny else 5, device)
-    rows = common.measured(runs, arguments.repeats, device, ours="kernel")
+    turn = "shifted" if shifted else "plain"
+    label = f"{name} stage {stage + 1} {turn:7} {kind:8} {dtype}"
+    rows = common.race(runs, label, arguments, "kernel")
     bytes_moved = 4 * pool[0].numel() * pool[0].element_size()
-    for way, row in rows.items():
-        own = row.get("kernel", row)
-        print(
-            f"{name} stage {stage + 1} {'shifted' if shifted else 'plain':7} {kind:8} {dtype} "
-            f"{way:14} {own['ms']:8.3f} ms   kernel / it {own['ratio']:.3f} {own['quartiles']}",
-            flush=True,
-        )
     return [
         {
             "way": way,
-            "memory": memory[way],
             "difference": differences[way],
             "kernel_bytes": bytes_moved,
             "left_out": left_out,

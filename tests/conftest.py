@@ -50,3 +50,13 @@ def pytest_collection_modifyitems(items):
             for item in items:
                 if re.search(pattern, item.nodeid):
                     item.add_marker(skip)
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """No bars of progress, and one thread: with several, sums differ from run to run."""
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

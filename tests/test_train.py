@@ -30,13 +30,7 @@ from attnlib.vit import VisionTransformer
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    monkeypatch.setenv("TQDM_DISABLE", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with several, products need not add in the same order twice
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def network(seed=0):

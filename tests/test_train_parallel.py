@@ -27,13 +27,7 @@ SECONDS = 60  # for all that processes do together; quiet machines need five
 SHARDED = pytest.mark.skipif(torch.__version__ < (2, 9), reason="needs PyTorch 2.9")
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    monkeypatch.setenv("TQDM_DISABLE", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 # --- processes --------------------------------------------------------------------------------
