@@ -33,6 +33,11 @@ class SwiGLU(nn.Module):
         Dropout after either layer.
     bias : bool
         Whether the two layers add one.
+
+    Raises
+    ------
+    ValueError
+        If `hidden_features` is odd.
     """
 
     def __init__(self, in_features, hidden_features=None, drop=0.0, bias=True, device=None,
@@ -67,6 +72,11 @@ def apply_rotary_2d(x, rows, columns, *, base=100.0):
     Returns
     -------
     Tensor, shape (..., N, d)
+
+    Raises
+    ------
+    ValueError
+        If 4 does not divide d.
     """
     if x.shape[-1] % 4:
         raise ValueError(f"x of shape {tuple(x.shape)} must have a last axis that 4 divides: "
@@ -111,7 +121,23 @@ class RotaryAttention(Attention):
 
 # %% ../nbs/35_modern.ipynb #use-rotary
 def use_rotary(model):
-    """Give a ViT rotary positions in place of its learned ones, which become zero; in place."""
+    """Give a ViT rotary positions in place of its learned ones, which become zero; in place.
+
+    Parameters
+    ----------
+    model : Module
+        A `VisionTransformer` of one `img_size`; it is changed.
+
+    Returns
+    -------
+    Module
+        The same model.
+
+    Raises
+    ------
+    ValueError
+        If the model takes images of every size (`dynamic_img_size`).
+    """
     if not model.patch_embed.strict_img_size:
         raise ValueError("model has dynamic_img_size; it must have one img_size, which gives "
                          "the rows and columns (set_input_size changes it)")

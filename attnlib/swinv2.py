@@ -73,7 +73,21 @@ def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None):
 
 # %% ../nbs/33_swinv2.ipynb #check-pretrained
 def check_pretrained_window(window_size):
-    """A window that was trained as (rows, columns), or an error that says what it may be."""
+    """The window that weights were trained with as (rows, columns); 0 is the model's own.
+
+    Parameters
+    ----------
+    window_size : int or (int, int)
+
+    Returns
+    -------
+    (int, int)
+
+    Raises
+    ------
+    ValueError
+        If it is neither 0 nor at least 1 token high and wide.
+    """
     window_size = to_2tuple(window_size)
     known = len(window_size) == 2 and min(window_size) > 0
     if not known and window_size != (0, 0):

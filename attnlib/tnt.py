@@ -20,14 +20,22 @@ from .vit import Mlp, PatchEmbed, check_images
 
 # %% ../nbs/34_tnt.ipynb #cut
 def patchify(x, size):
-    """Cut images (B, C, H, W) into patches of a size (p, q), row by row: (B·n, C, p, q)."""
+    """Cut images x (B, C, H, W) into patches of a size (p, q), row by row: (B·n, C, p, q)."""
     x = x.unflatten(3, (-1, size[1])).unflatten(2, (-1, size[0]))  # -> (B, C, H', p, W', q)
     x = x.permute(0, 2, 4, 1, 3, 5)  # -> (B, H', W', C, p, q)
     return x.flatten(0, 2)  # -> (B H' W', C, p, q)
 
 
 def unpatchify(x, grid_size):
-    """Put patches (B·n, C, p, q) together again, n = H'·W' an image: (B, C, H'·p, W'·q)."""
+    """Put patches together again: (B·n, C, p, q) -> (B, C, H'·p, W'·q).
+
+    Parameters
+    ----------
+    x : Tensor, shape (B·n, C, p, q)
+        As `patchify` cut them.
+    grid_size : (int, int)
+        Rows H' and columns W' of patches; n = H'·W'.
+    """
     x = x.unflatten(0, (-1, *grid_size)).permute(0, 3, 1, 4, 2, 5)  # -> (B, C, H', p, W', q)
     return x.flatten(4).flatten(2, 3)  # -> (B, C, H', p, W' q), (B, C, H' p, W' q)
 
@@ -47,6 +55,11 @@ class PixelEmbed(PatchEmbed):
         Height and width of a sub-patch; it must divide the patch.
     legacy : bool
         Let the 7 × 7 pixels reach into the neighboring patches, and not into zeros.
+
+    Raises
+    ------
+    ValueError
+        If the patch does not divide the image, or `stride` not the patch.
     """
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, in_dim=48, stride=4,

@@ -67,7 +67,17 @@ class PatchEmbed(nn.Module):
 
 # %% ../nbs/30_vit.ipynb #patch-check
 def check_divides(patch_size, img_size):
-    """Raise unless a patch divides an image, both (rows, columns)."""
+    """Raise unless a patch divides an image, both (rows, columns).
+
+    Parameters
+    ----------
+    patch_size, img_size : (int, int)
+
+    Raises
+    ------
+    ValueError
+        If it does not, or if either is not two numbers of at least 1.
+    """
     if len(img_size) != 2 or len(patch_size) != 2 or min(patch_size) < 1:
         raise ValueError(f"patch_size {patch_size} and the image's size {img_size} must be two "
                          "numbers each, at least 1")
@@ -76,7 +86,22 @@ def check_divides(patch_size, img_size):
 
 
 def check_images(x, in_chans, img_size=None):
-    """Raise unless x is a batch of images with so many channels, and of `img_size` if given."""
+    """Raise unless x is a batch of images with so many channels, and of `img_size` if given.
+
+    Parameters
+    ----------
+    x : Tensor, shape (B, in_chans, H, W)
+    in_chans : int
+    img_size : (int, int), optional
+        The only H and W allowed.
+
+    Raises
+    ------
+    TypeError
+        If x is not floating point.
+    ValueError
+        If its shape is another.
+    """
     if not x.is_floating_point():
         raise TypeError(f"x of dtype {x.dtype} must be floating point; divide bytes by 255 and "
                         "standardize them first")
@@ -118,7 +143,7 @@ class Mlp(nn.Module):
 
 # %% ../nbs/30_vit.ipynb #attention-class
 def LayerNorm(dim, device=None, dtype=None):
-    """The norm of the paper, with ε = 1e-6 and not PyTorch's 1e-5."""
+    """The norm of the paper over `dim` channels, with ε = 1e-6 and not PyTorch's 1e-5."""
     return nn.LayerNorm(dim, eps=1e-6, device=device, dtype=dtype)
 
 
@@ -134,6 +159,8 @@ class Attention(nn.Module):
         Dropout of the weights and of the output.
     qk_norm : bool
         Normalize each head's queries and keys, with two `norm_layer` that all heads share.
+    norm_layer : callable
+        Makes these two norms of a head's width.
     """
 
     def __init__(self, dim, num_heads=8, qkv_bias=True, attn_drop=0.0, proj_drop=0.0,
@@ -159,7 +186,15 @@ class Attention(nn.Module):
 
 # %% ../nbs/30_vit.ipynb #block
 class LayerScale(nn.Module):
-    """A learned factor γ for each channel (Touvron et al. 2021b, section 2), small at first."""
+    """A learned factor γ for each channel (Touvron et al. 2021b, section 2), small at first.
+
+    Parameters
+    ----------
+    dim : int
+        Number of channels.
+    init_values : float
+        What all factors start from, such as 1e-5.
+    """
 
     def __init__(self, dim, init_values, device=None, dtype=None):
         super().__init__()
@@ -370,6 +405,11 @@ def attention_distance(weights, grid_size, patch_size=1, num_prefix_tokens=1):
     Returns
     -------
     Tensor, shape (h,), of at least float32
+
+    Raises
+    ------
+    ValueError
+        If the weights are not those of a grid of that size.
     """
     weights = weights[:, :, num_prefix_tokens:, num_prefix_tokens:]
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
