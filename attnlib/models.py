@@ -290,6 +290,11 @@ def unwrap_state_dict(source):
     Returns
     -------
     dict of str to Tensor, a new one
+
+    Raises
+    ------
+    ValueError
+        If the source holds something else than tensors by name.
     """
     if not isinstance(source, dict):
         source = read_weights(_path_of(source))
@@ -326,7 +331,11 @@ state_dict_of = unwrap_state_dict  # deprecated: the older name, for one more ve
 
 # %% ../nbs/93_models.ipynb #adapt-channels
 def adapt_input_conv(weight, in_chans):
-    """First-layer weights (D, C, p, q) for `in_chans` channels, computed as timm does."""
+    """A first layer's `weight` (D, C, p, q) for `in_chans` channels, as timm computes it.
+
+    For one channel the weights are summed over all; for others they are repeated (red, green,
+    blue, red, …) and scaled by C / `in_chans`.
+    """
     channels = weight.shape[1]
     if in_chans == channels:
         return weight
@@ -458,7 +467,19 @@ def _scale(image, height, width, config):
 
 
 def open_picture(picture):
-    """A path, an image of Pillow's, or an array (H, W, 3) of bytes, as an RGB image."""
+    """A picture as an RGB image of Pillow's.
+
+    Parameters
+    ----------
+    picture : path, an image of Pillow's, or an array (H, W, 3) of bytes
+
+    Raises
+    ------
+    ValueError
+        If it is none of these.
+    ImportError
+        If Pillow is missing.
+    """
     try:
         from PIL import Image
     except ModuleNotFoundError:

@@ -82,6 +82,11 @@ class FeedForward(nn.Module):
         Width of the tokens and of the hidden layer.
     activation : {"relu", "gelu", "silu", "swish"} or callable
         The function σ; "swish" is another name of "silu".
+
+    Raises
+    ------
+    ValueError
+        If there is no activation of that name.
     """
 
     def __init__(self, d_model, dim_feedforward, activation="relu"):
@@ -168,7 +173,14 @@ class DecoderLayer(nn.Module):
 
 # %% ../nbs/21_transformer.ipynb #stacks
 class Encoder(nn.Module):
-    """Encoder layers one after the other, and a last norm if `norm` is given."""
+    """Encoder layers one after the other, and a last norm if `norm` is given.
+
+    Parameters
+    ----------
+    layers : iterable of Module
+        Such as `EncoderLayer`.
+    norm : Module, optional
+    """
 
     def __init__(self, layers, norm=None):
         super().__init__()
@@ -206,6 +218,11 @@ class Positions(nn.Module):
     ----------
     scheme : {"sinusoidal", "learned", "relative", "alibi", "rotary", "none"}
     d_model, nhead, max_length : int
+
+    Raises
+    ------
+    ValueError
+        If there is no such scheme.
     """
 
     def __init__(self, scheme, d_model, nhead, max_length):
@@ -238,7 +255,21 @@ class Positions(nn.Module):
 
 # %% ../nbs/21_transformer.ipynb #checks
 def check_settings(pad_id, dropout, vocabularies, layers):
-    """Raise unless a `Transformer` can have these; the last two are dicts of numbers."""
+    """Raise unless a `Transformer` can have these.
+
+    Parameters
+    ----------
+    pad_id : int
+    dropout : float
+    vocabularies, layers : dict of str to int
+        Sizes of the vocabularies and numbers of layers, by the names that an error is to call
+        them.
+
+    Raises
+    ------
+    ValueError
+        Names the one that is out of its range.
+    """
     for name, vocab in vocabularies.items():
         if not 0 <= pad_id < vocab:
             raise ValueError(f"pad_id ({pad_id}) must be a token of {name} ({vocab}), "
@@ -250,7 +281,26 @@ def check_settings(pad_id, dropout, vocabularies, layers):
 
 
 def check_tokens(name, tokens, vocab, max_length, offset=0):
-    """Raise unless these are tokens (B, N) of a vocabulary, the first at position `offset`."""
+    """Raise unless these are tokens of a vocabulary, within the positions that there are.
+
+    Parameters
+    ----------
+    name : str
+        What an error calls them.
+    tokens : int Tensor, shape (B, N)
+    vocab, max_length : int
+        Numbers of tokens in the vocabulary, and of positions.
+    offset : int
+        Position of the first token.
+
+    Raises
+    ------
+    TypeError
+        If their dtype is neither int64 nor int32.
+    ValueError
+        If their shape is another, they are too many, or one is not in the vocabulary. On a GPU
+        the last is not asked, since that would wait for it.
+    """
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} of dtype {tokens.dtype} must be torch.int64 or torch.int32")
     if tokens.ndim != 2 or 0 in tokens.shape:
@@ -267,7 +317,12 @@ def check_tokens(name, tokens, vocab, max_length, offset=0):
 # %% ../nbs/21_transformer.ipynb #evaluation
 @contextmanager
 def evaluation(model):
-    """Evaluation mode inside the `with` block; then every part has the mode that it had."""
+    """Evaluation mode inside the `with` block; then each part has the mode that it had.
+
+    Parameters
+    ----------
+    model : Module
+    """
     modes = {part: part.training for part in model.modules()}
     try:
         yield model.eval()
@@ -299,6 +354,11 @@ class Transformer(nn.Module):
         Add a trained number to the logits of each token, as Marian does.
     position : {"sinusoidal", "learned", "relative", "alibi", "rotary", "none"}
         How tokens get their order; see `Positions`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range.
     """
 
     def __init__(self, src_vocab, tgt_vocab=None, d_model=512, nhead=8, num_encoder_layers=6,
@@ -386,7 +446,8 @@ class Transformer(nn.Module):
 
 # %% ../nbs/21_transformer.ipynb #label-smoothing
 def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
-    """Cross-entropy to targets of which a share is spread over the vocabulary (section 5.4).
+    """Cross-entropy to targets of which a share is spread over the vocabulary (Vaswani et al.
+    2017, section 5.4).
 
     Parameters
     ----------
@@ -403,6 +464,11 @@ def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
         Nats, summed over the positions that count.
     count : Tensor, shape ()
         Their number.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, or `smoothing` is outside [0, 1].
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets of shape {tuple(targets.shape)} must be of shape "

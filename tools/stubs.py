@@ -22,7 +22,7 @@ WORDS = {  # what docstrings call a type
     **{"Tensor": "torch.Tensor", "torch.Tensor": "torch.Tensor", "Path": "Path"},
     **{"Module": "torch.nn.Module", "torch.device": "torch.device"},
     **{"torch.dtype": "torch.dtype", "torch.Generator": "torch.Generator"},
-    **{"random.Random": "random.Random"},
+    **{"random.Random": "random.Random", "torch.optim.Optimizer": "torch.optim.Optimizer"},
     **{"callable": "Callable[..., Any]", "function": "Callable[..., Any]"},
     **{"path": "str | os.PathLike[str]", "dict": "dict[Any, Any]", "list": "list[Any]"},
     **{"tuple": "tuple[Any, ...]"},
