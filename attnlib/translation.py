@@ -327,6 +327,11 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
 def number_pieces(language):
     """What a `language` puts its names of numbers below a million together from.
 
+    Parameters
+    ----------
+    language : str
+        One of `LANGUAGES`.
+
     Returns
     -------
     set of str

@@ -25,11 +25,11 @@ WORDS = {  # what docstrings call a type
     **{"random.Random": "random.Random", "torch.optim.Optimizer": "torch.optim.Optimizer"},
     **{"callable": "Callable[..., Any]", "function": "Callable[..., Any]"},
     **{"path": "str | os.PathLike[str]", "dict": "dict[Any, Any]", "list": "list[Any]"},
-    **{"tuple": "tuple[Any, ...]"},
+    **{"tuple": "tuple[Any, ...]", "set": "set[Any]"},
 }
 HOLDERS = {  # "list of int"
     **{"list": "list[{}]", "tuple": "tuple[{}, ...]", "sequence": "Sequence[{}]"},
-    **{"iterable": "Iterable[{}]", "collection": "Collection[{}]"},
+    **{"iterable": "Iterable[{}]", "collection": "Collection[{}]", "set": "set[{}]"},
 }
 NAMES = {  # what a name stands for in the whole library, unless a docstring says otherwise
     "torch.Tensor": """
