@@ -39,6 +39,11 @@ class Roofline:
         Bytes per second between processor and memory, read and written together.
     overhead : float
         Seconds to start an operator; 0 gives the roofline as it was published.
+
+    Raises
+    ------
+    ValueError
+        If one of the first two is not positive, or `overhead` is negative.
     """
 
     peak_flops: float
@@ -128,6 +133,11 @@ def seconds(call, device="cpu", repeats=5):
         Before and after each call a CUDA device is waited for.
     repeats : int
         At least 1.
+
+    Raises
+    ------
+    ValueError
+        If `repeats` is less than 1.
     """
     if repeats < 1:
         raise ValueError(f"repeats ({repeats}) must be at least 1")
@@ -161,6 +171,11 @@ def take_turns(calls, device="cpu", rounds=5, *, least=2e-3, seed=0):
         Seconds; a shorter function is called several times in its turn, and averaged.
     seed : int
         Of the orders.
+
+    Raises
+    ------
+    ValueError
+        If `rounds` is less than 1.
     """
     if rounds < 1:
         raise ValueError(f"rounds ({rounds}) must be at least 1")
@@ -203,6 +218,11 @@ def roofline_probes(device=None, dtype=torch.float32, *, shapes=((1024, 1024, 10
     -------
     dict of str to Probe
         Each with its `call`, `flops` and `bytes`. Those with neither show the overhead.
+
+    Raises
+    ------
+    TypeError
+        If `dtype` is not floating point.
     """
     if not dtype.is_floating_point:
         raise TypeError(f"dtype ({dtype}) must be floating point")
@@ -223,7 +243,19 @@ def roofline_probes(device=None, dtype=torch.float32, *, shapes=((1024, 1024, 10
 
 # %% ../nbs/50_cost.ipynb #measure-roofline
 def best_roofline(probes, times):
-    """The `Roofline` of the best that some probes reached, from their times in turns."""
+    """The `Roofline` of the best that some probes reached, from their times in turns.
+
+    Parameters
+    ----------
+    probes : dict of str to Probe
+        From `roofline_probes`.
+    times : dict of str to sequence of float
+        Seconds of each probe, from `take_turns`; the least counts.
+
+    Returns
+    -------
+    Roofline
+    """
     least = {name: min(times[name]) for name in probes}
     return Roofline(max(probe.flops / least[name] for name, probe in probes.items()),
                     max(probe.bytes / least[name] for name, probe in probes.items()),
@@ -274,7 +306,7 @@ GROUP_NAMES = (*GROUPS, "rest")
 
 
 def operator_group(name):
-    """The group, one of `GROUP_NAMES`, of an operator such as ``"aten::addmm"``."""
+    """The group, one of `GROUP_NAMES`, of an operator's `name` such as ``"aten::addmm"``."""
     name = re.sub(r"^aten(::|\.)", "", name)
     return next((group for group in GROUPS if re.search(GROUPS[group], name)), "rest")
 
@@ -416,6 +448,11 @@ def count_operations(call, *inputs):
     Returns
     -------
     OperationCount
+
+    Raises
+    ------
+    TypeError
+        If `call` cannot be called.
     """
     if not callable(call):
         raise TypeError(f"call ({call!r}) must be a function or a module")
@@ -450,6 +487,11 @@ def profile_groups(call, *inputs, repeats=3):
     -------
     dict
         {group: seconds}
+
+    Raises
+    ------
+    ValueError
+        If `repeats` is less than 1.
     """
     if repeats < 1:
         raise ValueError(f"repeats ({repeats}) must be at least 1")
@@ -530,6 +572,7 @@ def saved_activations(call, *inputs, exclude=()):
     ----------
     call : callable
     *inputs
+        Its arguments.
     exclude : iterable of Tensor
         Tensors that exist anyway; the parameters and buffers of a module are always excluded.
 
@@ -617,6 +660,11 @@ def training_memory(model, x, *, moments=2):
     TrainingMemory
         Its peak holds what is kept and the gradients that flow, and not what an operator needs
         for itself.
+
+    Raises
+    ------
+    ValueError
+        If `moments` is negative, or the model has nothing to train.
     """
     if moments < 0:
         raise ValueError(f"moments ({moments}) must not be negative")
@@ -664,6 +712,11 @@ def matmul_precision(name):
     ----------
     name : {"highest", "high", "medium"}
         As in `torch.set_float32_matmul_precision`. It is a setting of the whole process.
+
+    Raises
+    ------
+    ValueError
+        If there is no such precision.
     """
     if name not in PRECISIONS:
         raise ValueError(f"name ({name!r}) must be one of {', '.join(map(repr, PRECISIONS))}")
@@ -728,7 +781,23 @@ def fastest_float32(device=None, tolerance=4.0, *, shapes=SHAPES, repeats=5, gai
 
 # %% ../nbs/50_cost.ipynb #measure-precisions
 def measure_precisions(device, shapes, repeats):
-    """Seconds of all products at each precision, and the largest error against float64."""
+    """Seconds of all products at each precision, and the largest error against float64.
+
+    Parameters
+    ----------
+    device : torch.device or str
+    shapes : sequence of (int, int, int)
+        Products (m, k) by (k, n).
+    repeats : int
+        The least of so many times counts.
+
+    Returns
+    -------
+    times : dict of str to float
+        Seconds by the names of `PRECISIONS`.
+    errors : dict of str to float
+        Root mean square of the error, in units of the exact product's deviation.
+    """
     times, errors = dict.fromkeys(PRECISIONS, 0.0), dict.fromkeys(PRECISIONS, 0.0)
     for m, k, n in shapes:
         generator = torch.Generator().manual_seed(0)
