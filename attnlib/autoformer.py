@@ -742,10 +742,13 @@ def random_search(score, supernet, *, evaluations=1000, seed=0, **limits):
 
     Parameters
     ----------
-    score, supernet, seed, **limits
-        As in `search`.
+    score : callable
+    supernet : SuperTransformer
     evaluations : int
         How many distinct networks are scored.
+    seed : int
+    **limits
+        All but `evaluations` as in `search`.
 
     Returns
     -------

@@ -41,7 +41,8 @@ def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, loss=
     Parameters
     ----------
     model : Module from images (B, C, H, W) to logits
-    train, test : pairs of images and int64 labels, on the CPU
+    train, test : (Tensor, Tensor)
+        Images (n, C, H, W) and int64 labels (n,), on the CPU.
     steps, batch_size, lr, every, **options
         As in `fit` and `epochs`; by default warm-up takes a tenth of the steps and weights
         decay by 0.05.
@@ -71,12 +72,37 @@ def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, loss=
 
 
 def cross_entropy(model, images, labels):
-    """The sum of a batch's losses."""
+    """The sum of a batch's losses.
+
+    Parameters
+    ----------
+    model : Module from images (B, C, H, W) to logits
+    images : Tensor, shape (B, C, H, W)
+    labels : int64 Tensor, shape (B,)
+
+    Returns
+    -------
+    Tensor, scalar
+    """
     return F.cross_entropy(model(images), labels, reduction="sum")
 
 
 def accuracy(model, data, batch_size=256):
-    """The share of images whose largest logit is the label's, as {"accuracy": ...}."""
+    """The share of images whose largest logit is the label's.
+
+    Parameters
+    ----------
+    model : Module from images (B, C, H, W) to logits
+    data : (Tensor, Tensor)
+        Images and int64 labels.
+    batch_size : int
+        Images at a time.
+
+    Returns
+    -------
+    dict
+        {"accuracy": Tensor, scalar}
+    """
     device, right = next(model.parameters()).device, []
     for images, labels in zip(*(x.split(batch_size) for x in data)):
         right.append(model(images.to(device)).argmax(-1).cpu() == labels)
@@ -165,7 +191,27 @@ def train_small(model, data="digits", *, folder=None, **options):
 
 
 def small_run(model, data, folder=None):
-    """A row of `SMALL`: what makes the model, training and test images, the settings."""
+    """A row of `SMALL`, made ready.
+
+    Parameters
+    ----------
+    model, data, folder
+        As in `train_small`.
+
+    Returns
+    -------
+    make : callable
+        Makes the model.
+    images : ((Tensor, Tensor), (Tensor, Tensor))
+        Images and labels for training and for the test.
+    recipe : dict
+        Settings of `train_classifier`.
+
+    Raises
+    ------
+    ValueError
+        If there is no such model or no such data.
+    """
     checks = ("model", model, SMALL), ("data", data, ("digits", "cifar10", "cifar100"))
     for name, value, allowed in checks:
         if value not in allowed:
@@ -183,6 +229,16 @@ def small_convnet(in_chans=3, num_classes=10, widths=(64, 128, 256)):
     """A convolutional teacher: for each width two 3 × 3 layers with batch norm.
 
     Each width but the first works at half the resolution of the one before.
+
+    Parameters
+    ----------
+    in_chans, num_classes : int
+    widths : sequence of int
+        Channels.
+
+    Returns
+    -------
+    nn.Sequential
     """
     layers = []
     for i, width in enumerate(widths):
@@ -285,7 +341,21 @@ def number_pairs():
 
 
 def names_right(model, tokenizer, part, max_length=48):
-    """The share of a part of `number_pairs` that greedy decoding names right, to the letter."""
+    """The share of German names that greedy decoding gets right, to the letter.
+
+    Parameters
+    ----------
+    model : Transformer
+    tokenizer : tokenizers.Tokenizer
+    part : dict
+        One of the parts that `number_pairs` returns.
+    max_length : int
+        Tokens after which a name is cut.
+
+    Returns
+    -------
+    float
+    """
     tokens = greedy(model, part["src"].to(model.output.weight.device), max_length)
     said, wanted = decode(tokenizer, tokens.cpu()), number_words(part["numbers"], "de")
     return sum(a == b for a, b in zip(said, wanted)) / len(wanted)
