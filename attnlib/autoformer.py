@@ -522,8 +522,9 @@ def parameter_count(model, subnet):
 
     Parameters
     ----------
-    model : AutoFormer or SuperTransformer
-        Gives the sizes of images, patches, classes and heads; may be on the device "meta".
+    model : Module
+        An `AutoFormer` or `SuperTransformer`, which gives the sizes of images, patches, classes
+        and heads; may be on the device "meta".
     subnet : Subnet
 
     Returns
@@ -547,7 +548,7 @@ def operations(model, subnet):
 
     Parameters
     ----------
-    model : AutoFormer or SuperTransformer
+    model : Module
         As for `parameter_count`.
     subnet : Subnet
 

@@ -108,8 +108,8 @@ def looked_at(model, x):
 
     Parameters
     ----------
-    model : attnlib.backbone.Backbone
-        In evaluation mode.
+    model : Module
+        A `Backbone` in evaluation mode.
     x : Tensor, shape (1, C, H, W)
 
     Returns
@@ -148,7 +148,7 @@ def draw_map(model, x, path):
 
     Parameters
     ----------
-    model : attnlib.backbone.Backbone
+    model : Module
         Made by `create_model`, in evaluation mode.
     x : Tensor, shape (1, 3, H, W)
         From `preprocess`.

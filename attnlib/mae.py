@@ -421,7 +421,8 @@ def masked_loss(model, batch, mask_ratio=0.75):
 
     Parameters
     ----------
-    model : MaskedAutoencoder
+    model : Module
+        A `MaskedAutoencoder`.
     batch : tuple of Tensor, shape (B, C, H, W)
         Images alone.
     mask_ratio : float
@@ -467,7 +468,8 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
 
     Parameters
     ----------
-    model : MaskedAutoencoder
+    model : Module
+        A `MaskedAutoencoder`.
     images : Tensor, shape (B, C, H, W)
     noise : Tensor, shape (B, N)
         Of each patch a number; those with the largest are hidden.

@@ -74,8 +74,8 @@ def rollout_map(model, x, patch_size):
 
     Parameters
     ----------
-    model : attnlib.backbone.Backbone
-        Is put into evaluation mode.
+    model : Module
+        A `Backbone`; it is put into evaluation mode.
     x : Tensor, shape (B, C, H, W)
     patch_size : int
         Not used here; all maps are called alike.
@@ -94,8 +94,8 @@ def gradient_map(model, x, patch_size):
 
     Parameters
     ----------
-    model : attnlib.backbone.Backbone
-        Is put into evaluation mode.
+    model : Module
+        A `Backbone`; it is put into evaluation mode.
     x : Tensor, shape (B, C, H, W)
     patch_size : int
         Height and width of a patch.
@@ -117,8 +117,8 @@ def occlusion_map(model, x, patch_size):
 
     Parameters
     ----------
-    model : attnlib.backbone.Backbone
-        Is put into evaluation mode.
+    model : Module
+        A `Backbone`; it is put into evaluation mode.
     x : Tensor, shape (B, C, H, W)
     patch_size : int
         Height and width of a patch.
@@ -163,7 +163,8 @@ def layer_scales(model, decay=0.75):
 
     Parameters
     ----------
-    model : attnlib.backbone.Backbone
+    model : Module
+        A `Backbone`.
     decay : float
 
     Returns
@@ -220,8 +221,8 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
 
     Parameters
     ----------
-    model : attnlib.backbone.Backbone
-        Trained in place.
+    model : Module
+        A `Backbone`, trained in place.
     images, labels : Tensor, shapes (n, C, H, W) and (n,)
     steps : int
     lr : float

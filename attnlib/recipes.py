@@ -195,7 +195,8 @@ def small_run(model, data, folder=None):
 
     Parameters
     ----------
-    model, data, folder
+    model, data : str
+    folder : path, optional
         As in `train_small`.
 
     Returns
