@@ -274,7 +274,12 @@ def sdpa(q, k, v, mask, bias, scale, dropout_p):
 
 # %% ../nbs/10_attention.ipynb #rule
 def has_amx():
-    """Whether this CPU has units that multiply tiles of bfloat16 (AMX)."""
+    """Whether this CPU has units that multiply tiles of bfloat16 (AMX).
+
+    Returns
+    -------
+    bool
+    """
     info = Path("/proc/cpuinfo")
     return info.exists() and "amx_bf16" in info.read_text()
 
@@ -326,7 +331,12 @@ def register_backend(name, function, operation="attention"):
 
 
 def active_backend(operation):
-    """What the backend in force has registered for an `operation`, or None."""
+    """What the backend in force has registered for an `operation`, or None.
+
+    Returns
+    -------
+    callable or None
+    """
     return BACKENDS.get((operation, _active))
 
 

@@ -825,7 +825,12 @@ def small_supernet(sharing=SuperTransformer, **shape):
 
 # %% ../nbs/44_autoformer.ipynb #losses
 def random_subnet(space):
-    """A subnet of a `space`, whose seed is drawn by PyTorch's own generator."""
+    """A subnet of a `space`, whose seed is drawn by PyTorch's own generator.
+
+    Returns
+    -------
+    Subnet
+    """
     return sample(space, int(torch.randint(2**31, ())))
 
 

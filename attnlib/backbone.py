@@ -101,6 +101,10 @@ def classifier(num_features, num_classes, device=None, dtype=None):
     ----------
     num_features, num_classes : int
         Without classes the layer is `nn.Identity`.
+
+    Returns
+    -------
+    nn.Linear or nn.Identity
     """
     if num_classes == 0:
         return nn.Identity()
@@ -218,6 +222,10 @@ def resample_parameter(pos_embed, new_size, old_size, num_prefix_tokens=1):
     pos_embed : nn.Parameter
     new_size, old_size, num_prefix_tokens
         As in `resample_abs_pos_embed`.
+
+    Returns
+    -------
+    nn.Parameter
     """
     if tuple(new_size) == tuple(old_size):
         return pos_embed

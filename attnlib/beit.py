@@ -127,6 +127,10 @@ def dvae_loss(x, reconstruction, logits, beta=0.0):
     logits : Tensor, shape (B, K, H', W')
     beta : float
         Weight of the divergence; 1 is the bound for pixels of variance 1/2.
+
+    Returns
+    -------
+    Tensor, scalar
     """
     log_q = logits.log_softmax(1)
     divergence = (log_q.exp() * log_q).sum(1) + math.log(logits.shape[1])  # (B, H', W')

@@ -217,7 +217,7 @@ def answer(name, picture, weights=None, k=5, map=None):
 
 # %% ../nbs/97_cli.ipynb #bench
 def beside_timm(name, batch=1, rounds=9, device="cpu"):
-    """Seconds of a model and of timm's, which take turns: {"attnlib": [...], "timm": [...]}.
+    """Seconds of a model and of timm's, which take turns.
 
     Parameters
     ----------
@@ -225,6 +225,11 @@ def beside_timm(name, batch=1, rounds=9, device="cpu"):
         A name that timm has as well.
     batch, rounds : int
     device : torch.device or str
+
+    Returns
+    -------
+    dict of str to list of float
+        For "attnlib" and "timm", one for each round.
 
     Raises
     ------

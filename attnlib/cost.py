@@ -134,6 +134,10 @@ def seconds(call, device="cpu", repeats=5):
     repeats : int
         At least 1.
 
+    Returns
+    -------
+    float
+
     Raises
     ------
     ValueError
@@ -157,7 +161,7 @@ def _timed(call, device, count=1):
 
 # %% ../nbs/50_cost.ipynb #take-turns
 def take_turns(calls, device="cpu", rounds=5, *, least=2e-3, seed=0):
-    """Seconds of some functions that take turns: {name: one for each round}.
+    """Seconds of some functions that take turns.
 
     Parameters
     ----------
@@ -171,6 +175,11 @@ def take_turns(calls, device="cpu", rounds=5, *, least=2e-3, seed=0):
         Seconds; a shorter function is called several times in its turn, and averaged.
     seed : int
         Of the orders.
+
+    Returns
+    -------
+    dict of str to list of float
+        One for each round.
 
     Raises
     ------

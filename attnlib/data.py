@@ -276,6 +276,10 @@ def fetch(name, sources, folder):
         asked in this order.
     folder : Path
 
+    Returns
+    -------
+    Path
+
     Raises
     ------
     ValueError
@@ -1168,6 +1172,10 @@ def standardize(images, reference):
     ----------
     images, reference : float Tensor, shape (n, C, H, W)
         `reference` gives mean and deviation, and need not have as many images.
+
+    Returns
+    -------
+    Tensor, shape (n, C, H, W)
     """
     deviation, mean = torch.std_mean(reference, dim=(0, 2, 3), keepdim=True)
     return (images - mean) / deviation.clamp(min=1e-6)

@@ -49,7 +49,17 @@ def generate(choose, model, src, max_length, *, bos_id=1, eos_id=2, use_cache=Tr
     choose : callable
         Log-probabilities (B, vocab) to tokens (B,).
     model, src, max_length, bos_id, eos_id, use_cache
-        As in `greedy`, which returns what this returns.
+        As in `greedy`.
+
+    Returns
+    -------
+    int64 Tensor, shape (B, N), N <= max_length
+        As of `greedy`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range or a row of `src` is nothing but padding.
     """
     check_decoding(model, src, max_length, bos_id, eos_id)
     with torch.no_grad(), evaluation(model):

@@ -681,6 +681,11 @@ def small_detr(num_classes, detector=DETR, temperature=10000):
         `DETR` or `AnchorDETR`.
     temperature : float
         Of the positions; see `sine_positions`.
+
+    Returns
+    -------
+    Module
+        A `DETR`, or an `AnchorDETR`.
     """
     return detector(num_classes, num_queries=10, num_encoder_layers=2, num_decoder_layers=3,
                     backbone=SmallBackbone(), embed_dim=64, num_heads=4, dim_feedforward=128,
@@ -722,7 +727,7 @@ class AnchorDecoderLayer(DecoderLayer):
 
 
 def anchor_sines(boxes, dim, temperature):
-    """Sines of y, x, h, w of boxes (B, Q, 4), ordered as in `sine_positions`: (B, Q, 2 dim).
+    """Sines of y, x, h, w of boxes, ordered as in `sine_positions`.
 
     Parameters
     ----------
@@ -732,6 +737,10 @@ def anchor_sines(boxes, dim, temperature):
         Numbers for each of two coordinates.
     temperature : float
         As in `sine_positions`.
+
+    Returns
+    -------
+    Tensor, shape (B, Q, 2·dim)
     """
     turns = 2 * torch.pi * boxes[..., [1, 0, 3, 2]].float()
     angles = position_angles(turns, dim // 2, base=temperature)  # (B, Q, 4, dim / 4)

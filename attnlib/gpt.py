@@ -334,6 +334,10 @@ def make_norm(config):
     Parameters
     ----------
     config : GPTConfig
+
+    Returns
+    -------
+    nn.RMSNorm or nn.LayerNorm
     """
     if config.norm == "rms":
         return nn.RMSNorm(config.n_embd, config.norm_eps)

@@ -376,6 +376,11 @@ def kernel_fill(images, train, hidden, width):
     hidden : bool Tensor, shape (B, 1, H, W)
     width : float
         Of the kernel, in units of the pixels' differences.
+
+    Returns
+    -------
+    Tensor, shape (B, C, H, W)
+        The images; hidden pixels have been replaced.
     """
     seen = (~hidden).expand_as(images).flatten(1).to(images)  # (B, D)
     q, k = images.flatten(1) * seen, train.flatten(1)  # (B, D), (n, D)

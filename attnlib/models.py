@@ -74,6 +74,10 @@ def list_models(pattern="*"):
     """The names that fit a pattern with a shell's wildcards, such as "vit_*_224".
 
     Numbers in them sort as numbers.
+
+    Returns
+    -------
+    list of str
     """
     def natural(name):
         return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
@@ -237,6 +241,10 @@ def fetch_weights(repository):
     repository : str
         "owner/name", or "owner/name@revision".
 
+    Returns
+    -------
+    Path
+
     Raises
     ------
     ImportError
@@ -335,6 +343,10 @@ def adapt_input_conv(weight, in_chans):
 
     For one channel the weights are summed over all; for others they are repeated (red, green,
     blue, red, …) and scaled by C / `in_chans`.
+
+    Returns
+    -------
+    Tensor, shape (D, in_chans, p, q)
     """
     channels = weight.shape[1]
     if in_chans == channels:
@@ -472,6 +484,10 @@ def open_picture(picture):
     Parameters
     ----------
     picture : path, an image of Pillow's, or an array (H, W, 3) of bytes
+
+    Returns
+    -------
+    PIL.Image.Image
 
     Raises
     ------

@@ -29,6 +29,11 @@ def fold_normalization(model, mean, std):
     mean, std : sequence of float, one for each channel
         The model was trained on (pixels - mean) / std.
 
+    Returns
+    -------
+    Module
+        The copy.
+
     Raises
     ------
     ValueError
@@ -231,7 +236,9 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
         Of `layer_scales`, `mixup` and `moving_average`.
     batch_size, seed : int
     evaluate : callable, optional
-        ``evaluate(model)`` gives what the history keeps every `every` steps.
+        ``evaluate(model)`` gives what the history keeps.
+    every : int
+        Steps between two such looks.
 
     Returns
     -------

@@ -113,6 +113,10 @@ def crop_and_flip(x, padding=4):
     """Images (B, C, H, W), each shifted by up to `padding` pixels, and half of them mirrored.
 
     What moves in is zero.
+
+    Returns
+    -------
+    Tensor, shape (B, C, H, W)
     """
     n, _, height, width = x.shape
     dy, dx = torch.randint(2 * padding + 1, (2, n, 1, 1), device=x.device)
@@ -178,7 +182,8 @@ def train_small(model, data="digits", *, folder=None, **options):
 
     Returns
     -------
-    model, history
+    model : Module
+    history : list of dict
 
     Raises
     ------
@@ -304,7 +309,8 @@ def distill_small(data="digits", *, loss=hard_distillation_loss, folder=None, **
 
     Returns
     -------
-    student, teacher, history
+    student, teacher : Module
+    history : list of dict
     """
     make, (train, test), recipe = small_run("deit", data, folder)
     recipe = recipe | options
@@ -367,15 +373,17 @@ def train_translator(tokenizer, parts, *, steps=1200, lr=3e-3, seed=0, every=200
 
     Parameters
     ----------
-    tokenizer, parts
+    tokenizer : tokenizers.Tokenizer
+    parts : dict of dict
         From `number_pairs`.
     steps, lr, seed, every, **options
         As in `fit`.
 
     Returns
     -------
-    model, history
-        "accuracy" in the history is that on the validation numbers.
+    model : Transformer
+    history : list of dict
+        "accuracy" in it is that on the validation numbers.
     """
     torch.manual_seed(seed)
     model = small_transformer()

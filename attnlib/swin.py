@@ -27,7 +27,12 @@ from .vit import Mlp, PatchEmbed
 
 # %% ../nbs/32_swin.ipynb #merging
 def round_up(size, unit):
-    """A `size` (rows, columns) rounded up to multiples of a `unit` (rows, columns)."""
+    """A `size` (rows, columns) rounded up to multiples of a `unit` (rows, columns).
+
+    Returns
+    -------
+    (int, int)
+    """
     return tuple((s + u - 1) // u * u for s, u in zip(size, unit))
 
 
@@ -150,6 +155,10 @@ def cyclic_shift(x, layout):
     ----------
     x : Tensor, shape (B, H', W', C)
     layout : WindowLayout
+
+    Returns
+    -------
+    Tensor, shape (B, H', W', C)
     """
     return x.roll([-s for s in layout.shift], dims=(1, 2)) if any(layout.shift) else x
 
@@ -161,6 +170,10 @@ def reverse_cyclic_shift(x, layout):
     ----------
     x : Tensor, shape (B, H', W', C)
     layout : WindowLayout
+
+    Returns
+    -------
+    Tensor, shape (B, H', W', C)
     """
     return x.roll(layout.shift, dims=(1, 2)) if any(layout.shift) else x
 
@@ -462,6 +475,10 @@ def padded_size(img_size, patch_size, name="img_size"):
     name : str
         What an error calls the images' size.
 
+    Returns
+    -------
+    (int, int)
+
     Raises
     ------
     ValueError
@@ -482,6 +499,10 @@ def pad_images(x, patch_size):
     x : Tensor, shape (B, C, H, W)
     patch_size : int or (int, int)
         Height and width of a patch, in pixels.
+
+    Returns
+    -------
+    Tensor, shape (B, C, H', W')
     """
     if x.ndim != 4:
         return x  # the model's first layer will say what is wrong

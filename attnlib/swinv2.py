@@ -214,8 +214,14 @@ class WindowAttentionV2(nn.Module):
 class SwinBlockV2(nn.Module):
     """Window attention and MLP, each with a norm behind it (Liu et al. 2022, section 3.2).
 
-    The parameters are those of `SwinBlock`; the norms start at zero, and the block as the
-    identity.
+    The norms start at zero, and the block as the identity.
+
+    Parameters
+    ----------
+    dim, num_heads, window_size, shift_size, mlp_ratio, qkv_bias
+        As for `SwinBlock`.
+    proj_drop, attn_drop, drop_path, small_maps
+        Likewise.
     """
 
     def __init__(self, dim, num_heads, window_size=8, shift_size=0, mlp_ratio=4.0,

@@ -27,7 +27,7 @@ def patchify(x, size):
 
 
 def unpatchify(x, grid_size):
-    """Put patches together again: (B·n, C, p, q) -> (B, C, H'·p, W'·q).
+    """Put the patches of images together again, the inverse of `patchify`.
 
     Parameters
     ----------
@@ -35,6 +35,10 @@ def unpatchify(x, grid_size):
         As `patchify` cut them.
     grid_size : (int, int)
         Rows H' and columns W' of patches; n = H'·W'.
+
+    Returns
+    -------
+    Tensor, shape (B, C, H'·p, W'·q)
     """
     x = x.unflatten(0, (-1, *grid_size)).permute(0, 3, 1, 4, 2, 5)  # -> (B, C, H', p, W', q)
     return x.flatten(4).flatten(2, 3)  # -> (B, C, H', p, W' q), (B, C, H' p, W' q)

@@ -231,6 +231,10 @@ def adamw(model, lr, betas, weight_decay, lr_scale=None):
     lr_scale : dict of str to float, optional
         As in `fit`.
 
+    Returns
+    -------
+    torch.optim.AdamW
+
     Raises
     ------
     ValueError
@@ -703,6 +707,10 @@ def peak_memory(call, device="cpu"):
     device : torch.device or str
         On a GPU the number comes from the allocator's own statistics, on a CPU from
         `memory_levels`.
+
+    Returns
+    -------
+    int
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -779,6 +787,10 @@ def find_records():
 
 def read_record(name):
     """The record `name`.json of the book as a dict.
+
+    Returns
+    -------
+    dict
 
     Raises
     ------

@@ -490,6 +490,10 @@ def from_torch(module, src_vocab, tgt_vocab=None, **options):
     src_vocab, tgt_vocab, **options
         What it does not know, as in `Transformer`: max_length, pad_id, tie_weights and
         output_bias. Embeddings start at random.
+
+    Returns
+    -------
+    Transformer
     """
     layer = module.encoder.layers[0]
     model = Transformer(

@@ -342,7 +342,12 @@ def number_pieces(language):
 
 
 def is_in(text, language):
-    """Whether each word of a text is put together from pieces of a language's numbers."""
+    """Whether each word of a text is put together from pieces of a language's numbers.
+
+    Returns
+    -------
+    bool
+    """
     pieces = number_pieces(language)
 
     @cache
@@ -640,6 +645,10 @@ def from_marian(config, state_dict):
     ----------
     config : transformers.MarianConfig
     state_dict : dict of str to Tensor
+
+    Returns
+    -------
+    Transformer
 
     Raises
     ------

@@ -206,7 +206,13 @@ class LayerScale(nn.Module):
 
 
 def learned_tokens(count, dim, device=None, dtype=None):
-    """So many tokens (1, count, dim), the same for all images; near zero, as timm starts."""
+    """So many tokens (1, count, dim), the same for all images; near zero, as timm starts.
+
+    Returns
+    -------
+    nn.Parameter, or None
+        None if `count` is 0.
+    """
     tokens = 1e-6 * torch.randn(1, count, dim, device=device, dtype=dtype)
     return nn.Parameter(tokens) if count else None
 

@@ -22,7 +22,7 @@ WORDS = {  # what docstrings call a type
     **{"Tensor": "torch.Tensor", "torch.Tensor": "torch.Tensor", "Path": "Path"},
     **{"Module": "torch.nn.Module", "torch.device": "torch.device"},
     **{"torch.dtype": "torch.dtype", "torch.Generator": "torch.Generator"},
-    **{"random.Random": "random.Random", "torch.optim.Optimizer": "torch.optim.Optimizer"},
+    **{"random.Random": "random.Random"},
     **{"callable": "Callable[..., Any]", "function": "Callable[..., Any]"},
     **{"path": "str | os.PathLike[str]", "dict": "dict[Any, Any]", "list": "list[Any]"},
     **{"tuple": "tuple[Any, ...]", "set": "set[Any]"},
@@ -113,7 +113,7 @@ def one_type(words, classes):
     words = re.sub(r"^Tensors\b", "Tensor", words)
     if words in WORDS:
         return WORDS[words]
-    if found := re.fullmatch(r"(?:torch\.)?(nn\.[A-Z]\w+)", words):
+    if found := re.fullmatch(r"(?:torch\.)?((?:nn|optim)\.[A-Z]\w+)", words):
         return f"torch.{found[1]}"
     if re.sub(r"^attnlib\.\w+\.", "", words) in classes:
         return words.split(".")[-1]
