@@ -151,7 +151,7 @@ def draw_map(model, x, path):
     model : Module
         Made by `create_model`, in evaluation mode.
     x : Tensor, shape (1, 3, H, W)
-        From `preprocess`.
+        From `models.preprocess`.
     path : path
         Of the picture; its ending says the format.
     """

@@ -328,7 +328,7 @@ def positions(grid_size, dim, device=None, dtype=None):
 
 def stack(depth, *arguments, **options):
     """So many blocks (`depth`), one after the other, made with the same `arguments` and
-    `options` of `Block`.
+    `options` of `vit.Block`.
     """
     return nn.Sequential(*(Block(*arguments, **options) for _ in range(depth)))
 

@@ -96,7 +96,7 @@ class RotaryAttention(Attention):
     num_prefix_tokens : int
         Tokens before those of the patches; they have no position and are not turned.
     *args, **options
-        As of `Attention`.
+        As of `vit.Attention`.
     """
 
     def __init__(self, patch_embed, num_prefix_tokens, *args, **options):

@@ -163,7 +163,7 @@ def layer_scales(model, decay=0.75):
     """How many times the head's rate each parameter learns with: `decay` times that of the
     layer above it (Bao et al. 2022).
 
-    Such scales are `lr_scale` of `attnlib.train.adamw` and `fit`. With 1 all layers have one
+    Such scales are `lr_scale` of `train.adamw` and `train.fit`. With 1 all layers have one
     rate, with 0 only the head is trained.
 
     Parameters

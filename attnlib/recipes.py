@@ -44,8 +44,8 @@ def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, loss=
     train, test : (Tensor, Tensor)
         Images (n, C, H, W) and int64 labels (n,), on the CPU.
     steps, batch_size, lr, every, **options
-        As in `fit` and `epochs`; by default warm-up takes a tenth of the steps and weights
-        decay by 0.05.
+        As in `train.fit` and `train.epochs`; by default warm-up takes a tenth of the steps
+        and weights decay by 0.05.
     loss : callable, optional
         Called as ``loss(model, images, labels)`` for the sum of a batch's losses;
         cross-entropy by default.
@@ -55,7 +55,7 @@ def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, loss=
     Returns
     -------
     list of dict
-        The history of `fit`; "accuracy" is that on `test`.
+        The history of `train.fit`; "accuracy" is that on `test`.
     """
     loss = loss or cross_entropy
 
@@ -274,7 +274,7 @@ def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss
     Returns
     -------
     list of dict
-        The history of `fit`; "accuracy" is that on `test`.
+        The history of `train.fit`; "accuracy" is that on `test`.
     """
     teacher.eval()
 
@@ -377,7 +377,7 @@ def train_translator(tokenizer, parts, *, steps=1200, lr=3e-3, seed=0, every=200
     parts : dict of dict
         From `number_pairs`.
     steps, lr, seed, every, **options
-        As in `fit`.
+        As in `train.fit`.
 
     Returns
     -------

@@ -596,11 +596,12 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
     lr : float
         Peak of the learning rate.
     warmup : int
+        Steps over which the rate rises.
     schedule : {"cosine", "inverse_sqrt", "constant"}
-        How the rate rises and falls; see `learning_rate`.
+        How it falls then; see `learning_rate`.
     betas : (float, float)
+        Of AdamW, as is `weight_decay`.
     weight_decay : float
-        Of AdamW.
     clip : float, optional
         Largest norm of the gradient; None for no clipping.
     evaluate : callable, optional

@@ -91,7 +91,7 @@ def trim(tokens):
 # %% ../nbs/23_translation.ipynb #batches
 def direction_batches(tokenizer, table, directions, *, batch_size, seed=0, shared=True,
                       tag_on="source"):
-    """Random numbers in random directions, as the function of the step that `fit` wants.
+    """Random numbers in random directions, as the function of the step that `train.fit` wants.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ def check_side(tag_on):
 
 
 def translation_loss(model, batch):
-    """The loss of `fit`: each position of the target predicts the next token.
+    """The loss of `train.fit`: each position of the target predicts the next token.
 
     Parameters
     ----------
@@ -281,13 +281,13 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
         All numbers are below it.
     steps, batch_size, every, seed : int
     lr : float
-        Of `fit`, with a warm-up over a twentieth of the steps.
+        Of `train.fit`, with a warm-up over a twentieth of the steps.
     numbers, tests : int
         How many are drawn for training and for the test; those below 1000 are not tested.
     vocab_size, d_model, layers : int
         Of the model: tokens, width, and layers of the encoder and of the decoder.
     checkpoint, accelerator
-        As in `fit`.
+        As in `train.fit`.
 
     Returns
     -------
@@ -457,7 +457,7 @@ def length_run(position, *, longest=5, steps=1500, numbers=30_000, tests=300, d_
     tests : int
         Numbers drawn for each number of digits of the test.
     accelerator : accelerate.Accelerator, optional
-        As in `fit`.
+        As in `train.fit`.
 
     Returns
     -------
@@ -505,14 +505,14 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
         Steps between two looks at the validation sentences.
     steps, batch_size, seed : int
     lr : float
-        Of `fit`, with a warm-up over a tenth of the steps.
+        Of `train.fit`, with a warm-up over a tenth of the steps.
     vocab_size, d_model, layers : int
         Of the model: tokens, width, and layers of the encoder and of the decoder.
     dropout : float
     beam_size : int
         Of the search that translates the test set.
     checkpoint, accelerator
-        As in `fit`.
+        As in `train.fit`.
 
     Returns
     -------
@@ -559,7 +559,8 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
 
 
 def keep_best(path, src, tgt, batch_size=256):
-    """What `fit` is to evaluate: the validation loss; the weights of the lowest go to a file.
+    """What `train.fit` is to evaluate: the validation loss; the weights of the lowest go to a
+    file.
 
     Parameters
     ----------
