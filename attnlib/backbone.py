@@ -61,6 +61,7 @@ class DropPath(nn.Module):
         self.drop_prob = drop_prob
 
     def forward(self, x):
+        """x (B, ...), in training with zeros for some of the B examples."""
         if self.drop_prob == 0 or not self.training:
             return x
         keep_prob = 1 - self.drop_prob
@@ -68,6 +69,7 @@ class DropPath(nn.Module):
         return x * (kept / keep_prob)
 
     def extra_repr(self):
+        """What ``print(model)`` says of it."""
         return f"drop_prob={self.drop_prob:.3g}"
 
 

@@ -580,6 +580,7 @@ class Beit(Backbone):
         return adapt_tables(without_pretraining(state_dict, self), self)
 
     def no_weight_decay(self):
+        """Names of parameters that are not to decay; bias tables are among them."""
         tables = {name for name, _ in self.named_parameters() if name.endswith("bias_table")}
         return super().no_weight_decay() | tables
 
@@ -652,6 +653,7 @@ class BeitPositionBias(nn.Module):
         self.register_buffer("relative_position_index", index, persistent=False)
 
     def forward(self):
+        """The bias of all blocks, (h, 1 + N, 1 + N)."""
         return position_bias(self.relative_position_bias_table, self.relative_position_index)
 
 # %% ../nbs/41_beit.ipynb #masked-model

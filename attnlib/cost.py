@@ -541,6 +541,7 @@ class Recorder:
         self.keep = []  # so that no storage gets the number of another
 
     def add(self, x, segment):
+        """Note the storage of a tensor, as part of a segment or of none."""
         self.keep.append(x)
         self.order.append(Saved(_storage(x), x.untyped_storage().nbytes(), segment))
 
@@ -558,6 +559,7 @@ class Recorder:
         self.segment = self.count
 
     def leave(self, block, inputs, out):
+        """Behind a block: what follows belongs to no segment."""
         self.segment = None
 
     @contextmanager
@@ -774,6 +776,11 @@ def fastest_float32(device=None, tolerance=4.0, *, shapes=SHAPES, repeats=5, gai
         The `name` and the `rows`, one `Precision` for each setting: its name, operations per
         second, error (root mean square, relative to the deviation of the product in float64),
         and whether it is float32.
+
+    Raises
+    ------
+    ValueError
+        If `tolerance`, `gain` or `repeats` is less than 1.
     """
     if not tolerance >= 1 or not gain >= 1:
         raise ValueError(f"tolerance ({tolerance}) and gain ({gain}) must be at least 1")

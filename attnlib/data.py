@@ -25,7 +25,13 @@ import torch.nn.functional as F
 # %% ../nbs/90_data.ipynb #extras
 @contextmanager
 def data_extra():
-    """Imports in this context, if they fail, name what to install."""
+    """Imports in this context, if they fail, name what to install.
+
+    Raises
+    ------
+    ImportError
+        Names the extra.
+    """
     try:
         yield
     except ModuleNotFoundError as error:

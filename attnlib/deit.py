@@ -41,6 +41,7 @@ class DistilledVisionTransformer(VisionTransformer):
         self.head_dist = classifier(self.embed_dim, self.num_classes, own.device, own.dtype)
 
     def prefix_tokens(self):
+        """The two tokens before those of the patches, (1, 1, D) each."""
         return [self.cls_token, self.dist_token]
 
     def set_distilled_training(self, enable=True):

@@ -82,7 +82,13 @@ def generalized_box_iou(a, b):
 # %% ../nbs/42_detr.ipynb #extra
 @contextmanager
 def detection_extra():
-    """Imports in this context, if they fail, name what to install."""
+    """Imports in this context, if they fail, name what to install.
+
+    Raises
+    ------
+    ImportError
+        Names the extra.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -337,6 +343,7 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def mlp(self, x):
+        """The position-wise network, tokens (B, N, embed_dim) to tokens."""
         return self.linear2(self.dropout(self.linear1(x).relu()))
 
     def forward(self, x, positions, mask=None):
@@ -591,7 +598,7 @@ def check_images(images, mask):
     Parameters
     ----------
     images : Tensor, shape (B, C, H, W)
-    mask : bool Tensor, shape (B, H, W), optional
+    mask : bool Tensor, shape (B, H, W), or None
         True where there is image.
 
     Raises
@@ -855,5 +862,6 @@ class InOrder:
     """A matcher for `SetLoss` that gives object i to query i."""
 
     def __call__(self, logits, boxes, targets):
+        """For each layer and image, the numbers of queries and of objects."""
         rows = [torch.arange(len(target["labels"])) for target in targets]
         return [[(i, i) for i in rows] for _ in logits]

@@ -91,14 +91,17 @@ class GPTConfig:
 
     @property
     def kv_heads(self):
+        """Heads of keys and values."""
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
     @property
     def head_width(self):
+        """Width of a head."""
         return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
 
     @property
     def hidden(self):
+        """Width of the MLP's hidden layer."""
         usual = 4 * self.n_embd if self.mlp == "gelu" else 8 * round(self.n_embd / 3)
         return usual if self.n_inner is None else self.n_inner
 
@@ -325,6 +328,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
+        """Tokens (..., n_embd) to tokens."""
         return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
 
 
@@ -360,6 +364,7 @@ class Block(nn.Module):
             config.n_embd, 2 * config.hidden, config.dropout, bias=config.bias)
 
     def forward(self, x, turn=None, mask="causal", cache=None, layer=0):
+        """Tokens (B, N, n_embd) to tokens; the rest as for `CausalSelfAttention`."""
         x = x + self.attn(self.ln_1(x), turn, mask, cache, layer)
         return x + self.mlp(self.ln_2(x))
 
@@ -842,13 +847,15 @@ def text_bits(model, tokens, length, stride=None):
     """-log₂ of the probability that a model gives to a text without its first token.
 
     Every token is predicted once, from at least `length` - `stride` tokens before it where
-    there are so many; `stride` is half of the length by default.
+    there are so many.
 
     Parameters
     ----------
     model : GPT
     tokens : int64 Tensor, shape (n,)
-    length, stride : int
+    length : int
+    stride : int, optional
+        Half of the length by default.
 
     Returns
     -------

@@ -280,7 +280,7 @@ class MaskedAutoencoder(nn.Module):
         return self.decoder_pred(x[:, 1:])  # (B, N, d) -> (B, N, p q C)
 
     def forward_loss(self, images, prediction, mask):
-        """The mean squared error of the hidden patches."""
+        """The mean squared error of the hidden patches, for predicted pixels (B, N, p·q·C)."""
         target = patchify(images, self.patch_size)
         target = normalized(target) if self.norm_pix_loss else target
         error = (prediction - target).square().mean(-1)  # (B, N, p q C) -> (B, N)

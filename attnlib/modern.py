@@ -53,6 +53,7 @@ class SwiGLU(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, x):
+        """Tokens (..., in_features) to tokens."""
         gate, value = self.fc1(x).chunk(2, dim=-1)  # (..., in) -> twice (..., hidden / 2)
         return self.drop(self.fc2(self.drop(F.silu(gate) * value)))  # -> (..., in)
 
@@ -157,6 +158,7 @@ class QuickGELU(nn.Module):
     """x σ(1.702 x), the approximation of GELU with which CLIP was trained."""
 
     def forward(self, x):
+        """x · sigmoid(1.702 x), element by element."""
         return x * torch.sigmoid(1.702 * x)
 
 # %% ../nbs/35_modern.ipynb #register

@@ -108,8 +108,11 @@ class MultiHeadAttention(nn.Module):
 
         Parameters
         ----------
-        query, key, value : Tensor, shapes (B, N, embed_dim), (B, M, kdim), (B, M, vdim)
-            `key` is `query` by default (self-attention), `value` is `key`.
+        query : Tensor, shape (B, N, embed_dim)
+        key : Tensor, shape (B, M, kdim), optional
+            `query` by default: self-attention.
+        value : Tensor, shape (B, M, vdim), optional
+            `key` by default.
         mask : bool Tensor, broadcastable to (B, h, N, M), or "causal", optional
             True where a query may attend. One for each sequence needs its axes:
             ``padding[:, None, None, :]``.

@@ -116,6 +116,7 @@ class LearnedPositionalEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
+        """Normal, with deviation 0.02."""
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x, *, offset=0):
@@ -245,6 +246,7 @@ class RelativePositionBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
+        """Normal, with deviation 0.02."""
         nn.init.normal_(self.relative_attention_bias.weight, std=0.02)
 
     def forward(self, n, m=None):

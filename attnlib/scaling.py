@@ -413,6 +413,7 @@ class LocalRows(nn.Module):
     """What a rank computes with: its own rows of a parameter that is shared among ranks."""
 
     def forward(self, x):
+        """The rank's own part of a DTensor x."""
         return x.to_local()
 
 
@@ -905,6 +906,7 @@ class GPTStage(nn.Module):
                                    (nn.Identity(), nn.Identity()))
 
     def forward(self, x):
+        """Tokens (B, N) or (B, N, n_embd) to (B, N, n_embd), or to logits in the last stage."""
         if x.shape[1] > self.config.block_size:
             raise ValueError(f"x has {x.shape[1]} tokens; block_size allows at most "
                              f"{self.config.block_size}")
@@ -941,6 +943,7 @@ class Sleeper(nn.Module):
         self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(1))
 
     def forward(self, x):
+        """x as it is, later."""
         return _Nap.apply(x, self.weight, self.seconds)
 
 
@@ -1133,6 +1136,7 @@ class Plan:
 
     @property
     def devices(self):
+        """How many devices it takes."""
         return self.data * self.tensor * self.pipeline * self.context
 
     def micros(self, batch):

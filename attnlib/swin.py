@@ -74,6 +74,7 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False, device=device, dtype=dtype)
 
     def forward(self, x):
+        """A map (B, H, W, C) to a map (B, ⌈H/2⌉, ⌈W/2⌉, 2C)."""
         return self.reduction(self.norm(merge_patches(x)))  # (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
 
 # %% ../nbs/32_swin.ipynb #partition
@@ -458,7 +459,7 @@ class SwinStage(nn.Module):
             block.attn.set_window_size(window_size, [w // 2 * (i % 2) for w in window_size])
 
     def forward(self, x, run=lambda block, x: block(x)):
-        """Map to map; `run` is how a block is called."""
+        """A map (B, H, W, C) to a map; `run` is how a block is called."""
         x = self.downsample(x)
         for block in self.blocks:
             x = run(block, x)
@@ -675,6 +676,7 @@ class SwinTransformer(Backbone):
         return resample_tables(state_dict, self)
 
     def no_weight_decay(self):
+        """Names of parameters that are not to decay: the bias tables."""
         return {name for name, _ in self.named_parameters() if name.endswith("_bias_table")}
 
 # %% ../nbs/32_swin.ipynb #register

@@ -259,6 +259,7 @@ class PatchMergingV2(nn.Module):
         self.norm = nn.LayerNorm(2 * dim, device=device, dtype=dtype)
 
     def forward(self, x):
+        """A map (B, H, W, C) to a map (B, ⌈H/2⌉, ⌈W/2⌉, 2C)."""
         return self.norm(self.reduction(merge_patches(x)))  # (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
 
 # %% ../nbs/33_swinv2.ipynb #model
@@ -305,6 +306,7 @@ class SwinTransformerV2(SwinTransformer):
             block.attn.windows_at_once = windows_at_once
 
     def no_weight_decay(self):
+        """Names of parameters that are not to decay: the bias's MLP's, and temperatures."""
         return {name for name, _ in self.named_parameters()
                 if "cpb_mlp" in name or "logit_scale" in name}
 

@@ -270,7 +270,7 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
         Rate of this step.
     seed : int
         Fixes the dropout of this step.
-    clip : float, optional
+    clip : float or None
         Largest norm of the gradient.
     look : bool
         Whether to see if loss and gradient are finite, for which a GPU has to wait.
@@ -462,7 +462,7 @@ def resume(checkpoint, model, optimizer, settings):
 
     Parameters
     ----------
-    checkpoint : path, optional
+    checkpoint : path or None
     model : Module
     optimizer : torch.optim.Optimizer
         As `prepare` returns it.

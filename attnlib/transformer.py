@@ -98,6 +98,7 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS.get(activation, activation)
 
     def forward(self, x):
+        """Tokens (..., d_model) to tokens."""
         return self.linear2(self.activation(self.linear1(x)))  # (B, N, d) -> d_ff -> d
 
 # %% ../nbs/21_transformer.ipynb #encoder-layer
@@ -336,8 +337,10 @@ class Transformer(nn.Module):
 
     Parameters
     ----------
-    src_vocab, tgt_vocab : int
-        Numbers of tokens; without `tgt_vocab` both languages have one vocabulary.
+    src_vocab : int
+        Number of tokens of the source language.
+    tgt_vocab : int, optional
+        That of the target; by default both languages have one vocabulary.
     d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout, activation
         As in torch.nn.Transformer; dropout applies where the paper has it.
     norm_first : bool

@@ -716,6 +716,8 @@ def load_marian(source):
 
     Raises
     ------
+    ImportError
+        If transformers or huggingface_hub is missing.
     OSError
         If the files are neither there nor can be fetched.
     """

@@ -60,6 +60,7 @@ class PatchEmbed(nn.Module):
         self.num_patches = math.prod(self.grid_size)
 
     def forward(self, x):
+        """Images (B, C, H, W) to tokens (B, N, D), or to a map (B, H', W', D)."""
         check_images(x, self.in_chans, self.img_size if self.strict_img_size else None)
         check_divides(self.patch_size, tuple(x.shape[2:]))
         x = self.proj(x).permute(0, 2, 3, 1)  # (B, C, H, W) -> (B, D, H', W') -> (B, H', W', D)
@@ -138,6 +139,7 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, x):
+        """Tokens (..., in_features) to (..., out_features)."""
         x = self.drop(self.act(self.fc1(x)))  # (..., in) -> (..., hidden)
         return self.drop(self.fc2(x))  # -> (..., out)
 
@@ -202,6 +204,7 @@ class LayerScale(nn.Module):
         self.gamma = nn.Parameter(init_values * gamma)
 
     def forward(self, x):
+        """Tokens (..., dim) to tokens."""
         return self.gamma * x
 
 

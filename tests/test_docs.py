@@ -93,6 +93,16 @@ def invented(code):
     ]
 
 
+def silent(code):
+    """The public functions, classes and methods without a docstring."""
+    found = {node.name: node for node in public(code)}
+    for name, node in list(found.items()):
+        if isinstance(node, ast.ClassDef):
+            methods = [x for x in node.body if isinstance(x, ast.FunctionDef)]
+            found |= {f"{name}.{x.name}": x for x in methods if x.name[0] != "_"}
+    return [name for name, node in found.items() if not ast.get_docstring(node)]
+
+
 def modules():
     return {path.stem: path.read_text("utf-8") for path in LIBRARY.glob("[!_]*.py")}
 
@@ -102,6 +112,11 @@ def test_every_parameter_is_described():
     found = {module: missing(code, others) for module, code in modules().items()}
     assert {m: some for m, some in found.items() if some and m not in TODO} == {}
     assert [m for m in sorted(TODO) if not found[m]] == [], "is described: no longer to do"
+
+
+def test_every_public_name_has_a_docstring():
+    found = {m: silent(code) for m, code in modules().items() if m not in TODO}
+    assert {module: some for module, some in found.items() if some} == {}
 
 
 def test_no_docstring_invents_a_parameter():
@@ -143,6 +158,11 @@ def test_classes_describe_what_they_are_made_of():
     body = "\n    def __init__(self, depth, width): pass\n"
     code = f"class A:\n    '''Of a depth.'''\n{body}\n@dataclass\nclass B:\n    depth: int\n"
     assert missing(code, {}) == ["A(width)", "B(depth)"]
+
+
+def test_a_method_without_a_docstring_is_found():
+    code = "class A:\n    '''An A.'''\n    def {}(self): pass\ndef g(): '''G.'''"
+    assert silent(code.format("f")) == ["A.f"] and silent(code.format("_f")) == []
 
 
 def test_an_invented_parameter_is_found():
