@@ -204,7 +204,7 @@ def relative_index(grid_size, max_distance=14):
 
 
 class RelativePositions(nn.Module):
-    """Vectors for the vertical and the horizontal distance between two tokens.
+    """Vectors for the vertical and horizontal distance of two tokens (Shaw et al. 2018).
 
     Parameters
     ----------
@@ -223,7 +223,8 @@ class RelativePositions(nn.Module):
 
 # %% ../nbs/44_autoformer.ipynb #attention-class
 class Attention(nn.Module):
-    """Self-attention with up to `num_heads` heads, and relative positions on keys and values.
+    """Self-attention with up to `num_heads` heads, and relative positions on keys and values
+    (Shaw et al. 2018, equations 3 and 4).
 
     Parameters
     ----------
@@ -482,7 +483,8 @@ def extract(supernet, subnet):
 
 # %% ../nbs/44_autoformer.ipynb #classical
 class ClassicalSharing(nn.Module):
-    """A supernet without entanglement: every choice of a layer has weights of its own.
+    """A supernet without entanglement: every choice of a layer has weights of its own (Chen et
+    al. 2021, section 3.2).
 
     A layer has a `Block` for each width, number of heads and MLP ratio, and each width has its
     own patch projection, tokens, last norm and head.

@@ -222,7 +222,8 @@ class VectorQuantizer(nn.Module):
 
 # %% ../nbs/41_beit.ipynb #vq-autoencoder
 class VQAutoencoder(nn.Module):
-    """An encoder, a `VectorQuantizer` and a decoder; tokens are the numbers of the codes.
+    """An encoder, a `VectorQuantizer` and a decoder; tokens are the numbers of the codes (van
+    den Oord et al. 2017).
 
     Parameters
     ----------
@@ -431,7 +432,8 @@ class BeitAttention(nn.Module):
 
 # %% ../nbs/41_beit.ipynb #block
 class BeitBlock(nn.Module):
-    """A pre-norm block; what attention and MLP return is scaled by γ₁ and γ₂ (LayerScale).
+    """A pre-norm block; what attention and MLP return is scaled by γ₁ and γ₂ (LayerScale,
+    Touvron et al. 2021b).
 
     Parameters
     ----------
@@ -779,7 +781,8 @@ for version, size, img_size, init_values in (
 
 # %% ../nbs/41_beit.ipynb #feature-encoder
 class FeatureEncoder(nn.Module):
-    """The encoder of a tokenizer that sees the whole image: a `Backbone` and a linear layer.
+    """The encoder of a tokenizer that sees the whole image: a `Backbone` and a linear layer
+    (Peng et al. 2022, section 3.1).
 
     Parameters
     ----------

@@ -354,7 +354,8 @@ class EncoderLayer(nn.Module):
 
 # %% ../nbs/42_detr.ipynb #decoder-layer
 class DecoderLayer(EncoderLayer):
-    """The same for object queries, with attention to the image before the network.
+    """The same for object queries, with attention to the image before the network (Carion et
+    al. 2020, figure 10).
 
     Parameters
     ----------
@@ -443,7 +444,7 @@ def residual_block(block, x):
 
 # %% ../nbs/42_detr.ipynb #resnet
 class ResNet(nn.Module):
-    """A ResNet of torchvision's without its classifier, its batch norms frozen.
+    """torchvision's ResNet (He et al. 2016) without its classifier, its batch norms frozen.
 
     Parameters
     ----------
@@ -700,7 +701,8 @@ def small_detr(num_classes, detector=DETR, temperature=10000):
 
 # %% ../nbs/42_detr.ipynb #slow-anchor-layer
 class AnchorDecoderLayer(DecoderLayer):
-    """A decoder layer that compares contents with contents, and places with places.
+    """A decoder layer that compares contents with contents, and places with places (DAB-DETR,
+    Liu et al. 2022).
 
     Parameters
     ----------

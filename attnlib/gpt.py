@@ -313,7 +313,8 @@ class CausalSelfAttention(nn.Module):
 
 # %% ../nbs/24_gpt.ipynb #block
 class MLP(nn.Module):
-    """GPT-2's MLP: W₂ GELU(W₁ x + b₁) + b₂, with the tanh approximation of GELU.
+    """GPT-2's MLP: W₂ GELU(W₁ x + b₁) + b₂, with GELU's tanh approximation (Radford et al.
+    2019).
 
     Parameters
     ----------
@@ -349,7 +350,8 @@ def make_norm(config):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP: each reads the residual stream through a norm and adds to it.
+    """Attention, then an MLP: each reads the residual stream through a norm and adds to it
+    (Radford et al. 2019, section 2.3).
 
     Parameters
     ----------

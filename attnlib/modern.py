@@ -88,7 +88,7 @@ def apply_rotary_2d(x, rows, columns, *, base=100.0):
 
 # %% ../nbs/35_modern.ipynb #rotary-attention
 class RotaryAttention(Attention):
-    """A ViT's attention with rotary positions in two dimensions.
+    """A ViT's attention with rotary positions in two dimensions (Heo et al. 2024).
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ def use_rotary(model):
 
 # %% ../nbs/35_modern.ipynb #quick-gelu
 class QuickGELU(nn.Module):
-    """x σ(1.702 x), the approximation of GELU with which CLIP was trained."""
+    """CLIP's approximation of GELU, x σ(1.702 x) (Radford et al. 2021)."""
 
     def forward(self, x):
         """x · sigmoid(1.702 x), element by element."""

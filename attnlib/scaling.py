@@ -873,7 +873,7 @@ def ring_lesson(qkv, grad, causal=True, balanced=False, cut_balanced=None):
 
 # %% ../nbs/55_scaling.ipynb #pipeline-stage
 class GPTStage(nn.Module):
-    """The consecutive blocks of a `GPT` that one rank of a pipeline has.
+    """The consecutive blocks of a `GPT` that one rank of a pipeline has (Huang et al. 2019).
 
     The first stage reads tokens (B, N), the others (B, N, n_embd); the last gives logits.
 

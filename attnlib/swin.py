@@ -436,7 +436,8 @@ class SwinBlock(nn.Module):
 
 # %% ../nbs/32_swin.ipynb #stage
 class SwinStage(nn.Module):
-    """Patch merging, except in the first stage, and blocks; every second one shifts windows.
+    """Patch merging, except in the first stage, and blocks; every second one shifts windows
+    (Liu et al. 2021, figure 3).
 
     Parameters
     ----------

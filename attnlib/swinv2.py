@@ -245,7 +245,8 @@ class SwinBlockV2(nn.Module):
 
 # %% ../nbs/33_swinv2.ipynb #merging
 class PatchMergingV2(nn.Module):
-    """Half as many rows and columns of tokens, each twice as wide; the norm comes last.
+    """Half as many rows and columns of tokens, each twice as wide; the norm is last (Liu et al.
+    2022).
 
     Parameters
     ----------

@@ -90,7 +90,8 @@ class PixelEmbed(PatchEmbed):
 
 # %% ../nbs/34_tnt.ipynb #attention-class
 class SplitAttention(nn.Module):
-    """Multi-head self-attention with TNT's names: W^Q and W^K are one layer, `qk`; W^V is `v`.
+    """Multi-head self-attention with TNT's names: W^Q and W^K are one layer, `qk`; W^V is `v`
+    (Han et al. 2021, section 2.2).
 
     Parameters
     ----------
@@ -122,7 +123,8 @@ class SplitAttention(nn.Module):
 
 # %% ../nbs/34_tnt.ipynb #block
 class Block(nn.Module):
-    """A block for words and one for sentences, and the words' way into the sentences between.
+    """A block for words and one for sentences, and the words' way into the sentences between
+    (Han et al. 2021, section 2.2).
 
     Parameters
     ----------

@@ -23,7 +23,7 @@ from .position import (LearnedPositionalEmbedding, RelativePositionBias, alibi_b
 
 # %% ../nbs/21_transformer.ipynb #self-attention
 class SelfAttention(MultiHeadAttention):
-    """Multi-head attention of tokens to themselves.
+    """Multi-head attention of tokens to themselves (Vaswani et al. 2017, 3.2.3).
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class SelfAttention(MultiHeadAttention):
 
 # %% ../nbs/21_transformer.ipynb #cross-attention
 class CrossAttention(MultiHeadAttention):
-    """Multi-head attention of tokens to the encoder's output."""
+    """Multi-head attention of tokens to the encoder's output (Vaswani et al. 2017, 3.2.3)."""
 
     def forward(self, x, memory, mask=None, cache=None, layer=0):
         """Tokens (B, N, C) and memory (B, M, C) to tokens.
@@ -174,7 +174,8 @@ class DecoderLayer(nn.Module):
 
 # %% ../nbs/21_transformer.ipynb #stacks
 class Encoder(nn.Module):
-    """Encoder layers one after the other, and a last norm if `norm` is given.
+    """Encoder layers one after the other, and a last norm if `norm` is given (Vaswani et al.
+    2017, section 3.1).
 
     Parameters
     ----------
@@ -196,7 +197,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(Encoder):
-    """The same with decoder layers."""
+    """The same with decoder layers (Vaswani et al. 2017, section 3.1)."""
 
     def forward(self, x, memory, mask=None, memory_mask=None, bias=None, cache=None):
         """Tokens (B, N, d_model) and memory (B, M, d_model) to tokens."""

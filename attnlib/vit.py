@@ -115,7 +115,8 @@ def check_images(x, in_chans, img_size=None):
 
 # %% ../nbs/30_vit.ipynb #mlp
 class Mlp(nn.Module):
-    """The position-wise network W₂ GELU(W₁ x + b₁) + b₂ with timm's names.
+    """The position-wise network W₂ GELU(W₁ x + b₁) + b₂ with timm's names (Dosovitskiy et al.
+    2021, equation 3).
 
     Parameters
     ----------
@@ -150,7 +151,8 @@ def LayerNorm(dim, device=None, dtype=None):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with timm's names: W^Q, W^K and W^V are one layer, `qkv`.
+    """Multi-head self-attention with timm's names: W^Q, W^K and W^V are one layer, `qkv`
+    (Dosovitskiy et al. 2021, appendix A).
 
     Parameters
     ----------
