@@ -755,7 +755,8 @@ def random_search(score, supernet, *, evaluations=1000, seed=0, **limits):
 
     Returns
     -------
-    best, history
+    best : Subnet
+    history : list of (Subnet, float)
         As of `search`.
     """
     rng, fits = random.Random(seed), budget(supernet, **limits)

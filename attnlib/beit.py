@@ -782,7 +782,7 @@ for version, size, img_size, init_values in (
 # %% ../nbs/41_beit.ipynb #feature-encoder
 class FeatureEncoder(nn.Module):
     """The encoder of a tokenizer that sees the whole image: a `Backbone` and a linear layer
-    (Peng et al. 2022, section 3.1).
+    (Peng et al. 2022).
 
     Parameters
     ----------

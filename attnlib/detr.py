@@ -131,7 +131,7 @@ def check_targets(targets, batch, num_queries, num_classes):
     Parameters
     ----------
     targets : list of dict
-        As `SetLoss` takes them.
+        "labels" (n,) and "boxes" (n, 4) of each image; a box is center and size in its units.
     batch, num_queries, num_classes : int
         How many images, queries of each, and classes there are.
 
