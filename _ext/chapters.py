@@ -3,8 +3,9 @@
 A chapter is a line in _toc.yml and a notebook with a title, a sentence about it and a module.
 As an extension of Sphinx this file writes a page of the library for every module, and puts the
 chapters where index.md and api/index.md say `<!-- chapters -->`. It links each name of the
-library to the section of the chapter that defines it, and the definition there to the name's
-entry in the reference. `python _ext/chapters.py` puts the chapters into the README.
+library to the section of the chapter that defines it, the definition there to the name's entry
+in the reference, and the names that docstrings mention to theirs. `python _ext/chapters.py`
+puts the chapters into the README.
 """
 
 import ast
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import yaml
 from docutils import nodes
 from sphinx import addnodes
+from sphinx.util.nodes import make_refnode
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- chapters: made by _ext/chapters.py -->\n", "<!-- /chapters -->"
@@ -235,10 +237,39 @@ def link_to_reference(app, pagename, templatename, context, doctree):
             context["body"] = DEFINED.sub(link, context["body"])
 
 
+def meant(word, known):
+    """The full name that a word means in a docstring of another module, or None.
+
+    An everyday word such as `scale` means none, and neither does a name that several have.
+    """
+    word = word.removesuffix("()")
+    if not re.fullmatch(r"[\w.]*[A-Z_.][\w.]*", word):
+        return None
+    names = [name for name in known if f".{name}".endswith(f".{word}")]
+    names = [name for name in names if name.count(".") <= 2 + word.count(".")]
+    return names[0] if len(names) == 1 else None
+
+
+def link_names(app, env, node, contnode):
+    """Words in single backticks: a name of another module leads to its entry, others are code.
+
+    Names of the same module, and those in full, are Sphinx's to find.
+    """
+    if node["refdomain"] != "py" or node["reftype"] != "obj":
+        return None
+    entries = env.get_domain("py").objects
+    name = meant(node["reftarget"], [name for name in entries if name.startswith("attnlib.")])
+    if name is None:
+        return nodes.literal("", contnode.astext(), classes=["code"])
+    entry, start = entries[name], node.get("refdoc")
+    return make_refnode(app.builder, start, entry.docname, entry.node_id, contnode, name)
+
+
 def setup(app):
     app.connect("config-inited", write_pages)  # before _toc.yml is read, which asks for api/*
     app.connect("source-read", fill_in)
     app.connect("env-get-outdated", read_again)
+    app.connect("missing-reference", link_names)
     app.connect("doctree-resolved", link_to_chapters)
     app.connect("html-page-context", link_to_reference)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

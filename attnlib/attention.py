@@ -95,9 +95,22 @@ def padding_mask(lengths, m=None):
 
 # %% ../nbs/10_attention.ipynb #mask-fits-code
 def check_fits(name, x, shape):
-    """Raise unless a tensor fits logits of a shape.
+    """Raise unless a mask or bias fits logits of a shape.
 
-    A "mask" is boolean, a "bias" floating point, and neither makes the logits larger.
+    Parameters
+    ----------
+    name : {"mask", "bias"}
+    x : Tensor
+        Boolean as a mask, floating point as a bias.
+    shape : tuple of int
+        Of the logits; x must broadcast to it.
+
+    Raises
+    ------
+    TypeError
+        If the dtype is another.
+    ValueError
+        If x has more axes than the logits, or a longer one.
     """
     dtype = getattr(x, "dtype", type(x).__name__)
     if name == "bias" and not x.is_floating_point():
@@ -144,7 +157,20 @@ class AdditiveAttention(nn.Module):
 def check_attention(q, k, v, mask=None, bias=None, dropout_p=0.0):
     """Raise if the arguments of `attention` do not fit together, saying which do not.
 
-    Returns the leading axes that q, k and v have together.
+    Parameters
+    ----------
+    q, k, v, mask, bias, dropout_p
+        As in `attention`.
+
+    Returns
+    -------
+    torch.Size
+        The leading axes that q, k and v have together, after broadcasting.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `attention` does.
     """
     try:
         leading = q.shape[:-2]
@@ -172,7 +198,22 @@ def check_attention(q, k, v, mask=None, bias=None, dropout_p=0.0):
 
 # %% ../nbs/10_attention.ipynb #combine
 def combined_bias(mask, bias, q, k):
-    """Mask and bias as one tensor for the logits, and which rows (..., N, 1) have no key."""
+    """Mask and bias as one tensor for the logits, and which queries have no key.
+
+    Parameters
+    ----------
+    mask, bias
+        As in `attention`.
+    q, k : Tensor, shapes (..., N, d_k) and (..., M, d_k)
+        Of them only shape, dtype and device are read.
+
+    Returns
+    -------
+    combined : Tensor, broadcastable to (..., N, M)
+        -inf where the mask is False; zero in a row that has no key at all.
+    empty : bool Tensor, broadcastable to (..., N, 1)
+        True for such rows, whose output is to be zero.
+    """
     if isinstance(mask, str):
         mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
     bias = q.new_zeros(1) if bias is None else bias.to(q.dtype)
@@ -233,7 +274,12 @@ def sdpa(q, k, v, mask, bias, scale, dropout_p):
 
 # %% ../nbs/10_attention.ipynb #rule
 def has_amx():
-    """Whether this CPU has units that multiply tiles of bfloat16 (AMX)."""
+    """Whether this CPU has units that multiply tiles of bfloat16 (AMX).
+
+    Returns
+    -------
+    bool
+    """
     info = Path("/proc/cpuinfo")
     return info.exists() and "amx_bf16" in info.read_text()
 
@@ -242,7 +288,19 @@ HAS_AMX = has_amx()
 
 
 def fastest_backend(q, k, bias=None, dropout_p=0.0):
-    """The backend measured fastest: the kernels, or the equation for few keys on a CPU."""
+    """The backend measured fastest: the kernels, or the equation for few keys on a CPU.
+
+    Parameters
+    ----------
+    q, k, bias, dropout_p
+        As in `attention`.
+
+    Returns
+    -------
+    {"reference", "sdpa"}
+        "reference" on a CPU, for 512 keys at most, where PyTorch has no fast kernel: with
+        dropout, for a bias that learns, and for some dtypes.
+    """
     if q.device.type != "cpu" or k.shape[-2] > 512:
         return "sdpa"
     learning = torch.is_grad_enabled()
@@ -273,7 +331,12 @@ def register_backend(name, function, operation="attention"):
 
 
 def active_backend(operation):
-    """What the backend in force has registered for an operation, or None."""
+    """What the backend in force has registered for an `operation`, or None.
+
+    Returns
+    -------
+    callable or None
+    """
     return BACKENDS.get((operation, _active))
 
 

@@ -38,6 +38,11 @@ class Subnet:
         Width C of the tokens, in all layers.
     num_heads, mlp_ratio : tuple
         Heads h of each layer, and the hidden width of its MLP in units of `embed_dim`.
+
+    Raises
+    ------
+    ValueError
+        If the two tuples are not of one length, the depth.
     """
 
     embed_dim: int
@@ -64,6 +69,11 @@ class Space:
     ----------
     embed_dim, depth, num_heads, mlp_ratio : tuple
         The choices, in increasing order.
+
+    Raises
+    ------
+    ValueError
+        If a list of choices is empty, not in increasing order, or not of positive numbers.
     """
 
     embed_dim: tuple
@@ -194,7 +204,7 @@ def relative_index(grid_size, max_distance=14):
 
 
 class RelativePositions(nn.Module):
-    """Vectors for the vertical and the horizontal distance between two tokens.
+    """Vectors for the vertical and horizontal distance of two tokens (Shaw et al. 2018).
 
     Parameters
     ----------
@@ -213,7 +223,8 @@ class RelativePositions(nn.Module):
 
 # %% ../nbs/44_autoformer.ipynb #attention-class
 class Attention(nn.Module):
-    """Self-attention with up to `num_heads` heads, and relative positions on keys and values.
+    """Self-attention with up to `num_heads` heads, and relative positions on keys and values
+    (Shaw et al. 2018, equations 3 and 4).
 
     Parameters
     ----------
@@ -472,7 +483,8 @@ def extract(supernet, subnet):
 
 # %% ../nbs/44_autoformer.ipynb #classical
 class ClassicalSharing(nn.Module):
-    """A supernet without entanglement: every choice of a layer has weights of its own.
+    """A supernet without entanglement: every choice of a layer has weights of its own (Chen et
+    al. 2021, section 3.2).
 
     A layer has a `Block` for each width, number of heads and MLP ratio, and each width has its
     own patch projection, tokens, last norm and head.
@@ -512,8 +524,9 @@ def parameter_count(model, subnet):
 
     Parameters
     ----------
-    model : AutoFormer or SuperTransformer
-        Gives the sizes of images, patches, classes and heads; may be on the device "meta".
+    model : Module
+        An `AutoFormer` or `SuperTransformer`, which gives the sizes of images, patches, classes
+        and heads; may be on the device "meta".
     subnet : Subnet
 
     Returns
@@ -537,7 +550,7 @@ def operations(model, subnet):
 
     Parameters
     ----------
-    model : AutoFormer or SuperTransformer
+    model : Module
         As for `parameter_count`.
     subnet : Subnet
 
@@ -564,7 +577,22 @@ for name, subnet in RELEASED.items():
 
 # %% ../nbs/44_autoformer.ipynb #evolve
 def mutate(subnet, space, mutate_prob, depth_prob, rng):
-    """A network with some choices drawn again, of width and depth and of each layer."""
+    """A network with some choices drawn again, those of width and depth and those of each
+    layer.
+
+    Parameters
+    ----------
+    subnet : Subnet
+        One of `space`.
+    space : Space
+    mutate_prob, depth_prob : float
+        Probability that a choice of a layer, and that width or depth, is drawn again.
+    rng : random.Random
+
+    Returns
+    -------
+    Subnet
+    """
     C, depth = subnet.embed_dim, subnet.depth
     if rng.random() < depth_prob:
         depth = rng.choice(space.depth)
@@ -581,7 +609,17 @@ def mutate(subnet, space, mutate_prob, depth_prob, rng):
 
 
 def crossover(one, other, rng):
-    """Each choice is from one of the two parents; further layers are from the deeper."""
+    """Each choice is from one of the two parents; further layers are from the deeper.
+
+    Parameters
+    ----------
+    one, other : Subnet
+    rng : random.Random
+
+    Returns
+    -------
+    Subnet
+    """
     if one.depth < other.depth:
         one, other = other, one
     depth = rng.choice((one.depth, other.depth))
@@ -628,7 +666,23 @@ def budget(supernet, *, max_params=None, min_params=None, max_operations=None):
 
 
 def draw(make, count, fits, seen, tries=200):
-    """Up to `count` distinct networks of ``make()`` that fit and have not been seen."""
+    """Up to `count` distinct networks that fit and have not been seen.
+
+    Parameters
+    ----------
+    make : callable
+        Draws a network.
+    count : int
+    fits : callable
+        From a Subnet to bool, as `budget` makes it.
+    seen : collection of Subnet
+    tries : int
+        Drawings for each network that is wanted, after which fewer have to do.
+
+    Returns
+    -------
+    list of Subnet
+    """
     found = {}  # keeps the order
     for _ in range(tries * count):
         subnet = make()
@@ -687,14 +741,49 @@ def search(score, supernet, *, population=50, generations=20, parents=10, crosso
 
 
 def random_search(score, supernet, *, evaluations=1000, seed=0, **limits):
-    """The best of `evaluations` distinct random networks; the rest is as for `search`."""
+    """The best of some random networks, what `search` is compared with.
+
+    Parameters
+    ----------
+    score : callable
+    supernet : SuperTransformer
+    evaluations : int
+        How many distinct networks are scored.
+    seed : int
+    **limits
+        All but `evaluations` as in `search`.
+
+    Returns
+    -------
+    best : Subnet
+    history : list of (Subnet, float)
+        As of `search`.
+    """
     rng, fits = random.Random(seed), budget(supernet, **limits)
     drawn = draw(lambda: sample(supernet.space, rng), evaluations, fits, {})
     return chosen({subnet: score(subnet) for subnet in drawn}, limits)
 
 
 def chosen(scores, limits):
-    """The first network of the highest score, and all with their scores."""
+    """The network of the highest score, and all with their scores.
+
+    Parameters
+    ----------
+    scores : dict of Subnet to float
+    limits : dict
+        For the error alone.
+
+    Returns
+    -------
+    best : Subnet
+        The first of the best.
+    history : list of (Subnet, float)
+
+    Raises
+    ------
+    ValueError
+        If there are none.
+    """
     if not scores:
         raise ValueError(f"no network within {limits} was found; allow more, or draw longer")
     return max(scores, key=scores.get), list(scores.items())
@@ -725,7 +814,12 @@ def at_places(images, labels, every=1):
 def small_supernet(sharing=SuperTransformer, **shape):
     """A supernet of 22,140 networks for digits `at_places`, with either kind of sharing.
 
-    `shape` says what is otherwise for another task, such as ``num_classes=24``.
+    Parameters
+    ----------
+    sharing : type
+        `SuperTransformer` or `ClassicalSharing`.
+    **shape
+        What is otherwise for another task, such as ``num_classes=24``.
     """
     space = Space(embed_dim=(16, 32, 48), depth=(1, 2, 3, 4), num_heads=(1, 2, 3),
                   mlp_ratio=(1, 2, 4))
@@ -734,18 +828,47 @@ def small_supernet(sharing=SuperTransformer, **shape):
 
 # %% ../nbs/44_autoformer.ipynb #losses
 def random_subnet(space):
-    """A subnet whose seed is drawn by PyTorch's own generator."""
+    """A subnet of a `space`, whose seed is drawn by PyTorch's own generator.
+
+    Returns
+    -------
+    Subnet
+    """
     return sample(space, int(torch.randint(2**31, ())))
 
 
 def uniform_loss(supernet, images, labels):
-    """The loss of one random subnet, summed over a batch."""
+    """The loss of one random subnet, summed over a batch.
+
+    Parameters
+    ----------
+    supernet : Module
+        A `SuperTransformer` or `ClassicalSharing`.
+    images : Tensor, shape (B, C, H, W)
+    labels : int64 Tensor, shape (B,)
+
+    Returns
+    -------
+    Tensor, scalar
+    """
     logits = supernet(images, random_subnet(supernet.space))
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
 def sandwich_loss(supernet, images, labels):
-    """The same for the largest subnet, the smallest and a random one, added up."""
+    """The losses of the largest subnet, the smallest and a random one, added up.
+
+    Parameters
+    ----------
+    supernet : Module
+        A `SuperTransformer` or `ClassicalSharing`.
+    images : Tensor, shape (B, C, H, W)
+    labels : int64 Tensor, shape (B,)
+
+    Returns
+    -------
+    Tensor, scalar
+    """
     space = supernet.space
     subnets = space.largest(), space.smallest(), random_subnet(space)
     return sum(F.cross_entropy(supernet(images, subnet), labels, reduction="sum")

@@ -33,14 +33,14 @@ def to_2tuple(x):
 
 
 def check_counts(**counts):
-    """Raise unless all are integers of at least 1, naming the one that is not."""
+    """Raise a ValueError, with the name, unless all `counts` are integers of at least 1."""
     for name, count in counts.items():
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"{name} ({count!r}) must be an integer of at least 1")
 
 
 def check_rates(**rates):
-    """Raise unless all are in [0, 1), naming the one that is not."""
+    """Raise a ValueError, with the name, unless all `rates` are in [0, 1)."""
     for name, rate in rates.items():
         if not 0 <= rate < 1:
             raise ValueError(f"{name} ({rate}) must be in [0, 1)")
@@ -61,6 +61,7 @@ class DropPath(nn.Module):
         self.drop_prob = drop_prob
 
     def forward(self, x):
+        """x (B, ...), in training with zeros for some of the B examples."""
         if self.drop_prob == 0 or not self.training:
             return x
         keep_prob = 1 - self.drop_prob
@@ -68,18 +69,27 @@ class DropPath(nn.Module):
         return x * (kept / keep_prob)
 
     def extra_repr(self):
+        """What ``print(model)`` says of it."""
         return f"drop_prob={self.drop_prob:.3g}"
 
 
 def drop_path_rates(rate, depth):
-    """Stochastic depth that rises linearly from 0 in the first of `depth` blocks to `rate`."""
+    """Stochastic depth that rises linearly from 0 in the first of `depth` blocks to `rate`.
+
+    Returns
+    -------
+    list of float, one for each block
+    """
     check_counts(depth=depth)
     check_rates(drop_path_rate=rate)
     return [rate * i / max(1, depth - 1) for i in range(depth)]
 
 # %% ../nbs/94_backbone.ipynb #heads
 def init_weights(module):
-    """As timm initializes: linear layers normal with deviation 0.02, their biases zero."""
+    """As timm initializes a `module`: linear layers normal with deviation 0.02, biases zero.
+
+    Modules of other kinds stay as they are; ``model.apply(init_weights)`` goes through all.
+    """
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
@@ -87,7 +97,17 @@ def init_weights(module):
 
 
 def classifier(num_features, num_classes, device=None, dtype=None):
-    """The last layer of a model: from features to logits, or none if there are no classes."""
+    """The last layer of a model, from features to logits.
+
+    Parameters
+    ----------
+    num_features, num_classes : int
+        Without classes the layer is `nn.Identity`.
+
+    Returns
+    -------
+    nn.Linear or nn.Identity
+    """
     if num_classes == 0:
         return nn.Identity()
     head = nn.Linear(num_features, num_classes, device=device, dtype=dtype)
@@ -108,6 +128,11 @@ def feature_take_indices(indices, depth):
     Returns
     -------
     list of int
+
+    Raises
+    ------
+    ValueError
+        If there are no such stages.
     """
     if indices is None:
         return list(range(depth))
@@ -123,9 +148,23 @@ def feature_take_indices(indices, depth):
 
 # %% ../nbs/94_backbone.ipynb #format
 def as_map(x, grid, num_prefix_tokens=0, output_fmt="NCHW"):
-    """Tokens (B, k + H·W, D), or a map (B, H, W, D), in a format; and the k tokens in front.
+    """Tokens or a map in a format, and the prefix tokens in front.
 
-    The format is "NHWC" for (B, H, W, D), "NCHW" for (B, D, H, W) or "NLC" for (B, H·W, D).
+    Parameters
+    ----------
+    x : Tensor, shape (B, k + H·W, D) or (B, H, W, D)
+    grid : (int, int)
+        Rows H and columns W.
+    num_prefix_tokens : int
+        The k tokens that belong to no patch.
+    output_fmt : {"NCHW", "NHWC", "NLC"}
+        What is wanted: (B, D, H, W), (B, H, W, D) or (B, H·W, D).
+
+    Returns
+    -------
+    x : Tensor
+    prefix : Tensor, shape (B, k, D), or None
+        None if x was a map.
     """
     prefix = None
     if x.ndim == 3:
@@ -154,6 +193,11 @@ def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens
     -------
     Tensor, shape (1, num_prefix_tokens + new_size[0]·new_size[1], D)
         Bicubic, antialiased where the grid shrinks, computed in float32, as in timm.
+
+    Raises
+    ------
+    ValueError
+        If the old grid has not as many patches as there are positions.
     """
     count = pos_embed.shape[1] - num_prefix_tokens
     old_size = (math.isqrt(max(0, count)),) * 2 if old_size is None else tuple(old_size)
@@ -171,8 +215,20 @@ def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens
 
 # %% ../nbs/94_backbone.ipynb #resample-stored
 def resample_parameter(pos_embed, new_size, old_size, num_prefix_tokens=1):
-    """Positions for another grid as a parameter; the same one, which an optimizer may hold, if
-    the grid stays."""
+    """Positions for another grid, as a parameter.
+
+    It is the same one, which an optimizer may hold, if the grid stays.
+
+    Parameters
+    ----------
+    pos_embed : nn.Parameter
+    new_size, old_size, num_prefix_tokens
+        As in `resample_abs_pos_embed`.
+
+    Returns
+    -------
+    nn.Parameter
+    """
     if tuple(new_size) == tuple(old_size):
         return pos_embed
     new = resample_abs_pos_embed(pos_embed.detach(), new_size, old_size, num_prefix_tokens)
@@ -184,6 +240,19 @@ def resample_stored(state_dict, key, grid_size, num_prefix_tokens=1):
 
     They are taken for those of a square grid where their number allows it. Weights of another
     grid with the same number of patches go through `load_state_dict`.
+
+    Parameters
+    ----------
+    state_dict : dict of str to Tensor
+    key : str
+    grid_size : (int, int)
+        Rows and columns of the new grid.
+    num_prefix_tokens : int
+        The first positions belong to no patch and stay as they are.
+
+    Returns
+    -------
+    dict of str to Tensor
     """
     state_dict, old = dict(state_dict), state_dict.get(key)
     if old is not None and old.ndim == 3:

@@ -29,21 +29,45 @@ from .vit import LayerNorm, Mlp, PatchEmbed
 
 # %% ../nbs/41_beit.ipynb #conv-coder
 def conv_encoder(in_chans, dim, out_dim, patch_size):
-    """Images (B, in_chans, H, W) to maps (B, out_dim, H', W') with one place for each patch."""
+    """Images (B, in_chans, H, W) to maps (B, out_dim, H', W') with one place for each patch.
+
+    Parameters
+    ----------
+    in_chans, dim, out_dim : int
+        Channels of the images, of the layers between, and of the map.
+    patch_size : int or (int, int)
+
+    Returns
+    -------
+    nn.Sequential
+    """
     return nn.Sequential(nn.Conv2d(in_chans, dim, 3, padding=1), nn.GELU(),
                          nn.Conv2d(dim, dim, patch_size, stride=patch_size), nn.GELU(),
                          nn.Conv2d(dim, out_dim, 1))
 
 
 def conv_decoder(in_dim, dim, out_chans, patch_size):
-    """The way back: maps (B, in_dim, H', W') to images (B, out_chans, H, W)."""
+    """The way back: maps (B, in_dim, H', W') to images (B, out_chans, H, W).
+
+    Parameters
+    ----------
+    in_dim, dim, out_chans : int
+        Channels of the map, of the layers between, and of the images.
+    patch_size : int or (int, int)
+
+    Returns
+    -------
+    nn.Sequential
+    """
     return nn.Sequential(nn.Conv2d(in_dim, dim, 3, padding=1), nn.GELU(),
                          nn.ConvTranspose2d(dim, dim, patch_size, stride=patch_size), nn.GELU(),
                          nn.Conv2d(dim, out_chans, 3, padding=1))
 
 
 def check_vocabulary(num_embeddings):
-    """Raise unless there are at least two codes to choose from."""
+    """Raise a ValueError unless `num_embeddings` is an integer of at least 2, codes to choose
+    from.
+    """
     if not isinstance(num_embeddings, int) or num_embeddings < 2:
         raise ValueError(f"num_embeddings ({num_embeddings!r}) must be an integer of at least "
                          "2")
@@ -103,6 +127,10 @@ def dvae_loss(x, reconstruction, logits, beta=0.0):
     logits : Tensor, shape (B, K, H', W')
     beta : float
         Weight of the divergence; 1 is the bound for pixels of variance 1/2.
+
+    Returns
+    -------
+    Tensor, scalar
     """
     log_q = logits.log_softmax(1)
     divergence = (log_q.exp() * log_q).sum(1) + math.log(logits.shape[1])  # (B, H', W')
@@ -111,7 +139,18 @@ def dvae_loss(x, reconstruction, logits, beta=0.0):
 
 # %% ../nbs/41_beit.ipynb #perplexity
 def perplexity(tokens, num_embeddings):
-    """exp of the entropy of how often each token occurs: from 1 to K (all alike)."""
+    """exp of the entropy of how often each of K tokens occurs: from 1 to K (all alike).
+
+    Parameters
+    ----------
+    tokens : int64 Tensor, any shape
+    num_embeddings : int
+        The number K.
+
+    Returns
+    -------
+    float
+    """
     share = torch.bincount(tokens.flatten(), minlength=num_embeddings) / tokens.numel()
     return torch.special.entr(share).sum().exp().item()
 
@@ -183,7 +222,8 @@ class VectorQuantizer(nn.Module):
 
 # %% ../nbs/41_beit.ipynb #vq-autoencoder
 class VQAutoencoder(nn.Module):
-    """An encoder, a `VectorQuantizer` and a decoder; tokens are the numbers of the codes.
+    """An encoder, a `VectorQuantizer` and a decoder; tokens are the numbers of the codes (van
+    den Oord et al. 2017).
 
     Parameters
     ----------
@@ -213,7 +253,7 @@ class VQAutoencoder(nn.Module):
 
 # %% ../nbs/41_beit.ipynb #block-mask
 def check_masked(num_masked, num_patches):
-    """Raise unless a mask hides some of the patches and not all."""
+    """Raise a ValueError unless `num_masked` is an integer from 1 to `num_patches` - 1."""
     if not isinstance(num_masked, int) or not 1 <= num_masked < num_patches:
         raise ValueError(f"num_masked ({num_masked!r}) must be an integer from 1 to "
                          f"{num_patches - 1}: a mask hides some of {num_patches} patches")
@@ -287,19 +327,54 @@ def beit_position_index(window_size, device=None):
 
 # %% ../nbs/41_beit.ipynb #resize-table
 def resize_beit_table(table, new_window, old_window=None):
-    """A bias table for another window: `swin.resize_rel_pos_bias_table` but for 3 rows."""
+    """A bias table for another window; the three rows of the class token stay.
+
+    Parameters
+    ----------
+    table : Tensor, shape ((2H - 1)·(2W - 1) + 3, h)
+    new_window, old_window
+        As in `attnlib.swin.resize_rel_pos_bias_table`.
+
+    Returns
+    -------
+    Tensor, shape (rows, h)
+    """
     offsets = resize_rel_pos_bias_table(table[:-3], new_window, old_window)
     return torch.cat([offsets, table[-3:]])
 
 # %% ../nbs/41_beit.ipynb #position-bias
 def bias_table(window_size, num_heads, device=None, dtype=None):
-    """A learned table (rows, h): a row for each offset, and three for the class token."""
+    """A learned table: a row for each offset, and three for the class token.
+
+    Parameters
+    ----------
+    window_size : (int, int)
+        Rows and columns of patches.
+    num_heads : int
+
+    Returns
+    -------
+    nn.Parameter, shape (rows, num_heads)
+        Zero.
+    """
     rows = math.prod(2 * w - 1 for w in window_size) + 3
     return nn.Parameter(torch.zeros(rows, num_heads, device=device, dtype=dtype))
 
 
 def position_bias(table, index):
-    """What is added to the logits, (h, 1 + N, 1 + N), from a table (rows, h) and an index."""
+    """What is added to the logits.
+
+    Parameters
+    ----------
+    table : Tensor, shape (rows, h)
+        From `bias_table`.
+    index : int64 Tensor, shape (1 + N, 1 + N)
+        From `beit_position_index`.
+
+    Returns
+    -------
+    Tensor, shape (h, 1 + N, 1 + N)
+    """
     bias = table.T.index_select(1, index.flatten())  # (h, rows) -> (h, (1 + N)²)
     return bias.unflatten(1, index.shape)  # -> (h, 1 + N, 1 + N)
 
@@ -357,7 +432,8 @@ class BeitAttention(nn.Module):
 
 # %% ../nbs/41_beit.ipynb #block
 class BeitBlock(nn.Module):
-    """A pre-norm block; what attention and MLP return is scaled by γ₁ and γ₂ (LayerScale).
+    """A pre-norm block; what attention and MLP return is scaled by γ₁ and γ₂ (LayerScale,
+    Touvron et al. 2021b).
 
     Parameters
     ----------
@@ -396,7 +472,14 @@ class BeitBlock(nn.Module):
 
 
 def init_beit(model):
-    """Start as the authors do: both output layers of block ℓ are divided by √(2ℓ)."""
+    """Start as the authors do: both output layers of block ℓ are divided by √(2ℓ) (Bao et al.
+    2022, section 2.5).
+
+    Parameters
+    ----------
+    model : Module
+        With `cls_token` and `blocks`; it is changed.
+    """
     model.apply(init_weights)
     nn.init.trunc_normal_(model.cls_token, std=0.02)
     with torch.no_grad():
@@ -499,6 +582,7 @@ class Beit(Backbone):
         return adapt_tables(without_pretraining(state_dict, self), self)
 
     def no_weight_decay(self):
+        """Names of parameters that are not to decay; bias tables are among them."""
         tables = {name for name, _ in self.named_parameters() if name.endswith("bias_table")}
         return super().no_weight_decay() | tables
 
@@ -510,6 +594,16 @@ def adapt_tables(state_dict, model):
     """A state dict whose bias tables of another grid are interpolated for the model's.
 
     A table with as many rows as the model's is taken as it is.
+
+    Parameters
+    ----------
+    state_dict : dict of str to Tensor
+    model : Module
+        Its `patch_embed` tells the grid.
+
+    Returns
+    -------
+    dict of str to Tensor
     """
     grid = model.patch_embed.grid_size
     rows = math.prod(2 * n - 1 for n in grid) + 3
@@ -519,7 +613,20 @@ def adapt_tables(state_dict, model):
 
 
 def without_pretraining(state_dict, model):
-    """Weights of pre-training as those of a `Beit`: a copy of the table for each block."""
+    """Weights of pre-training as those of a `Beit`: a copy of the table for each block.
+
+    Parameters
+    ----------
+    state_dict : dict of str to Tensor
+        Of `BeitForMaskedImageModeling`; others are returned as they are.
+    model : Beit
+        Whose names and number of blocks are wanted.
+
+    Returns
+    -------
+    dict of str to Tensor
+        A norm behind the mean (`fc_norm`) keeps the model's own values.
+    """
     if f"rel_pos_bias.{TABLE}" not in state_dict:
         return dict(state_dict)
     table, own = state_dict[f"rel_pos_bias.{TABLE}"], model.state_dict()
@@ -548,6 +655,7 @@ class BeitPositionBias(nn.Module):
         self.register_buffer("relative_position_index", index, persistent=False)
 
     def forward(self):
+        """The bias of all blocks, (h, 1 + N, 1 + N)."""
         return position_bias(self.relative_position_bias_table, self.relative_position_index)
 
 # %% ../nbs/41_beit.ipynb #masked-model
@@ -621,7 +729,19 @@ class BeitForMaskedImageModeling(nn.Module):
 
 # %% ../nbs/41_beit.ipynb #masked-loss
 def check_mask(mask, shape):
-    """Raise unless a mask (B, N) fits and hides, in each image, some patches and not all."""
+    """Raise unless a mask hides, in each image, some patches and not all.
+
+    Parameters
+    ----------
+    mask : bool Tensor, shape (B, N)
+    shape : (int, int)
+        What its shape must be.
+
+    Raises
+    ------
+    ValueError
+        If it does not, or is of another shape or dtype.
+    """
     if mask.dtype != torch.bool or tuple(mask.shape) != shape:
         raise ValueError(f"mask of shape {tuple(mask.shape)} and dtype {mask.dtype} must be "
                          f"boolean of shape {shape}, images and patches")
@@ -661,7 +781,8 @@ for version, size, img_size, init_values in (
 
 # %% ../nbs/41_beit.ipynb #feature-encoder
 class FeatureEncoder(nn.Module):
-    """The encoder of a tokenizer that sees the whole image: a `Backbone` and a linear layer.
+    """The encoder of a tokenizer that sees the whole image: a `Backbone` and a linear layer
+    (Peng et al. 2022).
 
     Parameters
     ----------

@@ -108,8 +108,8 @@ def looked_at(model, x):
 
     Parameters
     ----------
-    model : attnlib.backbone.Backbone
-        In evaluation mode.
+    model : Module
+        A `Backbone` in evaluation mode.
     x : Tensor, shape (1, C, H, W)
 
     Returns
@@ -144,7 +144,17 @@ ORANGE = torch.tensor((0.9, 0.62, 0.0))
 
 
 def draw_map(model, x, path):
-    """Write the picture behind input x (1, 3, H, W) in gray, orange where the model looked."""
+    """Write the picture behind an input in gray, orange where the model looked.
+
+    Parameters
+    ----------
+    model : Module
+        Made by `create_model`, in evaluation mode.
+    x : Tensor, shape (1, 3, H, W)
+        From `models.preprocess`.
+    path : path
+        Of the picture; its ending says the format.
+    """
     mean, std = (torch.tensor(model.data_config[key]).view(3, 1, 1) for key in ("mean", "std"))
     shares = looked_at(model, x)
     shares = (shares - shares.min()) / (shares.max() - shares.min()).clamp(min=1e-12)
@@ -207,7 +217,7 @@ def answer(name, picture, weights=None, k=5, map=None):
 
 # %% ../nbs/97_cli.ipynb #bench
 def beside_timm(name, batch=1, rounds=9, device="cpu"):
-    """Seconds of a model and of timm's, which take turns: {"attnlib": [...], "timm": [...]}.
+    """Seconds of a model and of timm's, which take turns.
 
     Parameters
     ----------
@@ -215,6 +225,11 @@ def beside_timm(name, batch=1, rounds=9, device="cpu"):
         A name that timm has as well.
     batch, rounds : int
     device : torch.device or str
+
+    Returns
+    -------
+    dict of str to list of float
+        For "attnlib" and "timm", one for each round.
 
     Raises
     ------
@@ -248,14 +263,37 @@ def beside_timm(name, batch=1, rounds=9, device="cpu"):
 
 
 def middle(numbers, unit=1.0):
-    """The median of some numbers, with the quartiles in brackets."""
+    """The median of some numbers, with the quartiles in brackets.
+
+    Parameters
+    ----------
+    numbers : sequence of float
+        At least two.
+    unit : float
+        What 1 stands for.
+
+    Returns
+    -------
+    str
+    """
     low, median, high = (x / unit for x in
                          statistics.quantiles(numbers, n=4, method="inclusive"))
     return f"{median:.3g} ({low:.3g} to {high:.3g})"
 
 # %% ../nbs/97_cli.ipynb #main
 def print_models(options):
-    """The names that fit a pattern, one a line."""
+    """The names that fit a pattern, one a line.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        With `pattern`.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
     found = list_models(options.pattern)
     if not found:
         raise ValueError(f"pattern ({options.pattern!r}) fits no name; '*' lists all")
@@ -263,19 +301,37 @@ def print_models(options):
 
 
 def print_facts(options):
-    """What is known of a model, one fact a line."""
+    """What is known of a model, one fact a line.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        With `name`.
+    """
     for what, value in describe(options.name).items():
         print(f"{what:12} {value}")
 
 
 def print_classes(options):
-    """The five best classes of a picture."""
+    """The five best classes of a picture.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        With `name`, `picture`, `weights` and `map`.
+    """
     for name, p in answer(options.name, options.picture, options.weights, map=options.map):
         print(f"{p:6.1%} {name}")
 
 
 def print_times(options):
-    """Milliseconds of a model and of timm's, and their ratio."""
+    """Milliseconds of a model and of timm's, and their ratio.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        With `name`, `batch`, `rounds` and `device`.
+    """
     times = beside_timm(options.name, options.batch, options.rounds, options.device)
     ratios = [ours / theirs for ours, theirs in zip(times["attnlib"], times["timm"])]
     print(f"{options.name}, batch {options.batch}, {options.device}, "
@@ -314,7 +370,13 @@ def parser():
 
 
 def main(arguments=None):
-    """The command `attnlib`; `arguments` are those of the command line by default."""
+    """The command `attnlib`.
+
+    Parameters
+    ----------
+    arguments : list of str, optional
+        Those of the command line by default.
+    """
     options = parser().parse_args(arguments)
     try:
         options.run(options)

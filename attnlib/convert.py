@@ -231,7 +231,18 @@ def convert_state_dict(state_dict, family):
 
 
 def drop_key_bias(named):
-    """Of a bias for queries, keys and values, two: that of the keys is never used."""
+    """Of a bias for queries, keys and values, two: that of the keys has no effect.
+
+    Parameters
+    ----------
+    named : dict of str to Tensor
+        Every key `*attn.qkv.bias` becomes `*attn.q_bias` and `*attn.v_bias`; it is changed.
+
+    Returns
+    -------
+    dict of str to Tensor
+        The same one.
+    """
     for key in [key for key in named if key.endswith("attn.qkv.bias")]:
         query, _, value = named.pop(key).chunk(3)
         named |= {key.replace("qkv.", "q_"): query, key.replace("qkv.", "v_"): value}

@@ -39,6 +39,11 @@ class Roofline:
         Bytes per second between processor and memory, read and written together.
     overhead : float
         Seconds to start an operator; 0 gives the roofline as it was published.
+
+    Raises
+    ------
+    ValueError
+        If one of the first two is not positive, or `overhead` is negative.
     """
 
     peak_flops: float
@@ -128,6 +133,15 @@ def seconds(call, device="cpu", repeats=5):
         Before and after each call a CUDA device is waited for.
     repeats : int
         At least 1.
+
+    Returns
+    -------
+    float
+
+    Raises
+    ------
+    ValueError
+        If `repeats` is less than 1.
     """
     if repeats < 1:
         raise ValueError(f"repeats ({repeats}) must be at least 1")
@@ -147,7 +161,7 @@ def _timed(call, device, count=1):
 
 # %% ../nbs/50_cost.ipynb #take-turns
 def take_turns(calls, device="cpu", rounds=5, *, least=2e-3, seed=0):
-    """Seconds of some functions that take turns: {name: one for each round}.
+    """Seconds of some functions that take turns.
 
     Parameters
     ----------
@@ -161,6 +175,16 @@ def take_turns(calls, device="cpu", rounds=5, *, least=2e-3, seed=0):
         Seconds; a shorter function is called several times in its turn, and averaged.
     seed : int
         Of the orders.
+
+    Returns
+    -------
+    dict of str to list of float
+        One for each round.
+
+    Raises
+    ------
+    ValueError
+        If `rounds` is less than 1.
     """
     if rounds < 1:
         raise ValueError(f"rounds ({rounds}) must be at least 1")
@@ -203,6 +227,11 @@ def roofline_probes(device=None, dtype=torch.float32, *, shapes=((1024, 1024, 10
     -------
     dict of str to Probe
         Each with its `call`, `flops` and `bytes`. Those with neither show the overhead.
+
+    Raises
+    ------
+    TypeError
+        If `dtype` is not floating point.
     """
     if not dtype.is_floating_point:
         raise TypeError(f"dtype ({dtype}) must be floating point")
@@ -223,7 +252,19 @@ def roofline_probes(device=None, dtype=torch.float32, *, shapes=((1024, 1024, 10
 
 # %% ../nbs/50_cost.ipynb #measure-roofline
 def best_roofline(probes, times):
-    """The `Roofline` of the best that some probes reached, from their times in turns."""
+    """The `Roofline` of the best that some probes reached, from their times in turns.
+
+    Parameters
+    ----------
+    probes : dict of str to Probe
+        From `roofline_probes`.
+    times : dict of str to sequence of float
+        Seconds of each probe, from `take_turns`; the least counts.
+
+    Returns
+    -------
+    Roofline
+    """
     least = {name: min(times[name]) for name in probes}
     return Roofline(max(probe.flops / least[name] for name, probe in probes.items()),
                     max(probe.bytes / least[name] for name, probe in probes.items()),
@@ -274,7 +315,7 @@ GROUP_NAMES = (*GROUPS, "rest")
 
 
 def operator_group(name):
-    """The group, one of `GROUP_NAMES`, of an operator such as ``"aten::addmm"``."""
+    """The group, one of `GROUP_NAMES`, of an operator's `name` such as ``"aten::addmm"``."""
     name = re.sub(r"^aten(::|\.)", "", name)
     return next((group for group in GROUPS if re.search(GROUPS[group], name)), "rest")
 
@@ -416,6 +457,11 @@ def count_operations(call, *inputs):
     Returns
     -------
     OperationCount
+
+    Raises
+    ------
+    TypeError
+        If `call` cannot be called.
     """
     if not callable(call):
         raise TypeError(f"call ({call!r}) must be a function or a module")
@@ -450,6 +496,11 @@ def profile_groups(call, *inputs, repeats=3):
     -------
     dict
         {group: seconds}
+
+    Raises
+    ------
+    ValueError
+        If `repeats` is less than 1.
     """
     if repeats < 1:
         raise ValueError(f"repeats ({repeats}) must be at least 1")
@@ -490,6 +541,7 @@ class Recorder:
         self.keep = []  # so that no storage gets the number of another
 
     def add(self, x, segment):
+        """Note the storage of a tensor, as part of a segment or of none."""
         self.keep.append(x)
         self.order.append(Saved(_storage(x), x.untyped_storage().nbytes(), segment))
 
@@ -507,6 +559,7 @@ class Recorder:
         self.segment = self.count
 
     def leave(self, block, inputs, out):
+        """Behind a block: what follows belongs to no segment."""
         self.segment = None
 
     @contextmanager
@@ -530,6 +583,7 @@ def saved_activations(call, *inputs, exclude=()):
     ----------
     call : callable
     *inputs
+        Its arguments.
     exclude : iterable of Tensor
         Tensors that exist anyway; the parameters and buffers of a module are always excluded.
 
@@ -617,6 +671,11 @@ def training_memory(model, x, *, moments=2):
     TrainingMemory
         Its peak holds what is kept and the gradients that flow, and not what an operator needs
         for itself.
+
+    Raises
+    ------
+    ValueError
+        If `moments` is negative, or the model has nothing to train.
     """
     if moments < 0:
         raise ValueError(f"moments ({moments}) must not be negative")
@@ -664,6 +723,11 @@ def matmul_precision(name):
     ----------
     name : {"highest", "high", "medium"}
         As in `torch.set_float32_matmul_precision`. It is a setting of the whole process.
+
+    Raises
+    ------
+    ValueError
+        If there is no such precision.
     """
     if name not in PRECISIONS:
         raise ValueError(f"name ({name!r}) must be one of {', '.join(map(repr, PRECISIONS))}")
@@ -712,6 +776,11 @@ def fastest_float32(device=None, tolerance=4.0, *, shapes=SHAPES, repeats=5, gai
         The `name` and the `rows`, one `Precision` for each setting: its name, operations per
         second, error (root mean square, relative to the deviation of the product in float64),
         and whether it is float32.
+
+    Raises
+    ------
+    ValueError
+        If `tolerance`, `gain` or `repeats` is less than 1.
     """
     if not tolerance >= 1 or not gain >= 1:
         raise ValueError(f"tolerance ({tolerance}) and gain ({gain}) must be at least 1")
@@ -728,7 +797,23 @@ def fastest_float32(device=None, tolerance=4.0, *, shapes=SHAPES, repeats=5, gai
 
 # %% ../nbs/50_cost.ipynb #measure-precisions
 def measure_precisions(device, shapes, repeats):
-    """Seconds of all products at each precision, and the largest error against float64."""
+    """Seconds of all products at each precision, and the largest error against float64.
+
+    Parameters
+    ----------
+    device : torch.device or str
+    shapes : sequence of (int, int, int)
+        Products (m, k) by (k, n).
+    repeats : int
+        The least of so many times counts.
+
+    Returns
+    -------
+    times : dict of str to float
+        Seconds by the names of `PRECISIONS`.
+    errors : dict of str to float
+        Root mean square of the error, in units of the exact product's deviation.
+    """
     times, errors = dict.fromkeys(PRECISIONS, 0.0), dict.fromkeys(PRECISIONS, 0.0)
     for m, k, n in shapes:
         generator = torch.Generator().manual_seed(0)

@@ -25,7 +25,13 @@ import torch.nn.functional as F
 # %% ../nbs/90_data.ipynb #extras
 @contextmanager
 def data_extra():
-    """Imports in this context, if they fail, name what to install."""
+    """Imports in this context, if they fail, name what to install.
+
+    Raises
+    ------
+    ImportError
+        Names the extra.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -174,7 +180,17 @@ def encode(tokenizer, texts, *, prefix=None):
 
 
 def decode(tokenizer, tokens):
-    """The texts of token numbers (B, N), each up to its end token."""
+    """The texts of token numbers, each up to its end token, without special tokens.
+
+    Parameters
+    ----------
+    tokenizer : tokenizers.Tokenizer
+    tokens : int Tensor, shape (B, N)
+
+    Returns
+    -------
+    list of str
+    """
     rows = [row[: row.index(EOS)] if EOS in row else row for row in tokens.tolist()]
     return tokenizer.decode_batch(rows, skip_special_tokens=True)
 
@@ -265,6 +281,10 @@ def fetch(name, sources, folder):
         Addresses, each of which `name` is appended to, and the SHA-256 of the file there;
         asked in this order.
     folder : Path
+
+    Returns
+    -------
+    Path
 
     Raises
     ------
@@ -879,7 +899,18 @@ def encode_captions(captions, words=CAPTION_WORDS):
 
 
 def decode_captions(tokens, words=CAPTION_WORDS):
-    """The captions of token numbers (B, N), with or without the start, up to the end token."""
+    """The captions of token numbers, with or without the start, up to the end token.
+
+    Parameters
+    ----------
+    tokens : int Tensor, shape (B, N)
+    words : sequence of str
+        The vocabulary, as in `encode_captions`.
+
+    Returns
+    -------
+    list of str
+    """
     rows = [row[: row.index(EOS)] if EOS in row else row for row in tokens.tolist()]
     return [" ".join(words[i] for i in row if i not in (PAD, BOS)) for row in rows]
 
@@ -1141,7 +1172,17 @@ def cifar(name="cifar10", split="train", folder=None):
 
 # %% ../nbs/90_data.ipynb #standardize
 def standardize(images, reference):
-    """Images (n, C, H, W) less the mean of `reference` in each channel, over its deviation."""
+    """Images less the mean of others in each channel, over their deviation.
+
+    Parameters
+    ----------
+    images, reference : float Tensor, shape (n, C, H, W)
+        `reference` gives mean and deviation, and need not have as many images.
+
+    Returns
+    -------
+    Tensor, shape (n, C, H, W)
+    """
     deviation, mean = torch.std_mean(reference, dim=(0, 2, 3), keepdim=True)
     return (images - mean) / deviation.clamp(min=1e-6)
 

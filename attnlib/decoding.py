@@ -49,7 +49,17 @@ def generate(choose, model, src, max_length, *, bos_id=1, eos_id=2, use_cache=Tr
     choose : callable
         Log-probabilities (B, vocab) to tokens (B,).
     model, src, max_length, bos_id, eos_id, use_cache
-        As in `greedy`, which returns what this returns.
+        As in `greedy`.
+
+    Returns
+    -------
+    int64 Tensor, shape (B, N), N <= max_length
+        As of `greedy`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range or a row of `src` is nothing but padding.
     """
     check_decoding(model, src, max_length, bos_id, eos_id)
     with torch.no_grad(), evaluation(model):
@@ -97,13 +107,26 @@ def greedy(model, src, max_length, *, bos_id=1, eos_id=2, use_cache=True):
 
 # %% ../nbs/22_decoding.ipynb #checks
 def check_count(name, value):
-    """Raise unless `value` is an integer of at least 1."""
+    """Raise unless `value` is an integer of at least 1; an error calls it by its `name`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} ({value!r}) must be an integer of at least 1")
 
 
 def check_decoding(model, src, max_length, bos_id, eos_id, beam_size=1, length_penalty=0.0):
-    """Raise unless a model can decode these, saying which argument is wrong."""
+    """Raise unless a model can decode these, saying which argument is wrong.
+
+    Parameters
+    ----------
+    model : Transformer
+    src, max_length, bos_id, eos_id, beam_size, length_penalty
+        As in `beam_search`.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of its range, `eos_id` is the model's padding, or a row of `src`
+        holds nothing but padding.
+    """
     check_count("max_length", max_length)
     check_count("beam_size", beam_size)
     if not math.isfinite(length_penalty):

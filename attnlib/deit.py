@@ -41,6 +41,7 @@ class DistilledVisionTransformer(VisionTransformer):
         self.head_dist = classifier(self.embed_dim, self.num_classes, own.device, own.dtype)
 
     def prefix_tokens(self):
+        """The two tokens before those of the patches, (1, 1, D) each."""
         return [self.cls_token, self.dist_token]
 
     def set_distilled_training(self, enable=True):
@@ -62,7 +63,18 @@ class DistilledVisionTransformer(VisionTransformer):
 
 # %% ../nbs/31_deit.ipynb #losses
 def check_losses(logits, dist_logits, teacher_logits, weight):
-    """Raise unless the logits have one shape and the weight is from 0 to 1."""
+    """Raise unless the logits have one shape and the weight is from 0 to 1.
+
+    Parameters
+    ----------
+    logits, dist_logits, teacher_logits : Tensor, shape (B, C)
+    weight : float
+
+    Raises
+    ------
+    ValueError
+        If they are not.
+    """
     a, b, c = (tuple(z.shape) for z in (logits, dist_logits, teacher_logits))
     if not a == b == c:
         raise ValueError(f"logits {a}, dist_logits {b}, teacher_logits {c} must have one shape")
@@ -112,6 +124,12 @@ def soft_distillation_loss(logits, dist_logits, teacher_logits, labels, *, weigh
     Returns
     -------
     Tensor, scalar
+
+    Raises
+    ------
+    ValueError
+        If the logits' shapes differ, `weight` is outside [0, 1], or `temperature` is not
+        positive.
     """
     check_losses(logits, dist_logits, teacher_logits, weight)
     if not temperature > 0:

@@ -26,13 +26,13 @@ from .position import position_angles
 
 # %% ../nbs/42_detr.ipynb #boxes
 def box_cxcywh_to_xyxy(boxes):
-    """Centers and sizes (..., 4) as corners (..., 4): left, top, right, bottom."""
+    """`boxes` (..., 4) by center and size as corners (..., 4): left, top, right, bottom."""
     center, size = boxes[..., :2], boxes[..., 2:]
     return torch.cat([center - size / 2, center + size / 2], dim=-1)
 
 
 def box_xyxy_to_cxcywh(boxes):
-    """Corners (..., 4) as centers and sizes (..., 4)."""
+    """`boxes` (..., 4) by corners as centers and sizes (..., 4)."""
     low, high = boxes[..., :2], boxes[..., 2:]
     return torch.cat([(low + high) / 2, high - low], dim=-1)
 
@@ -82,7 +82,13 @@ def generalized_box_iou(a, b):
 # %% ../nbs/42_detr.ipynb #extra
 @contextmanager
 def detection_extra():
-    """Imports in this context, if they fail, name what to install."""
+    """Imports in this context, if they fail, name what to install.
+
+    Raises
+    ------
+    ImportError
+        Names the extra.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -121,6 +127,19 @@ def check_targets(targets, batch, num_queries, num_classes):
     """Raise unless each image has objects that so many queries can find.
 
     Values are looked at where the targets are on the CPU; a GPU would wait.
+
+    Parameters
+    ----------
+    targets : list of dict
+        "labels" (n,) and "boxes" (n, 4) of each image; a box is center and size in its units.
+    batch, num_queries, num_classes : int
+        How many images, queries of each, and classes there are.
+
+    Raises
+    ------
+    ValueError
+        If there is not a target for each image, a shape is another, an image has more objects
+        than queries, or a label or box is impossible.
     """
     if len(targets) != batch:
         raise ValueError(f"targets ({len(targets)}) must be one for each of {batch} images")
@@ -137,7 +156,22 @@ def check_targets(targets, batch, num_queries, num_classes):
 
 
 def check_values(name, labels, boxes, num_classes):
-    """Raise unless labels are classes and boxes lie in the image and have an area."""
+    """Raise unless labels are classes and boxes lie in the image and have an area.
+
+    Parameters
+    ----------
+    name : str
+        What an error calls the target.
+    labels : int Tensor, shape (n,)
+    boxes : Tensor, shape (n, 4)
+        Centers and sizes in units of the image.
+    num_classes : int
+
+    Raises
+    ------
+    ValueError
+        Names the first that is not so.
+    """
     if not (labels.min() >= 0 and labels.max() < num_classes):
         raise ValueError(f"{name}['labels'] from {labels.min()} to {labels.max()} must be from "
                          f"0 to {num_classes - 1} (num_classes - 1)")
@@ -309,6 +343,7 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def mlp(self, x):
+        """The position-wise network, tokens (B, N, embed_dim) to tokens."""
         return self.linear2(self.dropout(self.linear1(x).relu()))
 
     def forward(self, x, positions, mask=None):
@@ -319,7 +354,8 @@ class EncoderLayer(nn.Module):
 
 # %% ../nbs/42_detr.ipynb #decoder-layer
 class DecoderLayer(EncoderLayer):
-    """The same for object queries, with attention to the image before the network.
+    """The same for object queries, with attention to the image before the network (Carion et
+    al. 2020, figure 10).
 
     Parameters
     ----------
@@ -367,7 +403,19 @@ class FrozenBatchNorm2d(nn.Module):
 
 # %% ../nbs/42_detr.ipynb #frozen-conv
 def frozen_conv(conv, norm, x):
-    """The frozen norm of the convolution of a map (B, C, H, W), as one convolution."""
+    """A convolution and the frozen norm of its result, as one convolution.
+
+    Parameters
+    ----------
+    conv : nn.Conv2d
+    norm : Module
+        A batch norm with running statistics.
+    x : Tensor, shape (B, C, H, W)
+
+    Returns
+    -------
+    Tensor, shape (B, D, H', W')
+    """
     scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
     shift = norm.bias - norm.running_mean * scale
     return F.conv2d(x, conv.weight * scale[:, None, None, None], shift, conv.stride,
@@ -375,7 +423,18 @@ def frozen_conv(conv, norm, x):
 
 
 def residual_block(block, x):
-    """A block of a ResNet of torchvision's: relu(shortcut + two or three convolutions)."""
+    """A block of a ResNet of torchvision's: relu(shortcut + two or three convolutions).
+
+    Parameters
+    ----------
+    block : Module
+        A BasicBlock or Bottleneck with frozen norms.
+    x : Tensor, shape (B, C, H, W)
+
+    Returns
+    -------
+    Tensor, shape (B, D, H', W')
+    """
     shortcut = x if block.downsample is None else frozen_conv(*block.downsample, x)
     *first, last = [(module, getattr(block, name.replace("conv", "bn")))
                     for name, module in block.named_children() if name.startswith("conv")]
@@ -385,7 +444,7 @@ def residual_block(block, x):
 
 # %% ../nbs/42_detr.ipynb #resnet
 class ResNet(nn.Module):
-    """A ResNet of torchvision's without its classifier, its batch norms frozen.
+    """torchvision's ResNet (He et al. 2016) without its classifier, its batch norms frozen.
 
     Parameters
     ----------
@@ -535,7 +594,19 @@ class DETR(nn.Module):
 
 # %% ../nbs/42_detr.ipynb #check-images
 def check_images(images, mask):
-    """Raise unless these are images, and a mask that fits them."""
+    """Raise unless these are images, and a mask that fits them.
+
+    Parameters
+    ----------
+    images : Tensor, shape (B, C, H, W)
+    mask : bool Tensor, shape (B, H, W), or None
+        True where there is image.
+
+    Raises
+    ------
+    ValueError
+        If either is not.
+    """
     if images.ndim != 4:
         raise ValueError(f"images of shape {tuple(images.shape)} must be (B, 3, H, W)")
     if mask is not None:
@@ -560,6 +631,11 @@ def postprocess(output, sizes):
     list of dict
         For each image "scores" (Q,), the probability of the best class that is not "no object";
         "labels" (Q,), that class; "boxes" (Q, 4), corners in pixels.
+
+    Raises
+    ------
+    ValueError
+        If `sizes` has another shape.
     """
     scores, labels = output.logits.softmax(-1)[..., :-1].max(-1)  # (B, Q) each
     sizes = torch.as_tensor(sizes).to(output.boxes)
@@ -604,14 +680,29 @@ class SmallBackbone(nn.Sequential):
 
 
 def small_detr(num_classes, detector=DETR, temperature=10000):
-    """A detector for scenes of 48 × 48 pixels: a `DETR`, or `AnchorDETR`, with 10 queries."""
+    """A detector for scenes of 48 × 48 pixels: a `DETR`, or `AnchorDETR`, with 10 queries.
+
+    Parameters
+    ----------
+    num_classes : int
+    detector : type
+        `DETR` or `AnchorDETR`.
+    temperature : float
+        Of the positions; see `sine_positions`.
+
+    Returns
+    -------
+    Module
+        A `DETR`, or an `AnchorDETR`.
+    """
     return detector(num_classes, num_queries=10, num_encoder_layers=2, num_decoder_layers=3,
                     backbone=SmallBackbone(), embed_dim=64, num_heads=4, dim_feedforward=128,
                     dropout=0.0, temperature=temperature)
 
 # %% ../nbs/42_detr.ipynb #slow-anchor-layer
 class AnchorDecoderLayer(DecoderLayer):
-    """A decoder layer that compares contents with contents, and places with places.
+    """A decoder layer that compares contents with contents, and places with places (DAB-DETR,
+    Liu et al. 2022).
 
     Parameters
     ----------
@@ -645,7 +736,21 @@ class AnchorDecoderLayer(DecoderLayer):
 
 
 def anchor_sines(boxes, dim, temperature):
-    """Sines of y, x, h, w of boxes (B, Q, 4), ordered as in `sine_positions`: (B, Q, 2 dim)."""
+    """Sines of y, x, h, w of boxes, ordered as in `sine_positions`.
+
+    Parameters
+    ----------
+    boxes : Tensor, shape (B, Q, 4)
+        Centers and sizes in units of the image.
+    dim : int
+        Numbers for each of two coordinates.
+    temperature : float
+        As in `sine_positions`.
+
+    Returns
+    -------
+    Tensor, shape (B, Q, 2·dim)
+    """
     turns = 2 * torch.pi * boxes[..., [1, 0, 3, 2]].float()
     angles = position_angles(turns, dim // 2, base=temperature)  # (B, Q, 4, dim / 4)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(2).to(boxes)
@@ -759,5 +864,6 @@ class InOrder:
     """A matcher for `SetLoss` that gives object i to query i."""
 
     def __call__(self, logits, boxes, targets):
+        """For each layer and image, the numbers of queries and of objects."""
         rows = [torch.arange(len(target["labels"])) for target in targets]
         return [[(i, i) for i in rows] for _ in logits]

@@ -57,7 +57,17 @@ def sparse_mask(n, *, window, global_tokens=0, random_keys=0, causal=False, gene
 
 # %% ../nbs/54_efficient.ipynb #local-attention
 def check_lengths(q, k, v):
-    """Raise unless q, k, v fit together and hold equally many tokens."""
+    """Raise unless q, k, v fit together and hold equally many tokens.
+
+    Parameters
+    ----------
+    q, k, v : Tensor, shapes (..., N, d), (..., N, d), (..., N, d_v)
+
+    Raises
+    ------
+    ValueError
+        If they are not.
+    """
     check_attention(q, k, v)
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"q holds {q.shape[-2]} tokens and k {k.shape[-2]}; "
@@ -104,7 +114,7 @@ def local_attention(q, k, v, window, *, causal=True):
 
 # %% ../nbs/54_efficient.ipynb #axial-pooled
 def check_grid(x, grid):
-    """Raise unless the tokens of x (..., N, d) are those of a map of H × W."""
+    """Raise a ValueError unless the tokens of x (..., N, d) are those of a `grid` (H, W)."""
     if grid[0] * grid[1] != x.shape[-2]:
         raise ValueError(f"grid {tuple(grid)} must have as many places as there are tokens "
                          f"({x.shape[-2]})")
@@ -123,6 +133,11 @@ def axial_attention(q, k, v, grid, axis):
     Returns
     -------
     Tensor, shape (..., H W, d)
+
+    Raises
+    ------
+    ValueError
+        If `axis` is another, or the grid does not have as many places as there are tokens.
     """
     check_lengths(q, k, v)
     check_grid(q, grid)
@@ -149,6 +164,11 @@ def pooled_attention(q, k, v, grid, ratio):
     Returns
     -------
     Tensor, shape (..., N, d)
+
+    Raises
+    ------
+    ValueError
+        If `ratio` does not divide both sides of the grid, or the grid does not fit.
     """
     check_grid(k, grid)
     if ratio < 1 or grid[0] % ratio or grid[1] % ratio:
@@ -171,6 +191,11 @@ def linformer_attention(q, k, v, e, f):
     Returns
     -------
     Tensor, shape (..., N, d)
+
+    Raises
+    ------
+    ValueError
+        If a mixture is made for another number of tokens.
     """
     for name, x in (("e", e), ("f", f)):
         if x.shape[-1] != k.shape[-2]:
@@ -203,7 +228,19 @@ def segment_means(x, count, mask=None):
 
 
 def iterated_inverse(a, steps):
-    """Nyströmformer's pseudo-inverse of matrices (..., m, m) whose rows sum to one."""
+    """Pseudo-inverses by an iteration of third order (Xiong et al. 2021, section 3).
+
+    Parameters
+    ----------
+    a : Tensor, shape (..., m, m)
+        Rows sum to one.
+    steps : int
+        The paper takes 6.
+
+    Returns
+    -------
+    Tensor, shape (..., m, m)
+    """
     one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     z = a.mT / a.sum(-2).amax(-1)[..., None, None]  # for each matrix on its own
     for _ in range(steps):
@@ -229,6 +266,11 @@ def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
     Returns
     -------
     Tensor, shape (..., N, d)
+
+    Raises
+    ------
+    ValueError
+        If there are more landmarks than tokens.
     """
     check_lengths(q, k, v)
     check_count("landmarks", landmarks)
@@ -269,7 +311,7 @@ def random_features(m, d, *, orthogonal=True, generator=None):
 
 # %% ../nbs/54_efficient.ipynb #linear
 def at_least_float32(*tensors):
-    """Tensors with half precision widened: there, long sums lose what comes late."""
+    """The `tensors` with half precision widened: there, long sums lose what comes late."""
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
@@ -340,6 +382,11 @@ def performer_attention(q, k, v, w, *, causal=False, mask=None):
     Returns
     -------
     Tensor, shape (..., N, d_v)
+
+    Raises
+    ------
+    ValueError
+        If `w` has not the width of the keys.
     """
     check_lengths(q, k, v)
     if w.shape[-1] != q.shape[-1]:
@@ -368,11 +415,17 @@ def delta_attention(q, k, v, beta, *, state=None, chunk=64):
         How much of the difference is written, from 0 to 1.
     state : Tensor, shape (..., d, d_v), optional
     chunk : int
+        Tokens that are computed together.
 
     Returns
     -------
     out : Tensor, shape (..., N, d_v)
     state : Tensor, shape (..., d, d_v)
+
+    Raises
+    ------
+    ValueError
+        If `beta` has not a number for each key.
     """
     check_lengths(q, k, v)
     check_count("chunk", chunk)
@@ -412,6 +465,11 @@ def lsh_attention(q, k, v, buckets, rounds=1, *, causal=False, mask=None, genera
     -------
     Tensor, shape (..., N, d)
         Every token sees at least itself, unless the `mask` forbids it.
+
+    Raises
+    ------
+    ValueError
+        If `buckets` is odd or less than 2.
     """
     check_lengths(q, k, v)
     check_count("rounds", rounds)

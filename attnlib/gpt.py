@@ -91,14 +91,17 @@ class GPTConfig:
 
     @property
     def kv_heads(self):
+        """Heads of keys and values."""
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
     @property
     def head_width(self):
+        """Width of a head."""
         return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
 
     @property
     def hidden(self):
+        """Width of the MLP's hidden layer."""
         usual = 4 * self.n_embd if self.mlp == "gelu" else 8 * round(self.n_embd / 3)
         return usual if self.n_inner is None else self.n_inner
 
@@ -113,7 +116,17 @@ SCALINGS = {  # rope_type: what it is given
 
 
 def check_config(config):
-    """Raise unless a `GPTConfig` is possible, saying which entry is not."""
+    """Raise unless a `GPTConfig` is possible.
+
+    Parameters
+    ----------
+    config : GPTConfig
+
+    Raises
+    ------
+    ValueError
+        Names the entry, its value and what is allowed.
+    """
     for name, choices in CHOICES.items():
         if getattr(config, name) not in choices:
             some = ", ".join(map(repr, choices))
@@ -153,6 +166,8 @@ def rotation(config, positions, dtype=torch.float32):
     ----------
     config : GPTConfig
     positions : int Tensor, shape (N,) or (B, N)
+    dtype : torch.dtype
+        Of the result.
 
     Returns
     -------
@@ -173,6 +188,19 @@ def slowdown(frequencies, rope_type, factor, low_freq_factor=1.0, high_freq_fact
     "linear" divides all frequencies by `factor`. "llama3" keeps those that turn more than
     `high_freq_factor` times in a text of the original length, divides those that turn less than
     `low_freq_factor` times, and interpolates linearly between the two (Llama 3.1's code).
+
+    Parameters
+    ----------
+    frequencies : Tensor, shape (d / 2,)
+        Angles by which one step turns each pair.
+    rope_type : {"linear", "llama3"}
+    factor, low_freq_factor, high_freq_factor : float
+    original_max_position_embeddings : int
+        The original length, in tokens.
+
+    Returns
+    -------
+    Tensor, shape (d / 2,)
     """
     if rope_type == "linear":
         return torch.full_like(frequencies, 1 / factor)
@@ -182,7 +210,20 @@ def slowdown(frequencies, rope_type, factor, low_freq_factor=1.0, high_freq_fact
 
 # %% ../nbs/24_gpt.ipynb #mask
 def token_positions(n, past=0, attention_mask=None, device=None):
-    """Positions of the last n of past + n tokens, (n,) or (B, n); padding is not counted."""
+    """Positions of the last n of past + n tokens; padding is not counted.
+
+    Parameters
+    ----------
+    n, past : int
+    attention_mask : Tensor, shape (B, past + n), optional
+        0 or False at padding, which stands on the left.
+    device : torch.device or str, optional
+        Of the result where there is no mask.
+
+    Returns
+    -------
+    int64 Tensor, shape (n,), or (B, n) with a mask
+    """
     if attention_mask is None:
         return torch.arange(past, past + n, device=device)
     return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past:]
@@ -272,7 +313,14 @@ class CausalSelfAttention(nn.Module):
 
 # %% ../nbs/24_gpt.ipynb #block
 class MLP(nn.Module):
-    """GPT-2's MLP: W₂ GELU(W₁ x + b₁) + b₂, with the tanh approximation of GELU."""
+    """GPT-2's MLP: W₂ GELU(W₁ x + b₁) + b₂, with GELU's tanh approximation (Radford et al.
+    2019).
+
+    Parameters
+    ----------
+    config : GPTConfig
+        Gives `n_embd`, the hidden width, `bias` and `dropout`.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -281,18 +329,34 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
+        """Tokens (..., n_embd) to tokens."""
         return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
 
 
 def make_norm(config):
-    """The norm of a block: `nn.RMSNorm` or `nn.LayerNorm`."""
+    """The norm of a block: `nn.RMSNorm` or `nn.LayerNorm`.
+
+    Parameters
+    ----------
+    config : GPTConfig
+
+    Returns
+    -------
+    nn.RMSNorm or nn.LayerNorm
+    """
     if config.norm == "rms":
         return nn.RMSNorm(config.n_embd, config.norm_eps)
     return nn.LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
 
 
 class Block(nn.Module):
-    """Attention, then an MLP: each reads the residual stream through a norm and adds to it."""
+    """Attention, then an MLP: each reads the residual stream through a norm and adds to it
+    (Radford et al. 2019, section 2.3).
+
+    Parameters
+    ----------
+    config : GPTConfig
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -302,12 +366,22 @@ class Block(nn.Module):
             config.n_embd, 2 * config.hidden, config.dropout, bias=config.bias)
 
     def forward(self, x, turn=None, mask="causal", cache=None, layer=0):
+        """Tokens (B, N, n_embd) to tokens; the rest as for `CausalSelfAttention`."""
         x = x + self.attn(self.ln_1(x), turn, mask, cache, layer)
         return x + self.mlp(self.ln_2(x))
 
 # %% ../nbs/24_gpt.ipynb #init
 def init_weights(model):
-    """GPT-2's: normal, deviation 0.02; less for matrices that write to the residual stream."""
+    """GPT-2's start: normal, with deviation 0.02; biases are zero.
+
+    Matrices that write to the residual stream start smaller, by √(2 L) for L blocks (Radford et
+    al. 2019, section 2.3).
+
+    Parameters
+    ----------
+    model : GPT
+        It is changed.
+    """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             adds = name.endswith(("c_proj.weight", "fc2.weight"))
@@ -317,7 +391,23 @@ def init_weights(model):
 
 # %% ../nbs/24_gpt.ipynb #check-prompt
 def check_prompt(tokens, attention_mask, config, past=0, more=0):
-    """Raise unless a model can read these tokens behind `past` others and write `more`."""
+    """Raise unless a model can read these tokens behind `past` others and write `more`.
+
+    Parameters
+    ----------
+    tokens : int Tensor, shape (B, N)
+    attention_mask : Tensor, shape (B, past + N), or None
+    config : GPTConfig
+    past, more : int
+        Numbers of tokens.
+
+    Raises
+    ------
+    ValueError
+        If there are not as many positions, or a shape or token is another.
+    TypeError
+        If the tokens are no integers.
+    """
     end = past + tokens.shape[-1] + more
     if end > config.block_size:
         raise ValueError(f"tokens of shape {tuple(tokens.shape)} behind {past} others and with "
@@ -332,7 +422,20 @@ def check_prompt(tokens, attention_mask, config, past=0, more=0):
 
 
 def check_prompts(tokens, max_new_tokens, attention_mask, config, eos_id=None):
-    """Raise unless so many tokens can be put behind these, which are padded on the left."""
+    """Raise unless `max_new_tokens` can be put behind these tokens, which are padded on the
+    left.
+
+    Parameters
+    ----------
+    tokens, max_new_tokens, attention_mask, eos_id
+        As in `GPT.generate`.
+    config : GPTConfig
+
+    Raises
+    ------
+    ValueError
+        If they cannot, or padding stands on the right.
+    """
     check_count("max_new_tokens", max_new_tokens)
     if eos_id is not None and not 0 <= eos_id < config.vocab_size:
         raise ValueError(f"eos_id ({eos_id}) must be a token, from 0 to "
@@ -360,6 +463,11 @@ def pad_left(prompts, pad_id=0):
     -------
     tokens : int64 Tensor, shape (B, longest)
     attention_mask : bool Tensor, shape (B, longest)
+
+    Raises
+    ------
+    ValueError
+        If there is no prompt, or one is empty.
     """
     longest = max(map(len, prompts), default=0)
     empty = [i for i, row in enumerate(prompts) if len(row) == 0]
@@ -371,7 +479,24 @@ def pad_left(prompts, pad_id=0):
 
 # %% ../nbs/24_gpt.ipynb #next-token
 def min_p_filter(logits, p):
-    """Keep tokens at least p times as probable as the best one, set the others to −inf."""
+    """Keep tokens at least p times as probable as the best, set the others to −inf (Nguyen et
+    al. 2024).
+
+    Parameters
+    ----------
+    logits : Tensor, shape (..., vocab)
+    p : float
+        From 0, which keeps all, to 1.
+
+    Returns
+    -------
+    Tensor, shape (..., vocab)
+
+    Raises
+    ------
+    ValueError
+        If p is outside [0, 1].
+    """
     if not 0 <= p <= 1:
         raise ValueError(f"min_p ({p}) must be in [0, 1]")
     if p == 0:
@@ -380,7 +505,23 @@ def min_p_filter(logits, p):
 
 
 def next_token(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, generator=None):
-    """Tokens (B,) drawn by logits (B, vocab); at the temperature 0 the most probable ones."""
+    """A token for each row, drawn by its logits; at the temperature 0 the most probable one.
+
+    Parameters
+    ----------
+    logits : Tensor, shape (B, vocab)
+    temperature, top_k, top_p, min_p, generator
+        As in `GPT.generate`.
+
+    Returns
+    -------
+    int64 Tensor, shape (B,)
+
+    Raises
+    ------
+    ValueError
+        If a number is out of its range.
+    """
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature ({temperature}) must be at least 0, and finite")
     if temperature == 0:
@@ -423,7 +564,22 @@ PUBLISHED = {  # vocab_size, block_size, n_layer, n_head
 
 # %% ../nbs/24_gpt.ipynb #transformers-config
 def config_of(source):
-    """The `GPTConfig` of a configuration of the transformers library."""
+    """The `GPTConfig` of a configuration of the transformers library.
+
+    Parameters
+    ----------
+    source : transformers.PretrainedConfig
+        Of GPT-2, Llama, Mistral, Qwen2 or Qwen3.
+
+    Returns
+    -------
+    GPTConfig
+
+    Raises
+    ------
+    ValueError
+        If it asks for what `GPT` does not compute; the message names the entry.
+    """
     kind, tied = source.model_type, source.tie_word_embeddings
     if kind == "gpt2":
         check_published(source, activation_function=("gelu_new", "gelu_pytorch_tanh"),
@@ -454,7 +610,19 @@ def config_of(source):
 
 
 def check_published(source, **allowed):
-    """Raise unless the entries of a configuration are among those that `GPT` knows."""
+    """Raise unless the entries of a configuration are among those that `GPT` knows.
+
+    Parameters
+    ----------
+    source : transformers.PretrainedConfig
+    **allowed : tuple
+        For an entry's name, the values that it may have.
+
+    Raises
+    ------
+    ValueError
+        Names the entry that has another value.
+    """
     for name, choices in allowed.items():
         if (value := getattr(source, name, choices[0])) not in choices:
             some = ", ".join(map(repr, choices))
@@ -589,9 +757,11 @@ class GPT(nn.Module):
         max_new_tokens : int
         temperature : float
             Divides the logits; at 0 the most probable token is taken.
-        top_k, top_p, min_p : optional
-            Draw only among the k best tokens; among the fewest that have probability p
-            together; among those at least p times as probable as the best.
+        top_k : int, optional
+            Draw only among the k best tokens.
+        top_p, min_p : float, optional
+            Draw only among the fewest that have probability p together; only among those at
+            least p times as probable as the best.
         attention_mask : Tensor, shape (B, N), optional
             0 or False at padding.
         eos_id : int, optional
@@ -601,6 +771,12 @@ class GPT(nn.Module):
         Returns
         -------
         int64 Tensor, shape (B, N + new)
+
+        Raises
+        ------
+        ValueError
+            If a number is out of its range, the text gets longer than `block_size`, or padding
+            stands on the right.
         """
         sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         new = self.stream(tokens, max_new_tokens, attention_mask=attention_mask, eos_id=eos_id,
@@ -628,6 +804,11 @@ def text_batches(tokens, length, batch_size, seed=0):
     -------
     callable
         `batches(step)` is a tuple of one Tensor (batch_size, length + 1).
+
+    Raises
+    ------
+    ValueError
+        If the text is not longer than `length`.
     """
     check_count("length", length)
     if len(tokens) <= length:
@@ -642,7 +823,21 @@ def text_batches(tokens, length, batch_size, seed=0):
 
 
 def text_loss(model, batch):
-    """The summed loss in nats of all tokens but the first of each row, and their number."""
+    """The loss of all tokens but the first of each row, as `attnlib.train.fit` wants it.
+
+    Parameters
+    ----------
+    model : GPT
+    batch : tuple of Tensor, shape (B, N)
+        Tokens alone, from `text_batches`.
+
+    Returns
+    -------
+    loss : Tensor, scalar
+        Summed, in nats.
+    count : int
+        B (N - 1), the number of terms.
+    """
     (tokens,) = batch
     logits = model(tokens[:, :-1]).flatten(0, 1)  # (B, n, vocab) -> (B n, vocab)
     loss = F.cross_entropy(logits.float(), tokens[:, 1:].flatten(), reduction="sum")
@@ -651,10 +846,22 @@ def text_loss(model, batch):
 
 @torch.no_grad()
 def text_bits(model, tokens, length, stride=None):
-    """-log2 of the probability that a model gives to tokens (n,), without the first.
+    """-log₂ of the probability that a model gives to a text without its first token.
 
     Every token is predicted once, from at least `length` - `stride` tokens before it where
-    there are so many; `stride` is half of the length by default.
+    there are so many.
+
+    Parameters
+    ----------
+    model : GPT
+    tokens : int64 Tensor, shape (n,)
+    length : int
+    stride : int, optional
+        Half of the length by default.
+
+    Returns
+    -------
+    float
     """
     stride, total = length // 2 if stride is None else stride, 0.0
     with evaluation(model):

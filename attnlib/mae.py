@@ -100,7 +100,20 @@ def harmonic_fill(images, hidden, steps=200):
 
 
 def hidden_pixels(mask, grid_size, patch_size):
-    """A mask of patches (B, N), 1 where hidden, as one of pixels, bool (B, 1, H, W)."""
+    """A mask of patches as one of pixels.
+
+    Parameters
+    ----------
+    mask : Tensor, shape (B, N)
+        1 or True where a patch is hidden.
+    grid_size : (int, int)
+        Rows H' and columns W' of patches; N = H'·W'.
+    patch_size : int or (int, int)
+
+    Returns
+    -------
+    bool Tensor, shape (B, 1, H, W)
+    """
     x = mask.bool().unflatten(1, grid_size)[:, None]  # (B, N) -> (B, 1, H', W')
     for axis, p in zip((2, 3), to_2tuple(patch_size)):
         x = x.repeat_interleave(p, dim=axis)
@@ -140,8 +153,18 @@ def random_masking(noise, mask_ratio):
 
 # %% ../nbs/40_mae.ipynb #patchify
 def patchify(images, patch_size):
-    """Images (B, C, H, W) as the pixels of their patches, (B, N, p·q·C); a pixel's channels are
-    neighbors, as in the authors' code.
+    """Images as the pixels of their patches; a pixel's channels are neighbors, as in the
+    authors' code.
+
+    Parameters
+    ----------
+    images : Tensor, shape (B, C, H, W)
+    patch_size : int or (int, int)
+        Height p and width q of a patch.
+
+    Returns
+    -------
+    Tensor, shape (B, N, p·q·C)
 
     Raises
     ------
@@ -155,13 +178,32 @@ def patchify(images, patch_size):
 
 
 def unpatchify(patches, grid_size, patch_size):
-    """The other way: pixels of patches (B, H'·W', p·q·C) as images (B, C, H'·p, W'·q)."""
+    """The pixels of patches as images, the inverse of `patchify`.
+
+    Parameters
+    ----------
+    patches : Tensor, shape (B, H'·W', p·q·C)
+    grid_size : (int, int)
+        Rows H' and columns W' of patches.
+    patch_size : int or (int, int)
+
+    Returns
+    -------
+    Tensor, shape (B, C, H'·p, W'·q)
+    """
     x = patches.unflatten(2, (*to_2tuple(patch_size), -1))  # -> (B, N, p, q, C)
     return put_together(x.permute(0, 1, 4, 2, 3).flatten(0, 1), grid_size)
 
 
 def normalized(patches):
-    """Each patch (..., p·q·C) less its mean, over its deviation (He et al. 2022, section 3)."""
+    """Each of the `patches` (..., p·q·C) less its mean, over its deviation (He et al. 2022,
+    section 3).
+
+    Raises
+    ------
+    ValueError
+        If a patch has fewer than two values.
+    """
     if patches.shape[-1] < 2:
         raise ValueError(f"patches of shape {tuple(patches.shape)} must have at least two "
                          "values each to have a deviation")
@@ -238,7 +280,7 @@ class MaskedAutoencoder(nn.Module):
         return self.decoder_pred(x[:, 1:])  # (B, N, d) -> (B, N, p q C)
 
     def forward_loss(self, images, prediction, mask):
-        """The mean squared error of the hidden patches."""
+        """The mean squared error of the hidden patches, for predicted pixels (B, N, p·q·C)."""
         target = patchify(images, self.patch_size)
         target = normalized(target) if self.norm_pix_loss else target
         error = (prediction - target).square().mean(-1)  # (B, N, p q C) -> (B, N)
@@ -266,34 +308,49 @@ class MaskedAutoencoder(nn.Module):
 
 # %% ../nbs/40_mae.ipynb #class-parts
 def positions(grid_size, dim, device=None, dtype=None):
-    """Sines and cosines of each patch's place, (1, 1 + N, dim), never trained; the class token
-    in front has none."""
+    """Sines and cosines of each patch's place, never trained; the class token in front has
+    none.
+
+    Parameters
+    ----------
+    grid_size : (int, int)
+        Rows and columns of patches, N in all.
+    dim : int
+        Divisible by 4.
+
+    Returns
+    -------
+    nn.Parameter, shape (1, 1 + N, dim)
+    """
     table = sincos_2d(*grid_size, dim, device=device, dtype=dtype or torch.get_default_dtype())
     return nn.Parameter(F.pad(table, (0, 0, 1, 0))[None], requires_grad=False)
 
 
 def stack(depth, *arguments, **options):
-    """So many blocks with these arguments."""
+    """So many blocks (`depth`), one after the other, made with the same `arguments` and
+    `options` of `vit.Block`.
+    """
     return nn.Sequential(*(Block(*arguments, **options) for _ in range(depth)))
 
 
 def init_weights(module):
-    """As the authors initialize: Xavier's uniform distribution; the patch projection as if it
-    were a linear layer."""
+    """As the authors initialize a `module`: by Xavier's uniform distribution, the patch
+    projection as if it were a linear layer.
+    """
     if isinstance(module, (nn.Linear, nn.Conv2d)):
         nn.init.xavier_uniform_(module.weight.flatten(1))
         nn.init.zeros_(module.bias)
 
 
 def check_noise(noise, shape):
-    """Raise unless there is a number for each patch of each image."""
+    """Raise a ValueError unless the `shape` of `noise` is this, images and patches."""
     if noise.shape != shape:
         raise ValueError(f"noise of shape {tuple(noise.shape)} must have a number for each "
                          f"patch, {tuple(shape)}")
 
 
 def check_hidden(mask_ratio, hidden, count):
-    """Raise unless some of the patches are hidden."""
+    """Raise a ValueError if `mask_ratio` hides none: `hidden` of `count` patches."""
     if hidden == 0:
         raise ValueError(f"mask_ratio ({mask_ratio}) hides none of {count} patches, and the "
                          "loss is that of hidden ones")
@@ -319,6 +376,11 @@ def kernel_fill(images, train, hidden, width):
     hidden : bool Tensor, shape (B, 1, H, W)
     width : float
         Of the kernel, in units of the pixels' differences.
+
+    Returns
+    -------
+    Tensor, shape (B, C, H, W)
+        The images; hidden pixels have been replaced.
     """
     seen = (~hidden).expand_as(images).flatten(1).to(images)  # (B, D)
     q, k = images.flatten(1) * seen, train.flatten(1)  # (B, D), (n, D)
@@ -334,6 +396,19 @@ def linear_fill(images, train, hidden, ridge=1e-2):
 
     It is the mean of a normal distribution with the training images' mean and covariance, given
     the visible pixels; `ridge` is added to their variances.
+
+    Parameters
+    ----------
+    images, train : Tensor, shapes (B, C, H, W) and (n, C, H, W)
+        What is filled, and what mean and covariance are taken from.
+    hidden : bool Tensor, shape (B, 1, H, W)
+        True where a pixel is to be filled.
+    ridge : float
+
+    Returns
+    -------
+    Tensor, shape (B, C, H, W)
+        The images; hidden pixels have been replaced.
     """
     x, mean = images.flatten(1), train.flatten(1).mean(0)  # (B, D), (D,)
     covariance = train.flatten(1).T.cov()
@@ -347,14 +422,42 @@ def linear_fill(images, train, hidden, ridge=1e-2):
 
 # %% ../nbs/40_mae.ipynb #masked-loss
 def masked_loss(model, batch, mask_ratio=0.75):
-    """What `attnlib.train.fit` minimizes: the loss summed over a batch of images, which is all
-    that the batch has, and their number."""
+    """The loss of a `MaskedAutoencoder`, as `attnlib.train.fit` wants it.
+
+    Parameters
+    ----------
+    model : Module
+        A `MaskedAutoencoder`.
+    batch : tuple of Tensor, shape (B, C, H, W)
+        Images alone.
+    mask_ratio : float
+        Share of the patches that are hidden.
+
+    Returns
+    -------
+    loss : Tensor, scalar
+        Summed over the images.
+    count : int
+        Their number B.
+    """
     (images,) = batch
     return model(images, mask_ratio)[0] * len(images), len(images)
 
 # %% ../nbs/40_mae.ipynb #lean-step
 def last_block(block, x, m):
-    """A block's output for the first m of its tokens only."""
+    """A block's output for the first m of its tokens only.
+
+    Parameters
+    ----------
+    block : Block
+    x : Tensor, shape (B, N, D)
+        Tokens; all of them give keys and values.
+    m : int
+
+    Returns
+    -------
+    Tensor, shape (B, m, D)
+    """
     layer, y = block.attn, block.norm1(x)
     q, k, v = layer.qkv(y).chunk(3, dim=-1)
     q, k, v = (split_heads(part, layer.num_heads) for part in (q[:, :m], k, v))
@@ -367,6 +470,19 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
 
     Pixels are predicted for hidden patches only, and only visible patches are projected. The
     value and the gradients are those of ``model(images, mask_ratio, noise)[0]``.
+
+    Parameters
+    ----------
+    model : Module
+        A `MaskedAutoencoder`.
+    images : Tensor, shape (B, C, H, W)
+    noise : Tensor, shape (B, N)
+        Of each patch a number; those with the largest are hidden.
+    mask_ratio : float
+
+    Returns
+    -------
+    Tensor, scalar
     """
     patches, order = patchify(images, model.patch_size), noise.argsort(1)
     k = random_masking(noise, mask_ratio)[0].shape[1]

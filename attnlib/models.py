@@ -74,6 +74,10 @@ def list_models(pattern="*"):
     """The names that fit a pattern with a shell's wildcards, such as "vit_*_224".
 
     Numbers in them sort as numbers.
+
+    Returns
+    -------
+    list of str
     """
     def natural(name):
         return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
@@ -222,7 +226,13 @@ def _read_pickle(path):
 
 @contextmanager
 def hub_extra():
-    """Imports in this context, if they fail, name what to install."""
+    """Imports in this context, if they fail, name what to install.
+
+    Raises
+    ------
+    ImportError
+        Names the extra.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -236,6 +246,10 @@ def fetch_weights(repository):
     ----------
     repository : str
         "owner/name", or "owner/name@revision".
+
+    Returns
+    -------
+    Path
 
     Raises
     ------
@@ -290,6 +304,11 @@ def unwrap_state_dict(source):
     Returns
     -------
     dict of str to Tensor, a new one
+
+    Raises
+    ------
+    ValueError
+        If the source holds something else than tensors by name.
     """
     if not isinstance(source, dict):
         source = read_weights(_path_of(source))
@@ -326,7 +345,15 @@ state_dict_of = unwrap_state_dict  # deprecated: the older name, for one more ve
 
 # %% ../nbs/93_models.ipynb #adapt-channels
 def adapt_input_conv(weight, in_chans):
-    """First-layer weights (D, C, p, q) for `in_chans` channels, computed as timm does."""
+    """A first layer's `weight` (D, C, p, q) for `in_chans` channels, as timm computes it.
+
+    For one channel the weights are summed over all; for others they are repeated (red, green,
+    blue, red, …) and scaled by C / `in_chans`.
+
+    Returns
+    -------
+    Tensor, shape (D, in_chans, p, q)
+    """
     channels = weight.shape[1]
     if in_chans == channels:
         return weight
@@ -458,7 +485,23 @@ def _scale(image, height, width, config):
 
 
 def open_picture(picture):
-    """A path, an image of Pillow's, or an array (H, W, 3) of bytes, as an RGB image."""
+    """A picture as an RGB image of Pillow's.
+
+    Parameters
+    ----------
+    picture : path, an image of Pillow's, or an array (H, W, 3) of bytes
+
+    Returns
+    -------
+    PIL.Image.Image
+
+    Raises
+    ------
+    ValueError
+        If it is none of these.
+    ImportError
+        If Pillow is missing.
+    """
     try:
         from PIL import Image
     except ModuleNotFoundError:

@@ -33,6 +33,11 @@ class SwiGLU(nn.Module):
         Dropout after either layer.
     bias : bool
         Whether the two layers add one.
+
+    Raises
+    ------
+    ValueError
+        If `hidden_features` is odd.
     """
 
     def __init__(self, in_features, hidden_features=None, drop=0.0, bias=True, device=None,
@@ -48,6 +53,7 @@ class SwiGLU(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, x):
+        """Tokens (..., in_features) to tokens."""
         gate, value = self.fc1(x).chunk(2, dim=-1)  # (..., in) -> twice (..., hidden / 2)
         return self.drop(self.fc2(self.drop(F.silu(gate) * value)))  # -> (..., in)
 
@@ -67,6 +73,11 @@ def apply_rotary_2d(x, rows, columns, *, base=100.0):
     Returns
     -------
     Tensor, shape (..., N, d)
+
+    Raises
+    ------
+    ValueError
+        If 4 does not divide d.
     """
     if x.shape[-1] % 4:
         raise ValueError(f"x of shape {tuple(x.shape)} must have a last axis that 4 divides: "
@@ -77,7 +88,7 @@ def apply_rotary_2d(x, rows, columns, *, base=100.0):
 
 # %% ../nbs/35_modern.ipynb #rotary-attention
 class RotaryAttention(Attention):
-    """A ViT's attention with rotary positions in two dimensions.
+    """A ViT's attention with rotary positions in two dimensions (Heo et al. 2024).
 
     Parameters
     ----------
@@ -86,7 +97,7 @@ class RotaryAttention(Attention):
     num_prefix_tokens : int
         Tokens before those of the patches; they have no position and are not turned.
     *args, **options
-        As of `Attention`.
+        As of `vit.Attention`.
     """
 
     def __init__(self, patch_embed, num_prefix_tokens, *args, **options):
@@ -111,7 +122,23 @@ class RotaryAttention(Attention):
 
 # %% ../nbs/35_modern.ipynb #use-rotary
 def use_rotary(model):
-    """Give a ViT rotary positions in place of its learned ones, which become zero; in place."""
+    """Give a ViT rotary positions in place of its learned ones, which become zero; in place.
+
+    Parameters
+    ----------
+    model : Module
+        A `VisionTransformer` of one `img_size`; it is changed.
+
+    Returns
+    -------
+    Module
+        The same model.
+
+    Raises
+    ------
+    ValueError
+        If the model takes images of every size (`dynamic_img_size`).
+    """
     if not model.patch_embed.strict_img_size:
         raise ValueError("model has dynamic_img_size; it must have one img_size, which gives "
                          "the rows and columns (set_input_size changes it)")
@@ -128,9 +155,10 @@ def use_rotary(model):
 
 # %% ../nbs/35_modern.ipynb #quick-gelu
 class QuickGELU(nn.Module):
-    """x σ(1.702 x), the approximation of GELU with which CLIP was trained."""
+    """CLIP's approximation of GELU, x σ(1.702 x) (Radford et al. 2021)."""
 
     def forward(self, x):
+        """x · sigmoid(1.702 x), element by element."""
         return x * torch.sigmoid(1.702 * x)
 
 # %% ../nbs/35_modern.ipynb #register

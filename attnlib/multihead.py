@@ -14,17 +14,29 @@ from .attention import attention, attention_weights
 
 # %% ../nbs/11_multihead.ipynb #split-heads
 def split_heads(x, num_heads):
-    """Cut the columns of tokens into heads of d columns: (B, N, h·d) -> (B, h, N, d)."""
+    """Cut the columns of tokens x into `num_heads` heads: (B, N, h·d) -> (B, h, N, d)."""
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # -> (B, N, h, d) -> (B, h, N, d)
 
 
 def merge_heads(x):
-    """Put the heads side by side, the inverse of `split_heads`: (B, h, N, d) -> (B, N, h·d)."""
+    """Put the heads of x side by side; undoes `split_heads`: (B, h, N, d) -> (B, N, h·d)."""
     return x.transpose(1, 2).flatten(2)  # (B, h, N, d) -> (B, N, h, d) -> (B, N, h d)
 
 # %% ../nbs/11_multihead.ipynb #check-heads
 def check_heads(num_heads, **widths):
-    """Raise unless all are integers of at least 1, and `num_heads` divides the first width."""
+    """Raise unless all are integers of at least 1, and `num_heads` divides the first width.
+
+    Parameters
+    ----------
+    num_heads : int
+    **widths : int
+        Widths by the names that an error is to call them.
+
+    Raises
+    ------
+    ValueError
+        Names the number, and what it must be.
+    """
     for name, size in dict(num_heads=num_heads, **widths).items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} ({size!r}) must be at least 1, and an integer")
@@ -96,8 +108,11 @@ class MultiHeadAttention(nn.Module):
 
         Parameters
         ----------
-        query, key, value : Tensor, shapes (B, N, embed_dim), (B, M, kdim), (B, M, vdim)
-            `key` is `query` by default (self-attention), `value` is `key`.
+        query : Tensor, shape (B, N, embed_dim)
+        key : Tensor, shape (B, M, kdim), optional
+            `query` by default: self-attention.
+        value : Tensor, shape (B, M, vdim), optional
+            `key` by default.
         mask : bool Tensor, broadcastable to (B, h, N, M), or "causal", optional
             True where a query may attend. One for each sequence needs its axes:
             ``padding[:, None, None, :]``.

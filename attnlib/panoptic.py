@@ -63,7 +63,19 @@ def bounds(masks):
 
 
 def label_maps(scenes):
-    """For each scene a label map and its list, as `merge` returns them."""
+    """For each scene a label map and its list of segments, as `merge` returns them.
+
+    Parameters
+    ----------
+    scenes : dict of str to Tensor
+        From `panoptic_scenes`; "label" and "mask" are read.
+
+    Returns
+    -------
+    list of (Tensor, list)
+        A map (H, W) with a segment's number at each pixel, from 1, and a dict of "id" and
+        "category_id" for each segment.
+    """
     found = []
     for label, mask in zip(scenes["label"], scenes["mask"]):
         mask, label = mask[label >= 0], label[label >= 0]
@@ -74,7 +86,13 @@ def label_maps(scenes):
 
 
 def small_panoptic(joint_softmax=False):
-    """A `PanopticDETR` for such scenes, around `attnlib.detr.small_detr`."""
+    """A `PanopticDETR` for such scenes, around `attnlib.detr.small_detr`.
+
+    Parameters
+    ----------
+    joint_softmax : bool
+        As of `AttentionMaps`.
+    """
     return PanopticDETR(small_detr(6), joint_softmax, num_groups=4)
 
 # %% ../nbs/43_panoptic.ipynb #attention-maps
@@ -125,6 +143,11 @@ class MaskHead(nn.Module):
         Those of the backbone's finer maps, the coarsest of them first.
     num_groups : int
         Of the group norms; it must divide every width.
+
+    Raises
+    ------
+    ValueError
+        If the widths do not allow that.
     """
 
     def __init__(self, embed_dim, num_heads, channels, num_groups=8):
@@ -234,8 +257,19 @@ class PanopticOutput(NamedTuple):
 
 # %% ../nbs/43_panoptic.ipynb #choose
 def confident(logits, threshold=0.85):
-    """Which queries have found something, bool (B, Q), for logits (B, Q, K + 1): their most
-    probable class is not "no object", and its probability exceeds a threshold."""
+    """Which queries have found something: a class, and not "no object", is probable enough.
+
+    Parameters
+    ----------
+    logits : Tensor, shape (B, Q, K + 1)
+        Of the classes; the last is no object.
+    threshold : float
+        What the probability has to exceed.
+
+    Returns
+    -------
+    bool Tensor, shape (B, Q)
+    """
     check_rates(threshold=threshold)
     score, label = logits.softmax(-1).max(-1)  # (B, Q) each
     return (label < logits.shape[-1] - 1) & (score > threshold)
@@ -250,8 +284,15 @@ def matched_queries(matched, logits):
 
 # %% ../nbs/43_panoptic.ipynb #register
 def panoptic_detr(joint_softmax=True, **options):
-    """A `PanopticDETR` around a new `DETR` of these options, by default as published: with one
-    softmax over all heads, for classes up to 249."""
+    """A `PanopticDETR` around a new `DETR`, by default as published.
+
+    Parameters
+    ----------
+    joint_softmax : bool
+        As of `AttentionMaps`.
+    **options
+        Keywords of `DETR`; there are 250 classes by default, numbers up to 249.
+    """
     return PanopticDETR(DETR(**dict(num_classes=250) | options), joint_softmax)
 
 
@@ -333,7 +374,18 @@ def mask_loss(masks, targets, matched, num_boxes=None):
 
 
 def check_masks(targets):
-    """Raise unless each target has a mask for each of its labels, all of one size."""
+    """Raise unless each target has a mask for each of its labels, all of one size.
+
+    Parameters
+    ----------
+    targets : list of dict
+        "labels" (n,) and "masks" (n, H, W) of each image.
+
+    Raises
+    ------
+    ValueError
+        Names the target that has other masks, or the sizes.
+    """
     for i, target in enumerate(targets):
         shape, wanted = tuple(getattr(target.get("masks"), "shape", ())), len(target["labels"])
         if len(shape) != 3 or len(target["masks"]) != wanted:
@@ -398,7 +450,22 @@ def merge(logits, masks, things, size=None, threshold=0.85, smallest=4):
 
 
 def join_stuff(score, label, masks, things):
-    """Of each class of stuff one mask (its largest logit at each pixel) and its best score."""
+    """Of each class of stuff one segment: at each pixel the largest logit, and the best score.
+
+    Parameters
+    ----------
+    score, label : Tensor, shape (k,)
+        Of the queries that are kept.
+    masks : Tensor, shape (k, H, W)
+        Logits of the pixels.
+    things : collection of int
+        The classes that are not joined.
+
+    Returns
+    -------
+    score, label : Tensor, shape (n,)
+    masks : Tensor, shape (n, H, W)
+    """
     groups = {}
     for i, c in enumerate(label.tolist()):
         groups.setdefault((c, i) if c in things else c, []).append(i)
@@ -411,7 +478,19 @@ def join_stuff(score, label, masks, things):
 
 
 def check_merge(logits, masks, kept):
-    """Raise unless these belong to the same queries, and those that are kept have masks."""
+    """Raise unless these belong to the same queries, and those that are kept have masks.
+
+    Parameters
+    ----------
+    logits : Tensor, shape (Q, K + 1)
+    masks : Tensor, shape (Q, H, W)
+    kept : bool Tensor, shape (Q,)
+
+    Raises
+    ------
+    ValueError
+        If they do not, or a mask that is needed is -inf.
+    """
     if logits.ndim != 2 or masks.ndim != 3 or len(logits) != len(masks):
         raise ValueError(f"logits {tuple(logits.shape)} and masks {tuple(masks.shape)} must be "
                          "(Q, K + 1) and (Q, H, W): one image, the same queries")
@@ -421,15 +500,38 @@ def check_merge(logits, masks, kept):
 
 # %% ../nbs/43_panoptic.ipynb #overlaps
 def overlaps(a, b):
-    """How many pixels segment i of one map and j of another share: a dict of (i, j)."""
+    """How many pixels each segment of one map shares with each of another.
+
+    Parameters
+    ----------
+    a, b : int Tensor, shape (H, W)
+        Numbers of segments, from 0.
+
+    Returns
+    -------
+    dict of (int, int) to int
+        For numbers in a and in b, where they share any.
+    """
     base = int(b.max()) + 1
     codes, counts = (a.long() * base + b).unique(return_counts=True)
     return {divmod(code, base): n for code, n in zip(codes.tolist(), counts.tolist())}
 
 
 def match_segments(prediction, truth):
-    """For each class of one image: the sum of matched IoUs, and how many segments are true
-    positives, false positives and false negatives, [IoU, TP, FP, FN]."""
+    """What is matched and what is not, for each class of one image (Kirillov et al. 2019,
+    section 4.1).
+
+    Parameters
+    ----------
+    prediction, truth : (Tensor, list)
+        A map (H, W) and its list, as in `panoptic_quality`.
+
+    Returns
+    -------
+    dict of int to list
+        For each class [IoU, TP, FP, FN]: the sum over matched segments, which are the true
+        positives, and the numbers of true positives, false positives and false negatives.
+    """
     said, true = (check_segments(name, *pair) for name, pair in
                   (("prediction", prediction), ("truth", truth)))
     both, table = overlaps(prediction[0], truth[0]), defaultdict(lambda: [0.0, 0, 0, 0])
@@ -501,20 +603,61 @@ def panoptic_quality(predictions, truths, things=None):
 
 
 def quality(iou, tp, fp, fn):
-    """PQ, SQ and RQ of one class."""
+    """PQ, SQ and RQ of one class (Kirillov et al. 2019, equations 1 and 2).
+
+    Parameters
+    ----------
+    iou : float
+        Sum over the matched segments.
+    tp, fp, fn : int
+        Numbers of true positives, false positives and false negatives, not all zero.
+
+    Returns
+    -------
+    dict of str to float
+    """
     count = tp + fp / 2 + fn / 2
     return dict(pq=iou / count, sq=iou / tp if tp else 0.0, rq=tp / count)
 
 
 def mean_quality(classes):
-    """The mean over classes, and their number; nan if there are none."""
+    """The mean over classes, and their number; nan if there are none.
+
+    Parameters
+    ----------
+    classes : dict of int to dict
+        What `quality` returns of each.
+
+    Returns
+    -------
+    dict of str to float
+        "pq", "sq", "rq" and "n".
+    """
     n = len(classes)
     return {key: sum(row[key] for row in classes.values()) / n if n else float("nan")
             for key in ("pq", "sq", "rq")} | {"n": n}
 
 
 def check_segments(name, segments, infos):
-    """The infos by number; raise unless they and the map have the same numbers."""
+    """The infos of a label map by number; it and they must have the same numbers.
+
+    Parameters
+    ----------
+    name : str
+        What an error calls them.
+    segments : int Tensor, shape (H, W)
+    infos : list of dict
+        With the "id" of each segment.
+
+    Returns
+    -------
+    dict of int to dict
+
+    Raises
+    ------
+    ValueError
+        If they do not.
+    """
     known, there = {info["id"]: info for info in infos}, set(segments.unique().tolist()) - {0}
     if len(known) < len(infos) or known.keys() != there or min(there, default=1) < 0:
         raise ValueError(f"{name}: the map has the segments {sorted(there)}, and the list "

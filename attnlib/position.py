@@ -116,6 +116,7 @@ class LearnedPositionalEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
+        """Normal, with deviation 0.02."""
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x, *, offset=0):
@@ -245,6 +246,7 @@ class RelativePositionBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
+        """Normal, with deviation 0.02."""
         nn.init.normal_(self.relative_attention_bias.weight, std=0.02)
 
     def forward(self, n, m=None):
@@ -255,7 +257,13 @@ class RelativePositionBias(nn.Module):
 
 # %% ../nbs/12_position.ipynb #alibi
 def alibi_slopes(num_heads, *, device=None):
-    """ALiBi's slope for each head, shape (num_heads,) (Press et al. 2022, section 3)."""
+    """ALiBi's slope for each head, shape (num_heads,) (Press et al. 2022, section 3).
+
+    Raises
+    ------
+    ValueError
+        If `num_heads` is not positive.
+    """
     if num_heads <= 0:
         raise ValueError(f"num_heads ({num_heads}) must be positive")
     power = 2 ** int(math.log2(num_heads))  # the greatest power of two up to num_heads

@@ -28,6 +28,16 @@ def fold_normalization(model, mean, std):
         Its first layer is the convolution `patch_embed.proj`, without padding.
     mean, std : sequence of float, one for each channel
         The model was trained on (pixels - mean) / std.
+
+    Returns
+    -------
+    Module
+        The copy.
+
+    Raises
+    ------
+    ValueError
+        If the convolution pads the images.
     """
     model = copy.deepcopy(model)
     conv = model.patch_embed.proj
@@ -44,7 +54,20 @@ def fold_normalization(model, mean, std):
 
 # %% ../nbs/36_practice.ipynb #explanations
 def hide(x, rows, patch_size):
-    """Images (B, C, H, W) whose patches of the numbers `rows` (B, k) are set to 0."""
+    """Images some of whose patches are set to 0.
+
+    Parameters
+    ----------
+    x : Tensor, shape (B, C, H, W)
+    rows : int64 Tensor, shape (B, k)
+        The numbers of the patches.
+    patch_size : int
+        Height and width of a patch; it divides the image.
+
+    Returns
+    -------
+    Tensor, shape (B, C, H, W)
+    """
     b, _, h, w = x.shape
     shown = x.new_ones(b, h * w // patch_size**2).scatter(1, rows, 0)
     shown = shown.view(b, 1, h // patch_size, w // patch_size)  # (B, N) -> (B, 1, H', W')
@@ -52,14 +75,40 @@ def hide(x, rows, patch_size):
 
 
 def rollout_map(model, x, patch_size):
-    """Shares (B, N) of the patches in the class token, from the weights of all blocks."""
+    """Shares of the patches in the class token, from the weights of all blocks.
+
+    Parameters
+    ----------
+    model : Module
+        A `Backbone`; it is put into evaluation mode.
+    x : Tensor, shape (B, C, H, W)
+    patch_size : int
+        Not used here; all maps are called alike.
+
+    Returns
+    -------
+    Tensor, shape (B, N)
+    """
     with torch.no_grad():
         rollout = attention_rollout(model.eval().attention_maps(x))
     return rollout[:, 0, model.num_prefix_tokens :]  # (B, 1 + N, 1 + N) -> (B, N)
 
 
 def gradient_map(model, x, patch_size):
-    """Sums (B, N) over each patch of the absolute slopes of the largest logit."""
+    """Sums over each patch of the absolute slopes of the largest logit.
+
+    Parameters
+    ----------
+    model : Module
+        A `Backbone`; it is put into evaluation mode.
+    x : Tensor, shape (B, C, H, W)
+    patch_size : int
+        Height and width of a patch.
+
+    Returns
+    -------
+    Tensor, shape (B, N)
+    """
     x = x.detach().requires_grad_()
     largest = model.eval()(x).max(-1).values
     (gradient,) = torch.autograd.grad(largest.sum(), x)  # images do not influence each other
@@ -69,7 +118,20 @@ def gradient_map(model, x, patch_size):
 
 @torch.no_grad()
 def occlusion_map(model, x, patch_size):
-    """By how much the largest logit falls if one patch is hidden, for each of them: (B, N)."""
+    """By how much the largest logit falls if one patch is hidden, for each of them.
+
+    Parameters
+    ----------
+    model : Module
+        A `Backbone`; it is put into evaluation mode.
+    x : Tensor, shape (B, C, H, W)
+    patch_size : int
+        Height and width of a patch.
+
+    Returns
+    -------
+    Tensor, shape (B, N)
+    """
     model.eval()
     every, found = torch.arange(x.shape[2] * x.shape[3] // patch_size**2)[:, None], []
     for image in x.split(1):
@@ -80,9 +142,14 @@ def occlusion_map(model, x, patch_size):
 
 # %% ../nbs/36_practice.ipynb #layer-decay
 def layer_numbers(model):
-    """The layer of each parameter by name: 0 before the blocks, 1 to L in them, L + 1 the head.
+    """The layer of each parameter of a `model`: 0 before the blocks, 1 to L in them, L + 1 the
+    head.
 
     The norm behind the blocks counts with the last of them, as in timm.
+
+    Returns
+    -------
+    dict of str to int
     """
     blocks = [block for stage in model.stages for block in stage]
     block_of = {p: i for i, block in enumerate(blocks, 1) for p in block.parameters()}
@@ -93,11 +160,21 @@ def layer_numbers(model):
 
 
 def layer_scales(model, decay=0.75):
-    """For each parameter by name, how many times the head's rate it learns with: `decay` times
-    that of the layer above it (Bao et al. 2022).
+    """How many times the head's rate each parameter learns with: `decay` times that of the
+    layer above it (Bao et al. 2022).
 
-    Such scales are `lr_scale` of `attnlib.train.adamw` and `fit`. With 1 all layers have one
+    Such scales are `lr_scale` of `train.adamw` and `train.fit`. With 1 all layers have one
     rate, with 0 only the head is trained.
+
+    Parameters
+    ----------
+    model : Module
+        A `Backbone`.
+    decay : float
+
+    Returns
+    -------
+    dict of str to float
     """
     numbers = layer_numbers(model)
     last = max(numbers.values())
@@ -128,7 +205,18 @@ def mixup(images, targets, alpha=0.2):
 
 
 def moving_average(model, decay=0.99):
-    """The moving average of a model's weights; call `update_parameters(model)` each step."""
+    """The moving average of a model's weights; call `update_parameters(model)` each step.
+
+    Parameters
+    ----------
+    model : Module
+    decay : float
+        What a step leaves of the average; the model has the rest.
+
+    Returns
+    -------
+    torch.optim.swa_utils.AveragedModel
+    """
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
 # %% ../nbs/36_practice.ipynb #fine-tune
@@ -138,8 +226,8 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
 
     Parameters
     ----------
-    model : attnlib.backbone.Backbone
-        Trained in place.
+    model : Module
+        A `Backbone`, trained in place.
     images, labels : Tensor, shapes (n, C, H, W) and (n,)
     steps : int
     lr : float
@@ -148,7 +236,9 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
         Of `layer_scales`, `mixup` and `moving_average`.
     batch_size, seed : int
     evaluate : callable, optional
-        ``evaluate(model)`` gives what the history keeps every `every` steps.
+        ``evaluate(model)`` gives what the history keeps.
+    every : int
+        Steps between two such looks.
 
     Returns
     -------
@@ -179,9 +269,22 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
 
 # %% ../nbs/36_practice.ipynb #prepared
 def prepared(images, name, img_size=None):
-    """Images (n, 3, H, W) from 0 to 1 as the weights of a name want them, at a size in pixels.
+    """Images as the weights of a name want them.
 
-    The whole image is scaled; nothing is cut off.
+    The whole image is scaled, and nothing is cut off.
+
+    Parameters
+    ----------
+    images : Tensor, shape (n, 3, H, W)
+        From 0 to 1.
+    name : str
+        Of a model.
+    img_size : int or (int, int), optional
+        Height and width in pixels if they are not those of the name.
+
+    Returns
+    -------
+    Tensor, shape (n, 3, height, width)
     """
     config = data_config(name, img_size)
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
@@ -191,10 +294,23 @@ def prepared(images, name, img_size=None):
 
 
 def transfer(name, train, test, *, img_size=None, pretrained=True, device="cpu", **options):
-    """Fine-tune the weights of a name; pairs of images from 0 to 1 and int64 labels.
+    """Fine-tune the weights of a name for images of one's own.
 
-    Returns the model with its averaged weights, and its accuracy on `test`. Options are those
-    of `fine_tune`, `steps` and `lr` at least.
+    Parameters
+    ----------
+    name, img_size, pretrained, device
+        As in `create_model`; there is a new classifier.
+    train, test : (Tensor, Tensor)
+        Images (n, 3, H, W) from 0 to 1, and int64 labels (n,).
+    **options
+        Those of `fine_tune`, `steps` and `lr` at least.
+
+    Returns
+    -------
+    model : Module
+        With its averaged weights.
+    accuracy : float
+        On `test`.
     """
     model = create_model(name, pretrained=pretrained, img_size=img_size, device=device)
     model.reset_classifier(int(train[1].max()) + 1)  # a new head, also for as many classes

@@ -41,10 +41,11 @@ def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, loss=
     Parameters
     ----------
     model : Module from images (B, C, H, W) to logits
-    train, test : pairs of images and int64 labels, on the CPU
+    train, test : (Tensor, Tensor)
+        Images (n, C, H, W) and int64 labels (n,), on the CPU.
     steps, batch_size, lr, every, **options
-        As in `fit` and `epochs`; by default warm-up takes a tenth of the steps and weights
-        decay by 0.05.
+        As in `train.fit` and `train.epochs`; by default warm-up takes a tenth of the steps
+        and weights decay by 0.05.
     loss : callable, optional
         Called as ``loss(model, images, labels)`` for the sum of a batch's losses;
         cross-entropy by default.
@@ -54,7 +55,7 @@ def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, loss=
     Returns
     -------
     list of dict
-        The history of `fit`; "accuracy" is that on `test`.
+        The history of `train.fit`; "accuracy" is that on `test`.
     """
     loss = loss or cross_entropy
 
@@ -71,12 +72,37 @@ def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, loss=
 
 
 def cross_entropy(model, images, labels):
-    """The sum of a batch's losses."""
+    """The sum of a batch's losses.
+
+    Parameters
+    ----------
+    model : Module from images (B, C, H, W) to logits
+    images : Tensor, shape (B, C, H, W)
+    labels : int64 Tensor, shape (B,)
+
+    Returns
+    -------
+    Tensor, scalar
+    """
     return F.cross_entropy(model(images), labels, reduction="sum")
 
 
 def accuracy(model, data, batch_size=256):
-    """The share of images whose largest logit is the label's, as {"accuracy": ...}."""
+    """The share of images whose largest logit is the label's.
+
+    Parameters
+    ----------
+    model : Module from images (B, C, H, W) to logits
+    data : (Tensor, Tensor)
+        Images and int64 labels.
+    batch_size : int
+        Images at a time.
+
+    Returns
+    -------
+    dict
+        {"accuracy": Tensor, scalar}
+    """
     device, right = next(model.parameters()).device, []
     for images, labels in zip(*(x.split(batch_size) for x in data)):
         right.append(model(images.to(device)).argmax(-1).cpu() == labels)
@@ -87,6 +113,10 @@ def crop_and_flip(x, padding=4):
     """Images (B, C, H, W), each shifted by up to `padding` pixels, and half of them mirrored.
 
     What moves in is zero.
+
+    Returns
+    -------
+    Tensor, shape (B, C, H, W)
     """
     n, _, height, width = x.shape
     dy, dx = torch.randint(2 * padding + 1, (2, n, 1, 1), device=x.device)
@@ -152,7 +182,8 @@ def train_small(model, data="digits", *, folder=None, **options):
 
     Returns
     -------
-    model, history
+    model : Module
+    history : list of dict
 
     Raises
     ------
@@ -165,7 +196,28 @@ def train_small(model, data="digits", *, folder=None, **options):
 
 
 def small_run(model, data, folder=None):
-    """A row of `SMALL`: what makes the model, training and test images, the settings."""
+    """A row of `SMALL`, made ready.
+
+    Parameters
+    ----------
+    model, data : str
+    folder : path, optional
+        As in `train_small`.
+
+    Returns
+    -------
+    make : callable
+        Makes the model.
+    images : ((Tensor, Tensor), (Tensor, Tensor))
+        Images and labels for training and for the test.
+    recipe : dict
+        Settings of `train_classifier`.
+
+    Raises
+    ------
+    ValueError
+        If there is no such model or no such data.
+    """
     checks = ("model", model, SMALL), ("data", data, ("digits", "cifar10", "cifar100"))
     for name, value, allowed in checks:
         if value not in allowed:
@@ -183,6 +235,16 @@ def small_convnet(in_chans=3, num_classes=10, widths=(64, 128, 256)):
     """A convolutional teacher: for each width two 3 × 3 layers with batch norm.
 
     Each width but the first works at half the resolution of the one before.
+
+    Parameters
+    ----------
+    in_chans, num_classes : int
+    widths : sequence of int
+        Channels.
+
+    Returns
+    -------
+    nn.Sequential
     """
     layers = []
     for i, width in enumerate(widths):
@@ -212,7 +274,7 @@ def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss
     Returns
     -------
     list of dict
-        The history of `fit`; "accuracy" is that on `test`.
+        The history of `train.fit`; "accuracy" is that on `test`.
     """
     teacher.eval()
 
@@ -247,7 +309,8 @@ def distill_small(data="digits", *, loss=hard_distillation_loss, folder=None, **
 
     Returns
     -------
-    student, teacher, history
+    student, teacher : Module
+    history : list of dict
     """
     make, (train, test), recipe = small_run("deit", data, folder)
     recipe = recipe | options
@@ -285,7 +348,21 @@ def number_pairs():
 
 
 def names_right(model, tokenizer, part, max_length=48):
-    """The share of a part of `number_pairs` that greedy decoding names right, to the letter."""
+    """The share of German names that greedy decoding gets right, to the letter.
+
+    Parameters
+    ----------
+    model : Transformer
+    tokenizer : tokenizers.Tokenizer
+    part : dict
+        One of the parts that `number_pairs` returns.
+    max_length : int
+        Tokens after which a name is cut.
+
+    Returns
+    -------
+    float
+    """
     tokens = greedy(model, part["src"].to(model.output.weight.device), max_length)
     said, wanted = decode(tokenizer, tokens.cpu()), number_words(part["numbers"], "de")
     return sum(a == b for a, b in zip(said, wanted)) / len(wanted)
@@ -296,15 +373,17 @@ def train_translator(tokenizer, parts, *, steps=1200, lr=3e-3, seed=0, every=200
 
     Parameters
     ----------
-    tokenizer, parts
+    tokenizer : tokenizers.Tokenizer
+    parts : dict of dict
         From `number_pairs`.
     steps, lr, seed, every, **options
-        As in `fit`.
+        As in `train.fit`.
 
     Returns
     -------
-    model, history
-        "accuracy" in the history is that on the validation numbers.
+    model : Transformer
+    history : list of dict
+        "accuracy" in it is that on the validation numbers.
     """
     torch.manual_seed(seed)
     model = small_transformer()

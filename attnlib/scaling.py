@@ -51,14 +51,32 @@ from .train import shard_blocks
 
 # %% ../nbs/55_scaling.ipynb #workers
 def join_group(file, rank, ranks):
-    """Make this process a rank of a gloo group; the ranks find each other through a file."""
+    """Make this process a rank of a gloo group; the ranks find each other through a file.
+
+    Parameters
+    ----------
+    file : path
+        Not there yet.
+    rank, ranks : int
+        Number of this process, from 0, and how many there are.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks,
                             timeout=datetime.timedelta(minutes=5))
 
 
 def failure(future):
-    """What went wrong in a rank: None or (0 to 3, words), the cause before its consequences."""
+    """What went wrong in a rank.
+
+    Parameters
+    ----------
+    future : concurrent.futures.Future
+
+    Returns
+    -------
+    None or (int, str)
+        None if nothing went wrong; else 0 to 3, the cause before its consequences, and words.
+    """
     if not future.done():
         return 2, "did not finish in time"
     error = future.exception()
@@ -76,6 +94,11 @@ class Workers:
     ranks : int
     timeout : float
         Seconds that a function may take.
+
+    Raises
+    ------
+    RuntimeError
+        If a rank dies, fails or takes too long; the message names the first cause.
     """
 
     def __init__(self, ranks, timeout=60):
@@ -135,7 +158,19 @@ class Workers:
 def send_on(x, group=None):
     """Start to send x to the next rank of the ring, and to receive from the one before.
 
-    Returns a Tensor like x, and a function that waits until it is filled and x is sent.
+    Parameters
+    ----------
+    x : Tensor
+        Of one shape and dtype on all ranks.
+    group : torch.distributed.ProcessGroup, optional
+        All ranks by default.
+
+    Returns
+    -------
+    received : Tensor
+        Like x.
+    arrive : callable
+        Waits until it is filled and x is sent.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if ranks == 1:
@@ -152,6 +187,22 @@ def ring_all_reduce(x, group=None):
     """The sum of x over all ranks of a group, in 2 (p − 1) messages of a p-th of x (section 2).
 
     x has a multiple of p entries. PyTorch has this, and better, as `dist.all_reduce`.
+
+    Parameters
+    ----------
+    x : Tensor
+    group : torch.distributed.ProcessGroup, optional
+        All ranks by default.
+
+    Returns
+    -------
+    Tensor
+        Like x.
+
+    Raises
+    ------
+    ValueError
+        If the number of ranks does not divide that of the entries.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if x.numel() % ranks:
@@ -186,6 +237,15 @@ def bytes_sent(call, repeats=3):
     """Bytes that this rank sends while all ranks do ``call()``, the least of some repetitions.
 
     The first call, which may open connections, is not counted.
+
+    Parameters
+    ----------
+    call : callable
+    repeats : int
+
+    Returns
+    -------
+    int
     """
     found = []
     for _ in range(repeats + 1):
@@ -199,7 +259,14 @@ def bytes_sent(call, repeats=3):
 def reduce_lesson(n):
     """What workers run in section 2: they sum n numbers, in three ways.
 
-    Returns, for each way, whether the sum was right and the bytes that this rank sent.
+    Parameters
+    ----------
+    n : int
+
+    Returns
+    -------
+    dict of str to (bool, int)
+        For each way, whether the sum was right and the bytes that this rank sent.
     """
     x = torch.arange(float(n)) % 97 * (dist.get_rank() + 1)
     copies = [torch.empty_like(x) for _ in range(dist.get_world_size())]
@@ -220,15 +287,29 @@ def reduce_lesson(n):
 
 # %% ../nbs/55_scaling.ipynb #states-lesson
 def local(x):
-    """A tensor as this rank has it: its shard, or all of it."""
+    """A tensor x as this rank has it: its shard, or all of it."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def states_lesson(config, tokens, parallel, steps=3):
     """What workers run in section 3: steps of AdamW on a `GPT`, each rank with its rows.
 
-    Returns the loss of all rows in the last of these steps, the bytes of parameters, gradients
-    and moments on this rank, and the bytes that it sends in a step.
+    Parameters
+    ----------
+    config : attnlib.gpt.GPTConfig
+    tokens : int64 Tensor, shape (B, N + 1)
+        The rows of all ranks.
+    parallel : {"ddp", "fsdp"}
+        As in `attnlib.train.fit`.
+    steps : int
+
+    Returns
+    -------
+    loss : float
+        Of all rows in the last of these steps.
+    held, sent : int
+        Bytes of parameters, gradients and moments on this rank, and those that it sends in a
+        step.
     """
     torch.manual_seed(0)
     model, rank, ranks = GPT(config), dist.get_rank(), dist.get_world_size()
@@ -268,7 +349,18 @@ COUNTS = "num_heads", "n_head", "n_kv_head"  # attributes that say how many unit
 
 
 def rank_order(units, rows, ranks):
-    """The rows of a layer, those of the first rank first: a share of each part's units."""
+    """The rows of a layer, those of the first rank first: a share of each part's units.
+
+    Parameters
+    ----------
+    units : sequence of int
+        Heads or hidden units of each part of the layer, such as queries, keys and values.
+    rows, ranks : int
+
+    Returns
+    -------
+    int64 Tensor, shape (rows,)
+    """
     width = rows // sum(units)
     parts = torch.arange(rows).split([count * width for count in units])
     return torch.cat([part.chunk(ranks)[rank] for rank in range(ranks) for part in parts])
@@ -321,11 +413,25 @@ class LocalRows(nn.Module):
     """What a rank computes with: its own rows of a parameter that is shared among ranks."""
 
     def forward(self, x):
+        """The rank's own part of a DTensor x."""
         return x.to_local()
 
 
 def enter(mesh, module, inputs):
-    """Inputs as they are; backward, their gradients are summed over the ranks."""
+    """Inputs of a module as they are; backward, their gradients are summed over the ranks.
+
+    Parameters
+    ----------
+    mesh : torch.distributed.device_mesh.DeviceMesh
+        With one axis.
+    module : Module
+        Not used: a hook before `forward` is called with it.
+    inputs : tuple
+
+    Returns
+    -------
+    tuple
+    """
     def copied(x):
         if not (torch.is_tensor(x) and x.is_floating_point()):
             return x
@@ -335,14 +441,36 @@ def enter(mesh, module, inputs):
 
 
 def summed(group, gradient):
-    """The sum of a gradient over a group of ranks."""
+    """The sum of a gradient over a group of ranks.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+    gradient : Tensor
+
+    Returns
+    -------
+    Tensor
+    """
     gradient = gradient.clone()
     dist.all_reduce(gradient, group=group)
     return gradient
 
 
 def cut_module(module, first, units, last, mesh):
-    """Leave each rank its rows of the first layer and its columns of the last."""
+    """Leave each rank its rows of the first layer and its columns of the last.
+
+    Parameters
+    ----------
+    module : Module
+        Of a kind in `CUTS`; it is changed.
+    first, last : str
+        Names of the layer that is cut by rows and of the one that is cut by columns.
+    units : sequence of int
+        Heads or hidden units of each part of the first layer.
+    mesh : torch.distributed.device_mesh.DeviceMesh
+        With one axis.
+    """
     own = [(name, p) for name, p in module.named_parameters() if name.startswith(first)]
     with torch.no_grad():
         for _, p in own:
@@ -367,7 +495,15 @@ def cut_module(module, first, units, last, mesh):
 
 # %% ../nbs/55_scaling.ipynb #tensor-lesson
 def cut_as_it_lies(model, mesh):
-    """A wrong way to cut the attention of a `GPT`: the fused layer row by row, in its order."""
+    """A wrong way to cut the attention of a `GPT`: the fused layer row by row, in its order.
+
+    Parameters
+    ----------
+    model : GPT
+        It is changed.
+    mesh : torch.distributed.device_mesh.DeviceMesh
+        With one axis.
+    """
     for block in model.h:
         parallelize_module(block.attn, mesh, {"c_attn": ColwiseParallel(),
                                               "c_proj": RowwiseParallel()})
@@ -378,8 +514,19 @@ def cut_as_it_lies(model, mesh):
 def tensor_lesson(config, tokens, cut=tensor_parallel):
     """What workers run in section 4: a `GPT` that is cut, beside one that is whole.
 
-    Returns the largest differences of the logits and of the embedding's gradient, the bytes
-    that it sends in a step, and the parameters on this rank.
+    Parameters
+    ----------
+    config : attnlib.gpt.GPTConfig
+    tokens : int64 Tensor, shape (B, N)
+    cut : callable
+        `tensor_parallel`, or what is to be compared with it.
+
+    Returns
+    -------
+    logits, gradient : float
+        The largest differences of the logits and of the embedding's gradient.
+    sent, held : int
+        Bytes that this rank sends in a step, and parameters that it has.
     """
     mesh, models = init_device_mesh("cpu", (dist.get_world_size(),)), []
     for _ in range(2):
@@ -396,12 +543,36 @@ def tensor_lesson(config, tokens, cut=tensor_parallel):
 
 # %% ../nbs/55_scaling.ipynb #shard-sequence
 def chunks_of(rank, ranks, balanced=False):
-    """Which chunks of a sequence a rank has: the one of its number, or two from both ends."""
+    """Which chunks of a sequence a rank has: the one of its number, or two from both ends.
+
+    Parameters
+    ----------
+    rank, ranks : int
+    balanced : bool
+
+    Returns
+    -------
+    list of int
+        Numbers of one of p chunks, or of two of 2p.
+    """
     return [rank, 2 * ranks - 1 - rank] if balanced else [rank]
 
 
 def shard_sequence(x, rank, ranks, *, dim=-2, balanced=False):
     """The tokens of a rank: one chunk of p, or, `balanced`, chunks r and 2p − 1 − r of 2p.
+
+    Parameters
+    ----------
+    x : Tensor
+    rank, ranks : int
+        Number r of this rank, and how many (p) there are.
+    dim : int
+        The axis of the tokens.
+    balanced : bool
+
+    Returns
+    -------
+    Tensor
 
     Raises
     ------
@@ -419,7 +590,21 @@ def shard_sequence(x, rank, ranks, *, dim=-2, balanced=False):
 
 
 def unshard_sequence(shards, *, dim=-2, balanced=False):
-    """The sequence whose tokens the ranks have, in the order of the ranks."""
+    """The sequence whose tokens the ranks have, the inverse of `shard_sequence`.
+
+    Parameters
+    ----------
+    shards : list of Tensor
+        In the order of the ranks.
+    dim : int
+        The axis of the tokens.
+    balanced : bool
+        As they were shared.
+
+    Returns
+    -------
+    Tensor
+    """
     ranks, chunks = len(shards), {}
     for rank, shard in enumerate(shards):
         own = chunks_of(rank, ranks, balanced)
@@ -428,9 +613,20 @@ def unshard_sequence(shards, *, dim=-2, balanced=False):
 
 # %% ../nbs/55_scaling.ipynb #block-attention
 def block_weights(q, k, lse=None, causal=False):
-    """exp(QKᵀ/√d − lse) of some queries and keys, and `lse` (..., N), their own if not given.
+    """exp(QKᵀ/√d − lse) of some queries and keys.
 
-    With `causal`, queries and keys are of the same tokens.
+    Parameters
+    ----------
+    q, k : Tensor, shapes (..., N, d) and (..., M, d)
+    lse : Tensor, shape (..., N), optional
+        Of all keys that the queries see; that of these keys by default.
+    causal : bool
+        Queries and keys are of the same tokens, and each sees earlier ones only.
+
+    Returns
+    -------
+    p : Tensor, shape (..., N, M)
+    lse : Tensor, shape (..., N)
     """
     q, k = at_least_float32(q, k)
     s = q @ k.mT * q.shape[-1] ** -0.5  # (..., N, d) @ (..., d, M) -> (..., N, M)
@@ -441,7 +637,20 @@ def block_weights(q, k, lse=None, causal=False):
 
 
 def block_attention(q, k, v, causal=False):
-    """Attention to a block of keys: the output, and `lse`, by which outputs are merged."""
+    """Attention to a block of keys.
+
+    Parameters
+    ----------
+    q, k, v : Tensor, shapes (..., N, d), (..., M, d), (..., M, d_v)
+    causal : bool
+        As in `block_weights`.
+
+    Returns
+    -------
+    out : Tensor, shape (..., N, d_v)
+    lse : Tensor, shape (..., N)
+        Logarithms of the sums, by which the outputs of several blocks are merged.
+    """
     p, lse = block_weights(q, k, causal=causal)
     return p @ v.to(p), lse
 
@@ -449,7 +658,22 @@ def block_attention(q, k, v, causal=False):
 def block_gradients(q, k, v, out, lse, grad, causal=False):
     """What a block of keys adds to the gradients of q, k and v.
 
-    `out` and `lse` are those of all keys; the chapter on flash attention derives the formulas.
+    The chapter on flash attention derives the formulas.
+
+    Parameters
+    ----------
+    q, k, v : Tensor, shapes (..., N, d), (..., M, d), (..., M, d_v)
+    out, lse : Tensor, shapes (..., N, d_v) and (..., N)
+        Of all keys.
+    grad : Tensor, shape (..., N, d_v)
+        The gradient of the output.
+    causal : bool
+        As in `block_weights`.
+
+    Returns
+    -------
+    list of Tensor
+        Of the shapes of q, k and v.
     """
     p, _ = block_weights(q, k, lse, causal)
     shapes, (q, k, v, grad) = [x.shape for x in (q, k, v)], (x.to(p) for x in (q, k, v, grad))
@@ -463,6 +687,16 @@ def visits(rank, ranks, causal=False, balanced=False):
     """For each step of the ring, the (i, j, diagonal) of the chunks that a rank must join.
 
     Its queries of chunk i see the arrived keys of chunk j; of the same tokens if `diagonal`.
+
+    Parameters
+    ----------
+    rank, ranks : int
+    causal, balanced : bool
+        As in `ring_attention`.
+
+    Returns
+    -------
+    list of list of (int, int, bool)
     """
     own, found = chunks_of(rank, ranks, balanced), []
     for step in range(ranks):
@@ -473,7 +707,15 @@ def visits(rank, ranks, causal=False, balanced=False):
 
 
 def go_round(x, group=None):
-    """Yield the x of each rank, its own first; the next one travels while one is used."""
+    """Yield the x of each rank, its own first; the next one travels while one is used.
+
+    Parameters
+    ----------
+    x : Tensor
+        Of one shape and dtype on all ranks.
+    group : torch.distributed.ProcessGroup, optional
+        All ranks by default.
+    """
     for step in range(dist.get_world_size(group) - 1):
         following, arrive = send_on(x, group)
         yield x
@@ -531,7 +773,20 @@ class _Ring(torch.autograd.Function):
 
 # %% ../nbs/55_scaling.ipynb #ring-attention
 def check_shards(q, k, v, balanced, group):
-    """Raise unless these are shards of one length on all ranks of a group."""
+    """Raise unless these are shards of one length on all ranks of a group.
+
+    Parameters
+    ----------
+    q, k, v, balanced, group
+        As in `ring_attention`.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no group of processes.
+    ValueError
+        If they are not; the message names a rank.
+    """
     if not dist.is_initialized():
         raise RuntimeError("ring_attention needs a group of processes: start them by torchrun "
                            "or `Workers`")
@@ -586,7 +841,23 @@ def ring_attention(q, k, v, *, causal=False, balanced=False, group=None):
 def ring_lesson(qkv, grad, causal=True, balanced=False, cut_balanced=None):
     """What workers run in section 5: attention and its gradients, each rank for its tokens.
 
-    `cut_balanced` is how the tokens are shared; by default as the ring is told.
+    Parameters
+    ----------
+    qkv : sequence of Tensor
+        Of the whole sequence, as for `attention`.
+    grad : Tensor, shape (..., N, d_v)
+        The gradient of the output.
+    causal, balanced : bool
+        As in `ring_attention`.
+    cut_balanced : bool, optional
+        How the tokens are shared; by default as the ring is told.
+
+    Returns
+    -------
+    found : list of Tensor
+        The output and the gradients of q, k and v, for this rank's tokens.
+    sent : int
+        Bytes that this rank sends, forward and backward.
     """
     cut = partial(shard_sequence, rank=dist.get_rank(), ranks=dist.get_world_size(),
                   balanced=balanced if cut_balanced is None else cut_balanced)
@@ -602,7 +873,7 @@ def ring_lesson(qkv, grad, causal=True, balanced=False, cut_balanced=None):
 
 # %% ../nbs/55_scaling.ipynb #pipeline-stage
 class GPTStage(nn.Module):
-    """The consecutive blocks of a `GPT` that one rank of a pipeline has.
+    """The consecutive blocks of a `GPT` that one rank of a pipeline has (Huang et al. 2019).
 
     The first stage reads tokens (B, N), the others (B, N, n_embd); the last gives logits.
 
@@ -611,6 +882,11 @@ class GPTStage(nn.Module):
     model : GPT
         Not `tied`: the embedding and the last matrix are on different ranks.
     stage, stages : int
+
+    Raises
+    ------
+    ValueError
+        If the model is tied, or there is no such stage.
     """
 
     def __init__(self, model, stage, stages):
@@ -630,6 +906,7 @@ class GPTStage(nn.Module):
                                    (nn.Identity(), nn.Identity()))
 
     def forward(self, x):
+        """Tokens (B, N) or (B, N, n_embd) to (B, N, n_embd), or to logits in the last stage."""
         if x.shape[1] > self.config.block_size:
             raise ValueError(f"x has {x.shape[1]} tokens; block_size allows at most "
                              f"{self.config.block_size}")
@@ -659,20 +936,36 @@ class _Nap(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage that does nothing, which takes so many seconds forward and twice that backward.
-    """
+    """A stage that does nothing, and takes time: `seconds` forward, twice that backward."""
 
     def __init__(self, seconds):
         super().__init__()
         self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(1))
 
     def forward(self, x):
+        """x as it is, later."""
         return _Nap.apply(x, self.weight, self.seconds)
 
 
 def nap_lesson(schedule, micros, seconds, pieces=1):
-    """What workers run in section 6: seconds of a step of a pipeline whose stages sleep,
-    the least of three."""
+    """What workers run in section 6: a step of a pipeline whose stages sleep.
+
+    Parameters
+    ----------
+    schedule : str
+        Of PyTorch's, such as "GPipe", "1F1B" or "Interleaved1F1B".
+    micros : int
+        Number of microbatches.
+    seconds : float
+        Of a rank's stages for a microbatch forward; backward takes twice that.
+    pieces : int
+        Stages of each rank.
+
+    Returns
+    -------
+    float
+        Seconds of the step, the least of three.
+    """
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     stages = [PipelineStage(Sleeper(seconds / pieces), rank + i * ranks, ranks * pieces, device)
               for i in range(pieces)]
@@ -692,7 +985,19 @@ def nap_lesson(schedule, micros, seconds, pieces=1):
 def stage_lesson(config, tokens, micros):
     """What workers run in section 6: loss and gradient norms of a `GPT` cut into stages.
 
-    Returns the mean loss of the last rank (None on others), and {name: gradient's norm}.
+    Parameters
+    ----------
+    config : attnlib.gpt.GPTConfig
+    tokens : int64 Tensor, shape (B, N + 1)
+    micros : int
+        Number of microbatches; it divides B.
+
+    Returns
+    -------
+    loss : float or None
+        The mean, on the last rank; None on others.
+    norms : dict of str to float
+        Of the gradient of each parameter of this rank.
     """
     torch.manual_seed(0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -721,6 +1026,11 @@ class Cluster:
         Bytes a second that a device can send within a machine and to others.
     efficiency : float
         Share of `flops` that is reached while nothing has to be waited for; to be measured.
+
+    Raises
+    ------
+    ValueError
+        If a number is not positive.
     """
 
     devices: int
@@ -738,7 +1048,17 @@ class Cluster:
 
 
 def parameters_of(config):
-    """Parameters of a block's matrices, and of the embedding and last matrix, of a `GPT`."""
+    """How many parameters a `GPT` has.
+
+    Parameters
+    ----------
+    config : attnlib.gpt.GPTConfig
+
+    Returns
+    -------
+    block, ends : int
+        Those of a block's matrices, and of the embedding and the last matrix.
+    """
     d, h, g = config.head_width, config.n_head, config.kv_heads
     mlp = (3 if config.mlp == "swiglu" else 2) * config.n_embd * config.hidden
     block = config.n_embd * d * (h + 2 * g) + h * d * config.n_embd + mlp
@@ -746,11 +1066,20 @@ def parameters_of(config):
 
 
 def operations_of(config):
-    """Operations of a token's forward and backward pass: attention's, and all of them.
+    """Operations of a token's forward and backward pass.
 
     Six for each weight that multiplies (Kaplan et al. 2020, section 2.1). Causal attention has
     twelve for each earlier token and channel: two for a product and sum, in the logits and in
     the output, once forward and twice backward. On average half of the tokens are earlier.
+
+    Parameters
+    ----------
+    config : attnlib.gpt.GPTConfig
+
+    Returns
+    -------
+    attention, operations : int
+        Those of QKᵀ and of the weights times the values, and all.
     """
     block, _ = parameters_of(config)
     attention = 6 * config.n_layer * config.block_size * config.n_head * config.head_width
@@ -763,6 +1092,14 @@ def activations_of(config):
 
     The block's two inputs and their norms, queries, keys, values and heads, and the MLP's
     hidden layers; nothing of the N × N weights (Korthikanti et al. 2023, section 4).
+
+    Parameters
+    ----------
+    config : attnlib.gpt.GPTConfig
+
+    Returns
+    -------
+    int
     """
     heads = 2 * (config.n_head + config.kv_heads) * config.head_width
     hidden = (3 if config.mlp == "swiglu" else 2) * config.hidden
@@ -799,6 +1136,7 @@ class Plan:
 
     @property
     def devices(self):
+        """How many devices it takes."""
         return self.data * self.tensor * self.pipeline * self.context
 
     def micros(self, batch):
@@ -817,7 +1155,20 @@ class Plan:
 
 # %% ../nbs/55_scaling.ipynb #plan-memory
 def memory_of(plan, config, batch):
-    """Bytes that suffice for a batch of sequences on each device: "states", "activations"."""
+    """Bytes that suffice on each device.
+
+    Parameters
+    ----------
+    plan : Plan
+    config : attnlib.gpt.GPTConfig
+    batch : int
+        Sequences of `config.block_size` tokens in a step.
+
+    Returns
+    -------
+    dict of str to float
+        "states" (parameters, gradients and moments) and "activations".
+    """
     shared = {0: 0, 1: 12, 3: 16}[plan.zero]  # of 16 bytes a parameter
     share = 16 - shared + shared / (plan.data * plan.context)
     states = share * plan.parameters(config)
@@ -835,7 +1186,21 @@ def memory_of(plan, config, batch):
 
 # %% ../nbs/55_scaling.ipynb #plan-seconds
 def compute_seconds(plan, config, cluster, batch):
-    """What a step computes, and how much of this is attention."""
+    """What a step computes, in seconds.
+
+    Parameters
+    ----------
+    plan : Plan
+    config : attnlib.gpt.GPTConfig
+    cluster : Cluster
+    batch : int
+        Sequences of `config.block_size` tokens in a step.
+
+    Returns
+    -------
+    compute, attention : float
+        All of it, and how much of this is attention.
+    """
     attention, operations = operations_of(config)
     share = attention / operations
     operations *= 1 + plan.recompute / 3
@@ -847,7 +1212,18 @@ def compute_seconds(plan, config, cluster, batch):
 
 
 def seconds_of(plan, config, cluster, batch):
-    """Seconds of a step in parts, to be added; what is sent while computing is not counted."""
+    """Seconds of a step in parts, to be added; what is sent while computing is not counted.
+
+    Parameters
+    ----------
+    plan, config, cluster, batch
+        As in `compute_seconds`.
+
+    Returns
+    -------
+    dict of str to float
+        "compute", "tensor", "sequence", "bubble", "pipeline" and "data".
+    """
     compute, attention = compute_seconds(plan, config, cluster, batch)
     micros, depth = plan.micros(batch), plan.depth(config)
     near = max(1, cluster.node // plan.tensor)  # ranks beside one another in a machine
@@ -872,7 +1248,15 @@ def seconds_of(plan, config, cluster, batch):
 
 # %% ../nbs/55_scaling.ipynb #plan
 def possible_plans(config, cluster, batch):
-    """Yield plans for a `GPT`, each with the largest data parallelism that the batch allows."""
+    """Yield plans for a `GPT`, each with the largest data parallelism that the batch allows.
+
+    Parameters
+    ----------
+    config : attnlib.gpt.GPTConfig
+    cluster : Cluster
+    batch : int
+        Sequences of `config.block_size` tokens in a step.
+    """
     heads, deepest = (config.n_head, config.kv_heads), 1 if config.tied else 64
     tensors = [n for n in (1, 2, 4, 8) if n <= cluster.node and not any(h % n for h in heads)]
     contexts = [n for n in (1, 2, 4, 8, 16) if n == 1 or config.block_size % (2 * n) == 0]

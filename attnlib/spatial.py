@@ -200,7 +200,20 @@ class Captioner(nn.Module):
 
 # %% ../nbs/45_spatial.ipynb #check-captions
 def check_captions(tokens, count, vocab_size, pad_id):
-    """Raise unless `tokens` (count, T) are captions of a vocabulary, none of them empty."""
+    """Raise unless these are captions of a vocabulary, none of them empty.
+
+    Parameters
+    ----------
+    tokens : int Tensor, shape (count, T)
+    count, vocab_size, pad_id : int
+        Numbers of images and of words, and the padding.
+
+    Raises
+    ------
+    ValueError
+        If their shape is another, a word is not in the vocabulary, or a row is nothing but
+        padding.
+    """
     if tokens.ndim != 2 or tokens.shape[0] != count or tokens.shape[1] == 0:
         raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be ({count}, T): a row "
                          "for each image, with at least one token")
@@ -226,6 +239,8 @@ def caption_loss(logits, targets, weights=None, penalty=0.0, pad_id=0):
     penalty : float
         λ in −Σ_t log p(y_t) + λ Σ_i (1 − Σ_t α_ti)², sums over the words of a caption and over
         the places.
+    pad_id : int
+        Positions with this target do not count.
 
     Returns
     -------
@@ -332,6 +347,8 @@ def reinforce_loss(logits, targets, log_prob, entropy, baseline, *, reward_weigh
         batch's.
     reward_weight, entropy_weight : float
         λ_r and λ_e.
+    pad_id : int
+        Positions with this target do not count.
 
     Returns
     -------
@@ -385,6 +402,11 @@ class AttentionGate(nn.Module):
     score : {"dot", "additive"}
         Compatibility of a place ℓᵢ with the global vector g: ⟨ℓᵢ, g⟩, or ⟨u, ℓᵢ + g⟩ with a
         learned u.
+
+    Raises
+    ------
+    ValueError
+        If there is no such score; when called, if g does not fit the map.
     """
 
     def __init__(self, dim, score="dot"):
@@ -437,6 +459,11 @@ class AttentiveConvnet(nn.Module):
         Height and width, a multiple of 16.
     dim : int
         Width of the local features and of the global vector.
+
+    Raises
+    ------
+    ValueError
+        If there is no such pooling, or `img_size` is not a multiple of 16.
     """
 
     def __init__(self, num_classes, pool="dot", questions=0, img_size=48, dim=48):
@@ -493,6 +520,11 @@ class FilterBank:
         Height and width, H and W.
     glimpse : int
         Filters along each axis, N; at most as many as there are pixels.
+
+    Raises
+    ------
+    ValueError
+        If there are more filters than pixels along an axis.
     """
 
     def __init__(self, image_size, glimpse):
@@ -561,6 +593,11 @@ class Draw(nn.Module):
         attention, which reads and writes the whole image.
     hidden_dim, latent_dim : int
         Widths of the two LSTMs, and of the latent vector of a step.
+
+    Raises
+    ------
+    ValueError
+        When called, if the images are of another size.
     """
 
     def __init__(self, image_size, steps=8, glimpse=5, hidden_dim=64, latent_dim=8):
@@ -640,8 +677,23 @@ def draw_loss(drawing, images):
 
 # %% ../nbs/45_spatial.ipynb #squeeze-class
 def reduced_channels(channels, rd_ratio, rd_divisor):
-    """The width of a gate's hidden layer: channels · rd_ratio, rounded to a positive multiple
-    of rd_divisor as in timm."""
+    """The width of a gate's hidden layer: `channels` · `rd_ratio`, rounded to a positive
+    multiple of `rd_divisor` as in timm.
+
+    Parameters
+    ----------
+    channels, rd_divisor : int
+    rd_ratio : float
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    ValueError
+        If a number is not positive, or the ratio leaves no channel.
+    """
     check_counts(channels=channels, rd_divisor=rd_divisor)
     if int(channels * rd_ratio + 0.5) < 1:
         raise ValueError(f"rd_ratio ({rd_ratio}) leaves no channel of {channels}; it must be "
@@ -685,7 +737,7 @@ class SqueezeExcite(nn.Module):
 
 # %% ../nbs/45_spatial.ipynb #eca-class
 def check_odd(kernel_size):
-    """Raise unless a convolution of this size has a middle."""
+    """Raise a ValueError unless a convolution of `kernel_size` has a middle."""
     check_counts(kernel_size=kernel_size)
     if kernel_size % 2 == 0:
         raise ValueError(f"kernel_size ({kernel_size}) must be odd")

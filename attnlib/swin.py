@@ -27,19 +27,24 @@ from .vit import Mlp, PatchEmbed
 
 # %% ../nbs/32_swin.ipynb #merging
 def round_up(size, unit):
-    """A size (rows, columns) rounded up to multiples of a unit."""
+    """A `size` (rows, columns) rounded up to multiples of a `unit` (rows, columns).
+
+    Returns
+    -------
+    (int, int)
+    """
     return tuple((s + u - 1) // u * u for s, u in zip(size, unit))
 
 
 def pad_map(x, size):
-    """Maps (B, H, W, C) with zeros below and on the right, up to a size (rows, columns)."""
+    """Maps x (B, H, W, C) with zeros below and on the right, up to a size (rows, columns)."""
     if not torch.compiler.is_compiling() and tuple(size) == tuple(x.shape[1:3]):
         return x  # a graph for all sizes must not ask this
     return F.pad(x, (0, 0, 0, size[1] - x.shape[2], 0, size[0] - x.shape[1]))
 
 
 def crop_map(x, size):
-    """What a map has above and on the left, up to a size: the inverse of `pad_map`."""
+    """What maps x (B, H, W, C) have above and on the left, up to a size (rows, columns)."""
     return x[:, : size[0], : size[1]]
 
 
@@ -69,6 +74,7 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False, device=device, dtype=dtype)
 
     def forward(self, x):
+        """A map (B, H, W, C) to a map (B, ⌈H/2⌉, ⌈W/2⌉, 2C)."""
         return self.reduction(self.norm(merge_patches(x)))  # (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
 
 # %% ../nbs/32_swin.ipynb #partition
@@ -144,17 +150,42 @@ def window_layout(size, window_size, shift_size=(0, 0), shrink=True):
 
 # %% ../nbs/32_swin.ipynb #shift-map
 def cyclic_shift(x, layout):
-    """Roll padded maps (B, H', W', C) up and to the left."""
+    """Roll padded maps up and to the left (Liu et al. 2021, figure 4).
+
+    Parameters
+    ----------
+    x : Tensor, shape (B, H', W', C)
+    layout : WindowLayout
+
+    Returns
+    -------
+    Tensor, shape (B, H', W', C)
+    """
     return x.roll([-s for s in layout.shift], dims=(1, 2)) if any(layout.shift) else x
 
 
 def reverse_cyclic_shift(x, layout):
-    """Roll padded maps (B, H', W', C) back, the inverse of `cyclic_shift`."""
+    """Roll padded maps back, the inverse of `cyclic_shift`.
+
+    Parameters
+    ----------
+    x : Tensor, shape (B, H', W', C)
+    layout : WindowLayout
+
+    Returns
+    -------
+    Tensor, shape (B, H', W', C)
+    """
     return x.roll(layout.shift, dims=(1, 2)) if any(layout.shift) else x
 
 # %% ../nbs/32_swin.ipynb #mask
 def shift_mask(layout, device=None):
     """Who may attend to whom in each window of the rolled map.
+
+    Parameters
+    ----------
+    layout : WindowLayout
+        Of the map; N is the number of a window's tokens.
 
     Returns
     -------
@@ -194,6 +225,15 @@ def resampling_matrix(old, new):
     """The matrix (new, old) that resamples an axis of a bias table, as in timm.
 
     Linear between places that spread geometrically: 1, 1 + r, 1 + r + r², and so on.
+
+    Parameters
+    ----------
+    old, new : int
+        Lengths of the axis, both odd.
+
+    Returns
+    -------
+    float32 Tensor, shape (new, old)
     """
     low, high = 1.01, 1.5
     while high - low > 1e-6:  # the ratio r with which the old offsets span the new ones
@@ -221,6 +261,11 @@ def resize_rel_pos_bias_table(table, new_window, old_window=None):
     Returns
     -------
     Tensor, shape ((2·new_window[0] - 1)·(2·new_window[1] - 1), h)
+
+    Raises
+    ------
+    ValueError
+        If the table has not the rows of its window.
     """
     side, new = round(len(table) ** 0.5), [2 * w - 1 for w in new_window]
     old = [side, side] if side * side == len(table) else new
@@ -262,7 +307,24 @@ def window_bias(table, table_window, layout, masked=True):
 
 # %% ../nbs/32_swin.ipynb #check-window
 def check_window(window_size, shift_size=0, small_maps="shrink"):
-    """Window and shift, each as (rows, columns), or a ValueError that says what they may be."""
+    """Window and shift, each as (rows, columns), once they are found to be allowed.
+
+    Parameters
+    ----------
+    window_size, shift_size : int or (int, int)
+        At least 1 token, and from 0 to less than the window.
+    small_maps : {"shrink", "pad"}
+        As in `WindowAttention`.
+
+    Returns
+    -------
+    window_size, shift_size : (int, int)
+
+    Raises
+    ------
+    ValueError
+        If one of the three is not allowed.
+    """
     window_size, shift_size = to_2tuple(window_size), to_2tuple(shift_size)
     if len(window_size) != 2 or any(w < 1 for w in window_size):
         raise ValueError(f"window_size {window_size} must be at least 1 token high and wide")
@@ -374,7 +436,18 @@ class SwinBlock(nn.Module):
 
 # %% ../nbs/32_swin.ipynb #stage
 class SwinStage(nn.Module):
-    """Patch merging, except in the first stage, and blocks; every second one shifts windows."""
+    """Patch merging, except in the first stage, and blocks; every second one shifts windows
+    (Liu et al. 2021, figure 3).
+
+    Parameters
+    ----------
+    downsample : Module
+        `PatchMerging`, or `nn.Identity` in the first stage.
+    window_size : (int, int)
+        Rows and columns of tokens; every second block shifts by half of it.
+    blocks : iterable of Module
+        `SwinBlock`, or one like it.
+    """
 
     def __init__(self, downsample, window_size, blocks):
         super().__init__()
@@ -387,7 +460,7 @@ class SwinStage(nn.Module):
             block.attn.set_window_size(window_size, [w // 2 * (i % 2) for w in window_size])
 
     def forward(self, x, run=lambda block, x: block(x)):
-        """Map to map; `run` is how a block is called."""
+        """A map (B, H, W, C) to a map; `run` is how a block is called."""
         x = self.downsample(x)
         for block in self.blocks:
             x = run(block, x)
@@ -395,7 +468,24 @@ class SwinStage(nn.Module):
 
 # %% ../nbs/32_swin.ipynb #sizes-of-model
 def padded_size(img_size, patch_size, name="img_size"):
-    """The size (rows, columns) of images once they are padded to whole patches."""
+    """The size (rows, columns) of images once they are padded to whole patches.
+
+    Parameters
+    ----------
+    img_size, patch_size : int or (int, int)
+        Of the images at least that of a patch.
+    name : str
+        What an error calls the images' size.
+
+    Returns
+    -------
+    (int, int)
+
+    Raises
+    ------
+    ValueError
+        If the images are smaller than a patch.
+    """
     size, patch_size = to_2tuple(img_size), to_2tuple(patch_size)
     if any(s < p for s, p in zip(size, patch_size)):
         raise ValueError(f"{name} {tuple(size)} must be at least as high and wide as a patch, "
@@ -404,7 +494,18 @@ def padded_size(img_size, patch_size, name="img_size"):
 
 
 def pad_images(x, patch_size):
-    """Images (B, C, H, W) with zeros below and on the right, up to whole patches."""
+    """Images x (B, C, H, W) with zeros below and on the right, up to whole patches.
+
+    Parameters
+    ----------
+    x : Tensor, shape (B, C, H, W)
+    patch_size : int or (int, int)
+        Height and width of a patch, in pixels.
+
+    Returns
+    -------
+    Tensor, shape (B, C, H', W')
+    """
     if x.ndim != 4:
         return x  # the model's first layer will say what is wrong
     rows, columns = padded_size(x.shape[2:], patch_size, "x of size")
@@ -412,7 +513,18 @@ def pad_images(x, patch_size):
 
 
 def stage_windows(model):
-    """The window of each stage: it grows with the map, and shrinks to it if small maps may."""
+    """The window of each stage: it grows with the map, and shrinks to it if small maps may.
+
+    Parameters
+    ----------
+    model : Module
+        A `SwinTransformer`.
+
+    Returns
+    -------
+    list of (int, int)
+        For each stage, rows and columns of tokens.
+    """
     grid, stages = model.patch_embed.grid_size, range(len(model.depths))
     sizes = zip(model.window_size, grid, model.window_grid)
     window = tuple(max(1, size * new // old) for size, new, old in sizes)
@@ -422,7 +534,19 @@ def stage_windows(model):
 
 
 def resample_tables(state_dict, model):
-    """A state dict with the bias tables of other windows interpolated for those of a model."""
+    """A state dict with the bias tables of other windows interpolated for those of a model.
+
+    Parameters
+    ----------
+    state_dict : dict of str to Tensor
+        With keys `*.relative_position_bias_table`; all others stay as they are.
+    model : Module
+        Its modules of these names tell their windows (`window_size`).
+
+    Returns
+    -------
+    dict of str to Tensor
+    """
     windows = {f"{name}.relative_position_bias_table": module.window_size
                for name, module in model.named_modules() if hasattr(module, "window_size")}
     return {key: resize_rel_pos_bias_table(x, windows[key]) if key in windows and x.ndim == 2
@@ -553,6 +677,7 @@ class SwinTransformer(Backbone):
         return resample_tables(state_dict, self)
 
     def no_weight_decay(self):
+        """Names of parameters that are not to decay: the bias tables."""
         return {name for name, _ in self.named_parameters() if name.endswith("_bias_table")}
 
 # %% ../nbs/32_swin.ipynb #register
@@ -576,7 +701,21 @@ register_model("swin_collages", SwinTransformer, hub="attnlib/swin_collages", nu
 
 # %% ../nbs/32_swin.ipynb #pixel-maps
 def token_map(weights, layout, token):
-    """Where a token (row, column) of a map looks: (B, windows, h, N, N) -> (B, h, H, W)."""
+    """Where a token of a map looks, whichever window it is in.
+
+    Parameters
+    ----------
+    weights : Tensor, shape (B, windows, h, N, N)
+        Of one block, N the number of a window's tokens.
+    layout : WindowLayout
+        Of that block's map of H by W tokens.
+    token : (int, int)
+        Row and column.
+
+    Returns
+    -------
+    Tensor, shape (B, h, H, W)
+    """
     here = weights.new_zeros(1, *layout.padded, 1)
     here[0, token[0], token[1]] = 1  # a map that marks the token
     here = window_partition(cyclic_shift(here, layout), layout.window)  # (1, windows, N, 1)
@@ -586,11 +725,26 @@ def token_map(weights, layout, token):
 
 
 def pixel_maps(model, x, pixel):
-    """Where the token that holds a pixel (row, column) of images x looks.
+    """Where the token that holds a pixel looks, in each block of a Swin Transformer.
+
+    Parameters
+    ----------
+    model : Module
+        A `SwinTransformer`.
+    x : Tensor, shape (B, C, H, W)
+        Images.
+    pixel : (int, int)
+        Row and column.
 
     Returns
     -------
-    list of Tensor, shape (B, h, H', W'), for each block of a Swin Transformer
+    list of Tensor, shape (B, h, H', W')
+        One for each block, of the block's own map of tokens.
+
+    Raises
+    ------
+    ValueError
+        If the pixel is not in the images.
     """
     if any(not 0 <= i < s for i, s in zip(pixel, x.shape[2:])):
         raise ValueError(f"pixel {tuple(pixel)} must be in x of shape {tuple(x.shape)}")

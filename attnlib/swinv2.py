@@ -73,7 +73,21 @@ def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None):
 
 # %% ../nbs/33_swinv2.ipynb #check-pretrained
 def check_pretrained_window(window_size):
-    """A window that was trained as (rows, columns), or an error that says what it may be."""
+    """The window that weights were trained with as (rows, columns); 0 is the model's own.
+
+    Parameters
+    ----------
+    window_size : int or (int, int)
+
+    Returns
+    -------
+    (int, int)
+
+    Raises
+    ------
+    ValueError
+        If it is neither 0 nor at least 1 token high and wide.
+    """
     window_size = to_2tuple(window_size)
     known = len(window_size) == 2 and min(window_size) > 0
     if not known and window_size != (0, 0):
@@ -200,8 +214,14 @@ class WindowAttentionV2(nn.Module):
 class SwinBlockV2(nn.Module):
     """Window attention and MLP, each with a norm behind it (Liu et al. 2022, section 3.2).
 
-    The parameters are those of `SwinBlock`; the norms start at zero, and the block as the
-    identity.
+    The norms start at zero, and the block as the identity.
+
+    Parameters
+    ----------
+    dim, num_heads, window_size, shift_size, mlp_ratio, qkv_bias
+        As for `SwinBlock`.
+    proj_drop, attn_drop, drop_path, small_maps
+        Likewise.
     """
 
     def __init__(self, dim, num_heads, window_size=8, shift_size=0, mlp_ratio=4.0,
@@ -225,7 +245,8 @@ class SwinBlockV2(nn.Module):
 
 # %% ../nbs/33_swinv2.ipynb #merging
 class PatchMergingV2(nn.Module):
-    """Half as many rows and columns of tokens, each twice as wide; the norm comes last.
+    """Half as many rows and columns of tokens, each twice as wide; the norm is last (Liu et al.
+    2022).
 
     Parameters
     ----------
@@ -239,6 +260,7 @@ class PatchMergingV2(nn.Module):
         self.norm = nn.LayerNorm(2 * dim, device=device, dtype=dtype)
 
     def forward(self, x):
+        """A map (B, H, W, C) to a map (B, ⌈H/2⌉, ⌈W/2⌉, 2C)."""
         return self.norm(self.reduction(merge_patches(x)))  # (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
 
 # %% ../nbs/33_swinv2.ipynb #model
@@ -285,6 +307,7 @@ class SwinTransformerV2(SwinTransformer):
             block.attn.windows_at_once = windows_at_once
 
     def no_weight_decay(self):
+        """Names of parameters that are not to decay: the bias's MLP's, and temperatures."""
         return {name for name, _ in self.named_parameters()
                 if "cpb_mlp" in name or "logit_scale" in name}
 

@@ -20,14 +20,26 @@ from .vit import Mlp, PatchEmbed, check_images
 
 # %% ../nbs/34_tnt.ipynb #cut
 def patchify(x, size):
-    """Cut images (B, C, H, W) into patches of a size (p, q), row by row: (B·n, C, p, q)."""
+    """Cut images x (B, C, H, W) into patches of a size (p, q), row by row: (B·n, C, p, q)."""
     x = x.unflatten(3, (-1, size[1])).unflatten(2, (-1, size[0]))  # -> (B, C, H', p, W', q)
     x = x.permute(0, 2, 4, 1, 3, 5)  # -> (B, H', W', C, p, q)
     return x.flatten(0, 2)  # -> (B H' W', C, p, q)
 
 
 def unpatchify(x, grid_size):
-    """Put patches (B·n, C, p, q) together again, n = H'·W' an image: (B, C, H'·p, W'·q)."""
+    """Put the patches of images together again, the inverse of `patchify`.
+
+    Parameters
+    ----------
+    x : Tensor, shape (B·n, C, p, q)
+        As `patchify` cut them.
+    grid_size : (int, int)
+        Rows H' and columns W' of patches; n = H'·W'.
+
+    Returns
+    -------
+    Tensor, shape (B, C, H'·p, W'·q)
+    """
     x = x.unflatten(0, (-1, *grid_size)).permute(0, 3, 1, 4, 2, 5)  # -> (B, C, H', p, W', q)
     return x.flatten(4).flatten(2, 3)  # -> (B, C, H', p, W' q), (B, C, H' p, W' q)
 
@@ -47,6 +59,11 @@ class PixelEmbed(PatchEmbed):
         Height and width of a sub-patch; it must divide the patch.
     legacy : bool
         Let the 7 × 7 pixels reach into the neighboring patches, and not into zeros.
+
+    Raises
+    ------
+    ValueError
+        If the patch does not divide the image, or `stride` not the patch.
     """
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, in_dim=48, stride=4,
@@ -73,7 +90,8 @@ class PixelEmbed(PatchEmbed):
 
 # %% ../nbs/34_tnt.ipynb #attention-class
 class SplitAttention(nn.Module):
-    """Multi-head self-attention with TNT's names: W^Q and W^K are one layer, `qk`; W^V is `v`.
+    """Multi-head self-attention with TNT's names: W^Q and W^K are one layer, `qk`; W^V is `v`
+    (Han et al. 2021, section 2.2).
 
     Parameters
     ----------
@@ -105,7 +123,8 @@ class SplitAttention(nn.Module):
 
 # %% ../nbs/34_tnt.ipynb #block
 class Block(nn.Module):
-    """A block for words and one for sentences, and the words' way into the sentences between.
+    """A block for words and one for sentences, and the words' way into the sentences between
+    (Han et al. 2021, section 2.2).
 
     Parameters
     ----------

@@ -220,8 +220,25 @@ def _shared(x, like):
 def adamw(model, lr, betas, weight_decay, lr_scale=None):
     """AdamW in which biases, norms and what `model.no_weight_decay()` names do not decay.
 
-    Biases and norms are the parameters with fewer than two axes. `lr_scale` gives some of the
-    parameters, by name, another rate: so many times `lr`.
+    Biases and norms are the parameters with fewer than two axes.
+
+    Parameters
+    ----------
+    model : Module
+        May have a method `no_weight_decay`, which returns names of parameters.
+    lr, weight_decay : float
+    betas : (float, float)
+    lr_scale : dict of str to float, optional
+        As in `fit`.
+
+    Returns
+    -------
+    torch.optim.AdamW
+
+    Raises
+    ------
+    ValueError
+        If `lr_scale` names what is no parameter of the model.
     """
     spared, scale = getattr(model, "no_weight_decay", set)(), lr_scale or {}
     if unknown := scale.keys() - {name for name, _ in model.named_parameters()}:
@@ -238,9 +255,39 @@ def adamw(model, lr, betas, weight_decay, lr_scale=None):
 
 # %% ../nbs/91_train.ipynb #step
 def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip, look):
-    """One step of `fit`.
+    """One step of `fit`, by each of its processes.
 
-    Returns the loss of this process, summed over its terms, and the number of terms of all.
+    Parameters
+    ----------
+    accelerator : accelerate.Accelerator
+    model, optimizer
+        As `prepare` returns them.
+    loss_fn : callable
+        As in `fit`.
+    batch : tuple of Tensor
+        Of all processes; each takes its own rows.
+    lr : float
+        Rate of this step.
+    seed : int
+        Fixes the dropout of this step.
+    clip : float or None
+        Largest norm of the gradient.
+    look : bool
+        Whether to see if loss and gradient are finite, for which a GPU has to wait.
+
+    Returns
+    -------
+    total : Tensor, scalar
+        The loss of this process, summed over its terms.
+    terms : Tensor, scalar
+        The number of terms of all processes.
+
+    Raises
+    ------
+    ValueError
+        If the loss has no term.
+    FloatingPointError
+        If loss or gradient is not finite.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
@@ -321,6 +368,11 @@ def save_shards(path, tensors, state):
 
     Tensors that are shared among processes are written by all, each writes its own.
 
+    Parameters
+    ----------
+    path, tensors, state
+        As in `save_checkpoint`.
+
     Raises
     ------
     ValueError
@@ -365,7 +417,17 @@ def _load_shards(folder, numbers, like):
 
 # %% ../nbs/91_train.ipynb #state
 def training_state(model, optimizer):
-    """The tensors of a run: the weights "model.NAME", the moments "optimizer.NUMBER.NAME"."""
+    """The tensors of a run: the weights "model.NAME", the moments "optimizer.NUMBER.NAME".
+
+    Parameters
+    ----------
+    model : Module
+    optimizer : torch.optim.Optimizer
+
+    Returns
+    -------
+    dict of str to Tensor
+    """
     tied = _tied(model)  # a file of tensors refuses those that share memory
     tensors = {f"model.{name}": x.clone() if name in tied else x
                for name, x in model.state_dict().items()}
@@ -398,7 +460,26 @@ def _like(model, optimizer):
 def resume(checkpoint, model, optimizer, settings):
     """Load a checkpoint, if there is one, into model and optimizer.
 
-    Returns the next step and the history.
+    Parameters
+    ----------
+    checkpoint : path or None
+    model : Module
+    optimizer : torch.optim.Optimizer
+        As `prepare` returns it.
+    settings : dict
+        Of the run; those that the checkpoint was written with must be the same.
+
+    Returns
+    -------
+    step : int
+        The next one; 0 without a checkpoint.
+    history : list of dict
+
+    Raises
+    ------
+    ValueError
+        If the file is no checkpoint of `fit`, or belongs to another run or model, which then
+        keeps its weights.
     """
     if checkpoint is None or not Path(checkpoint).exists():
         return 0, []
@@ -448,7 +529,22 @@ def _check_run(steps, lr, warmup, clip, every, stop_after, schedule, parallel):
 
 
 def prepare(model, accelerator, sharded, options):
-    """Model and optimizer for one or several processes; the options are those of `adamw`."""
+    """Model and optimizer for one or several processes.
+
+    Parameters
+    ----------
+    model : Module
+    accelerator : accelerate.Accelerator
+    sharded : bool
+        Whether each process keeps a share of the model, by `shard_blocks`, and not the whole.
+    options : tuple
+        Those of `adamw`, in its order.
+
+    Returns
+    -------
+    model : Module
+    optimizer : torch.optim.Optimizer
+    """
     if not sharded:
         return accelerator.prepare(model, adamw(model, *options))
     model.to(accelerator.device)
@@ -495,10 +591,17 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
         its terms.
     batches : callable
         ``batches(step)`` returns a tuple of Tensors; several processes share their rows.
-    steps, lr, warmup, schedule
-        Length of the run, peak learning rate, and the rest of what `learning_rate` takes.
-    betas, weight_decay
-        Of AdamW.
+    steps : int
+        Length of the run.
+    lr : float
+        Peak of the learning rate.
+    warmup : int
+        Steps over which the rate rises.
+    schedule : {"cosine", "inverse_sqrt", "constant"}
+        How it falls then; see `learning_rate`.
+    betas : (float, float)
+        Of AdamW, as is `weight_decay`.
+    weight_decay : float
     clip : float, optional
         Largest norm of the gradient; None for no clipping.
     evaluate : callable, optional
@@ -573,7 +676,16 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
 
 # %% ../nbs/91_train.ipynb #peak-memory
 def memory_levels(call):
-    """The bytes in use on the CPU, from 0, after each allocation and release in ``call()``."""
+    """The bytes in use on the CPU, from 0, after each allocation and release in ``call()``.
+
+    Parameters
+    ----------
+    call : callable
+
+    Returns
+    -------
+    list of int
+    """
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
         call()
@@ -596,6 +708,10 @@ def peak_memory(call, device="cpu"):
     device : torch.device or str
         On a GPU the number comes from the allocator's own statistics, on a CPU from
         `memory_levels`.
+
+    Returns
+    -------
+    int
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -645,9 +761,16 @@ def _processor():
 
 
 def write_record(path, result, device="cpu"):
-    """Write a dict of results, and the machine it comes from, to a JSON file.
+    """Write results, and the machine they come from, to a JSON file.
 
     An older file stands until the new one is complete.
+
+    Parameters
+    ----------
+    path : path
+    result : dict
+        Anything JSON can hold; the keys of `machine` stand before its own.
+    device : torch.device or str
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -665,6 +788,10 @@ def find_records():
 
 def read_record(name):
     """The record `name`.json of the book as a dict.
+
+    Returns
+    -------
+    dict
 
     Raises
     ------

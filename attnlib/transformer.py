@@ -23,7 +23,7 @@ from .position import (LearnedPositionalEmbedding, RelativePositionBias, alibi_b
 
 # %% ../nbs/21_transformer.ipynb #self-attention
 class SelfAttention(MultiHeadAttention):
-    """Multi-head attention of tokens to themselves.
+    """Multi-head attention of tokens to themselves (Vaswani et al. 2017, 3.2.3).
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class SelfAttention(MultiHeadAttention):
 
 # %% ../nbs/21_transformer.ipynb #cross-attention
 class CrossAttention(MultiHeadAttention):
-    """Multi-head attention of tokens to the encoder's output."""
+    """Multi-head attention of tokens to the encoder's output (Vaswani et al. 2017, 3.2.3)."""
 
     def forward(self, x, memory, mask=None, cache=None, layer=0):
         """Tokens (B, N, C) and memory (B, M, C) to tokens.
@@ -82,6 +82,11 @@ class FeedForward(nn.Module):
         Width of the tokens and of the hidden layer.
     activation : {"relu", "gelu", "silu", "swish"} or callable
         The function σ; "swish" is another name of "silu".
+
+    Raises
+    ------
+    ValueError
+        If there is no activation of that name.
     """
 
     def __init__(self, d_model, dim_feedforward, activation="relu"):
@@ -93,6 +98,7 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS.get(activation, activation)
 
     def forward(self, x):
+        """Tokens (..., d_model) to tokens."""
         return self.linear2(self.activation(self.linear1(x)))  # (B, N, d) -> d_ff -> d
 
 # %% ../nbs/21_transformer.ipynb #encoder-layer
@@ -168,7 +174,15 @@ class DecoderLayer(nn.Module):
 
 # %% ../nbs/21_transformer.ipynb #stacks
 class Encoder(nn.Module):
-    """Encoder layers one after the other, and a last norm if `norm` is given."""
+    """Encoder layers one after the other, and a last norm if `norm` is given (Vaswani et al.
+    2017, section 3.1).
+
+    Parameters
+    ----------
+    layers : iterable of Module
+        Such as `EncoderLayer`.
+    norm : Module, optional
+    """
 
     def __init__(self, layers, norm=None):
         super().__init__()
@@ -183,7 +197,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(Encoder):
-    """The same with decoder layers."""
+    """The same with decoder layers (Vaswani et al. 2017, section 3.1)."""
 
     def forward(self, x, memory, mask=None, memory_mask=None, bias=None, cache=None):
         """Tokens (B, N, d_model) and memory (B, M, d_model) to tokens."""
@@ -206,6 +220,11 @@ class Positions(nn.Module):
     ----------
     scheme : {"sinusoidal", "learned", "relative", "alibi", "rotary", "none"}
     d_model, nhead, max_length : int
+
+    Raises
+    ------
+    ValueError
+        If there is no such scheme.
     """
 
     def __init__(self, scheme, d_model, nhead, max_length):
@@ -238,7 +257,21 @@ class Positions(nn.Module):
 
 # %% ../nbs/21_transformer.ipynb #checks
 def check_settings(pad_id, dropout, vocabularies, layers):
-    """Raise unless a `Transformer` can have these; the last two are dicts of numbers."""
+    """Raise unless a `Transformer` can have these.
+
+    Parameters
+    ----------
+    pad_id : int
+    dropout : float
+    vocabularies, layers : dict of str to int
+        Sizes of the vocabularies and numbers of layers, by the names that an error is to call
+        them.
+
+    Raises
+    ------
+    ValueError
+        Names the one that is out of its range.
+    """
     for name, vocab in vocabularies.items():
         if not 0 <= pad_id < vocab:
             raise ValueError(f"pad_id ({pad_id}) must be a token of {name} ({vocab}), "
@@ -250,7 +283,26 @@ def check_settings(pad_id, dropout, vocabularies, layers):
 
 
 def check_tokens(name, tokens, vocab, max_length, offset=0):
-    """Raise unless these are tokens (B, N) of a vocabulary, the first at position `offset`."""
+    """Raise unless these are tokens of a vocabulary, within the positions that there are.
+
+    Parameters
+    ----------
+    name : str
+        What an error calls them.
+    tokens : int Tensor, shape (B, N)
+    vocab, max_length : int
+        Numbers of tokens in the vocabulary, and of positions.
+    offset : int
+        Position of the first token.
+
+    Raises
+    ------
+    TypeError
+        If their dtype is neither int64 nor int32.
+    ValueError
+        If their shape is another, they are too many, or one is not in the vocabulary. On a GPU
+        the last is not asked, since that would wait for it.
+    """
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} of dtype {tokens.dtype} must be torch.int64 or torch.int32")
     if tokens.ndim != 2 or 0 in tokens.shape:
@@ -267,7 +319,12 @@ def check_tokens(name, tokens, vocab, max_length, offset=0):
 # %% ../nbs/21_transformer.ipynb #evaluation
 @contextmanager
 def evaluation(model):
-    """Evaluation mode inside the `with` block; then every part has the mode that it had."""
+    """Evaluation mode inside the `with` block; then each part has the mode that it had.
+
+    Parameters
+    ----------
+    model : Module
+    """
     modes = {part: part.training for part in model.modules()}
     try:
         yield model.eval()
@@ -281,8 +338,10 @@ class Transformer(nn.Module):
 
     Parameters
     ----------
-    src_vocab, tgt_vocab : int
-        Numbers of tokens; without `tgt_vocab` both languages have one vocabulary.
+    src_vocab : int
+        Number of tokens of the source language.
+    tgt_vocab : int, optional
+        That of the target; by default both languages have one vocabulary.
     d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout, activation
         As in torch.nn.Transformer; dropout applies where the paper has it.
     norm_first : bool
@@ -299,6 +358,11 @@ class Transformer(nn.Module):
         Add a trained number to the logits of each token, as Marian does.
     position : {"sinusoidal", "learned", "relative", "alibi", "rotary", "none"}
         How tokens get their order; see `Positions`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range.
     """
 
     def __init__(self, src_vocab, tgt_vocab=None, d_model=512, nhead=8, num_encoder_layers=6,
@@ -386,7 +450,8 @@ class Transformer(nn.Module):
 
 # %% ../nbs/21_transformer.ipynb #label-smoothing
 def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
-    """Cross-entropy to targets of which a share is spread over the vocabulary (section 5.4).
+    """Cross-entropy to targets of which a share is spread over the vocabulary (Vaswani et al.
+    2017, section 5.4).
 
     Parameters
     ----------
@@ -403,6 +468,11 @@ def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
         Nats, summed over the positions that count.
     count : Tensor, shape ()
         Their number.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, or `smoothing` is outside [0, 1].
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets of shape {tuple(targets.shape)} must be of shape "
@@ -424,6 +494,10 @@ def from_torch(module, src_vocab, tgt_vocab=None, **options):
     src_vocab, tgt_vocab, **options
         What it does not know, as in `Transformer`: max_length, pad_id, tie_weights and
         output_bias. Embeddings start at random.
+
+    Returns
+    -------
+    Transformer
     """
     layer = module.encoder.layers[0]
     model = Transformer(

@@ -30,20 +30,51 @@ HELD_OUT = [(a, LANGUAGES[(i + k) % len(LANGUAGES)])
 
 
 def tag(language):
-    """The special token that asks for a target language, such as "<de>"."""
+    """The special token that asks for a target language, such as "<de>".
+
+    Raises
+    ------
+    ValueError
+        If the language is not one of `LANGUAGES`.
+    """
     if language not in LANGUAGES:
         raise ValueError(f"language ({language!r}) must be one of {', '.join(LANGUAGES)}")
     return f"<{language}>"
 
 
 def number_tokenizer(numbers, vocab_size, languages=LANGUAGES):
-    """A byte-pair encoding of the names of some numbers in some languages, and of all tags."""
+    """A byte-pair encoding of the names of some numbers in some languages, and of all tags.
+
+    Parameters
+    ----------
+    numbers : sequence of int
+    vocab_size : int
+    languages : sequence of str
+        Whose names are learned; all languages have a tag.
+
+    Returns
+    -------
+    tokenizers.Tokenizer
+    """
     texts = [text for language in languages for text in number_words(numbers, language)]
     return train_bpe(texts, vocab_size, extra=[tag(language) for language in LANGUAGES])
 
 # %% ../nbs/23_translation.ipynb #table
 def number_table(tokenizer, numbers, languages=LANGUAGES):
-    """Tokens of the names of numbers: (12, numbers, longest), padding but for `languages`."""
+    """Tokens of the names of numbers in all languages.
+
+    Parameters
+    ----------
+    tokenizer : tokenizers.Tokenizer
+        From `number_tokenizer`.
+    numbers : sequence of int
+    languages : sequence of str
+        The others get nothing but padding.
+
+    Returns
+    -------
+    int64 Tensor, shape (12, len(numbers), longest)
+    """
     tokens = {b: encode(tokenizer, number_words(numbers, b)) for b in languages}
     longest = max(x.shape[1] for x in tokens.values())
     table = torch.full((len(LANGUAGES), len(numbers), longest), PAD)
@@ -53,14 +84,14 @@ def number_table(tokenizer, numbers, languages=LANGUAGES):
 
 
 def trim(tokens):
-    """Tokens (B, N) without the columns at the end that are padding in every row."""
+    """The `tokens` (B, N) without the columns at the end that are padding in every row."""
     used = (tokens != PAD).any(0).nonzero()
     return tokens[:, : int(used.max()) + 1 if len(used) else 0]
 
 # %% ../nbs/23_translation.ipynb #batches
 def direction_batches(tokenizer, table, directions, *, batch_size, seed=0, shared=True,
                       tag_on="source"):
-    """Random numbers in random directions, as the function of the step that `fit` wants.
+    """Random numbers in random directions, as the function of the step that `train.fit` wants.
 
     Parameters
     ----------
@@ -76,6 +107,8 @@ def direction_batches(tokenizer, table, directions, *, batch_size, seed=0, share
     tag_on : {"source", "target"}
         Whether the tag of the target language stands behind the start token of the source, or
         in the place of that of the target.
+    batch_size, seed : int
+        `seed` and step fix a batch.
 
     Returns
     -------
@@ -104,13 +137,25 @@ def direction_batches(tokenizer, table, directions, *, batch_size, seed=0, share
 
 
 def check_side(tag_on):
-    """Raise unless it is a side on which the tag can stand."""
+    """Raise a ValueError unless `tag_on` is a side on which the tag can stand."""
     if tag_on not in ("source", "target"):
         raise ValueError(f"tag_on ({tag_on!r}) must be 'source' or 'target'")
 
 
 def translation_loss(model, batch):
-    """The loss of `fit`: each position of the target predicts the next token."""
+    """The loss of `train.fit`: each position of the target predicts the next token.
+
+    Parameters
+    ----------
+    model : Transformer
+    batch : (Tensor, Tensor)
+        Sources (B, M) and targets (B, N).
+
+    Returns
+    -------
+    loss, count : Tensor, scalar
+        As of `label_smoothing_loss`.
+    """
     src, tgt = batch
     return label_smoothing_loss(model(src, tgt[:, :-1]), tgt[:, 1:], pad_id=model.pad_id)
 
@@ -162,6 +207,16 @@ def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500)
 
     Number i is asked in direction i mod len(directions), so that n numbers are n translations.
 
+    Parameters
+    ----------
+    model : Transformer
+    tokenizer : tokenizers.Tokenizer
+        From `number_tokenizer`.
+    numbers : sequence of int
+    directions : sequence of (str, str)
+    batch_size : int
+        Translations at a time.
+
     Returns
     -------
     dict of (str, str) to (float, float)
@@ -184,6 +239,11 @@ def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500)
 # %% ../nbs/23_translation.ipynb #number-scores
 def number_scores(model, tokenizer, numbers, directions):
     """Accuracies over the directions of training and over the others of their languages.
+
+    Parameters
+    ----------
+    model, tokenizer, numbers, directions
+        As in `direction_accuracy`; `directions` are those of training.
 
     Returns
     -------
@@ -212,6 +272,22 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
 
     The numbers of the test are not seen in training, nor are those of the history, which are
     for validation.
+
+    Parameters
+    ----------
+    directions : sequence of (str, str)
+        Pairs of source and target language.
+    limit : int
+        All numbers are below it.
+    steps, batch_size, every, seed : int
+    lr : float
+        Of `train.fit`, with a warm-up over a twentieth of the steps.
+    numbers, tests : int
+        How many are drawn for training and for the test; those below 1000 are not tested.
+    vocab_size, d_model, layers : int
+        Of the model: tokens, width, and layers of the encoder and of the decoder.
+    checkpoint, accelerator
+        As in `train.fit`.
 
     Returns
     -------
@@ -249,14 +325,29 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
 # %% ../nbs/23_translation.ipynb #kinds
 @cache
 def number_pieces(language):
-    """What the words of a language's names below a million are put together from."""
+    """What a `language` puts its names of numbers below a million together from.
+
+    Parameters
+    ----------
+    language : str
+        One of `LANGUAGES`.
+
+    Returns
+    -------
+    set of str
+    """
     thousands = range(1000, 10**6, 1000)
     names = number_words([*range(1000), *thousands, *(n + 1 for n in thousands)], language)
     return {word for name in names for word in re.split("[ ,-]+", name)}
 
 
 def is_in(text, language):
-    """Whether each word of a text is put together from pieces of a language's numbers."""
+    """Whether each word of a text is put together from pieces of a language's numbers.
+
+    Returns
+    -------
+    bool
+    """
     pieces = number_pieces(language)
 
     @cache
@@ -270,7 +361,17 @@ def is_in(text, language):
 
 @cache
 def own_tokens(tokenizer, languages):
-    """For each language, the tokens of its names that none of the other languages uses."""
+    """For each language, the tokens of its names that none of the other languages uses.
+
+    Parameters
+    ----------
+    tokenizer : tokenizers.Tokenizer
+    languages : tuple of str
+
+    Returns
+    -------
+    dict of str to set
+    """
     numbers = [*range(1000), *range(1000, 10**6, 4321)]
     used = {b: set(encode(tokenizer, number_words(numbers, b)).flatten().tolist())
             for b in languages}
@@ -279,6 +380,17 @@ def own_tokens(tokenizer, languages):
 
 def answer_kind(tokenizer, text, number, source, target, languages=LANGUAGES):
     """What a model has said, asked for the name of a number in a language.
+
+    Parameters
+    ----------
+    tokenizer : tokenizers.Tokenizer
+    text : str
+        What the model has said.
+    number : int
+    source, target : str
+        The language in which it was given, and the one that was asked for.
+    languages : sequence of str
+        Those that an answer is compared with.
 
     Returns
     -------
@@ -299,9 +411,26 @@ def answer_kind(tokenizer, text, number, source, target, languages=LANGUAGES):
 
 # %% ../nbs/23_translation.ipynb #sparse-numbers
 def sparse_numbers(count, nonzero, *, seed=0):
-    """Random numbers below 10⁹ with so many digits that are not zero.
+    """Random numbers below 10⁹ with `nonzero` digits that are not zero.
 
     Few of them make a short name, many a long one.
+
+    Parameters
+    ----------
+    count : int
+        How many numbers; some may be the same.
+    nonzero : int
+        From 1 to 9.
+    seed : int
+
+    Returns
+    -------
+    list of int
+
+    Raises
+    ------
+    ValueError
+        If `nonzero` is outside that range.
     """
     if not 1 <= nonzero <= 9:
         raise ValueError(f"nonzero ({nonzero}) must be from 1 to 9")
@@ -321,6 +450,14 @@ def length_run(position, *, longest=5, steps=1500, numbers=30_000, tests=300, d_
     ----------
     position : str
         The scheme, see `attnlib.transformer.Positions`.
+    longest, numbers : int
+        Most digits in training, and how many numbers are drawn for it.
+    steps, d_model, seed : int
+        Of the training run and of the model.
+    tests : int
+        Numbers drawn for each number of digits of the test.
+    accelerator : accelerate.Accelerator, optional
+        As in `train.fit`.
 
     Returns
     -------
@@ -366,6 +503,16 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
         Of the archives, see `attnlib.data.multi30k`.
     every : int
         Steps between two looks at the validation sentences.
+    steps, batch_size, seed : int
+    lr : float
+        Of `train.fit`, with a warm-up over a tenth of the steps.
+    vocab_size, d_model, layers : int
+        Of the model: tokens, width, and layers of the encoder and of the decoder.
+    dropout : float
+    beam_size : int
+        Of the search that translates the test set.
+    checkpoint, accelerator
+        As in `train.fit`.
 
     Returns
     -------
@@ -374,6 +521,11 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
     record : dict
         "bleu", the "signature" sacrebleu asks to be quoted with it, "best_step", settings,
         history and some translations.
+
+    Raises
+    ------
+    ImportError
+        If sacrebleu is missing.
     """
     try:
         import sacrebleu
@@ -407,7 +559,23 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
 
 
 def keep_best(path, src, tgt, batch_size=256):
-    """For `fit`: the validation loss; the weights with the lowest are kept in a file."""
+    """What `train.fit` is to evaluate: the validation loss; the weights of the lowest go to a
+    file.
+
+    Parameters
+    ----------
+    path : Path
+        Of the checkpoint, ending in ".json"; a better one that is there already stays.
+    src, tgt : int64 Tensor, shapes (n, M) and (n, N)
+        Sentences for validation.
+    batch_size : int
+        Sentences at a time.
+
+    Returns
+    -------
+    function
+        From a model to {"valid": loss}.
+    """
     def evaluate(model):
         device, found = model.output.weight.device, []
         for batch in zip(src.split(batch_size), tgt.split(batch_size)):
@@ -435,10 +603,19 @@ def translate(model, tokenizer, texts, *, beam_size=4, length_penalty=1.0, max_l
         See `attnlib.decoding.beam_search`.
     max_length : int
         Tokens after which a translation that has not ended is cut.
+    batch_size : int
+        Sentences at a time.
 
     Returns
     -------
     list of str
+
+    Raises
+    ------
+    TypeError
+        If `texts` is a single one.
+    ValueError
+        If `batch_size` is less than 1.
     """
     if isinstance(texts, str):
         raise TypeError(f"texts ({texts!r}) must be a sequence of str; a single text goes into "
@@ -470,6 +647,10 @@ def from_marian(config, state_dict):
     config : transformers.MarianConfig
     state_dict : dict of str to Tensor
 
+    Returns
+    -------
+    Transformer
+
     Raises
     ------
     ValueError
@@ -498,7 +679,17 @@ def from_marian(config, state_dict):
 
 
 def marian_weights(state_dict):
-    """The weights of a MarianMTModel under our names; a matrix that files keep once, thrice."""
+    """The weights of a MarianMTModel under our names; a matrix that files keep once, thrice.
+
+    Parameters
+    ----------
+    state_dict : dict of str to Tensor
+        Under the names of the transformers library.
+
+    Returns
+    -------
+    dict of str to Tensor
+    """
     weights = rename_keys(state_dict, MARIAN)
     weights = fuse_qkv(weights, r"(.*)\.([qkv])_proj\.(weight|bias)", "{}.in_proj_{}")
     weights["output_bias"] = weights["output_bias"].flatten()  # (1, vocab) -> (vocab,)
@@ -525,6 +716,8 @@ def load_marian(source):
 
     Raises
     ------
+    ImportError
+        If transformers or huggingface_hub is missing.
     OSError
         If the files are neither there nor can be fetched.
     """

@@ -60,6 +60,7 @@ class PatchEmbed(nn.Module):
         self.num_patches = math.prod(self.grid_size)
 
     def forward(self, x):
+        """Images (B, C, H, W) to tokens (B, N, D), or to a map (B, H', W', D)."""
         check_images(x, self.in_chans, self.img_size if self.strict_img_size else None)
         check_divides(self.patch_size, tuple(x.shape[2:]))
         x = self.proj(x).permute(0, 2, 3, 1)  # (B, C, H, W) -> (B, D, H', W') -> (B, H', W', D)
@@ -67,7 +68,17 @@ class PatchEmbed(nn.Module):
 
 # %% ../nbs/30_vit.ipynb #patch-check
 def check_divides(patch_size, img_size):
-    """Raise unless a patch divides an image, both (rows, columns)."""
+    """Raise unless a patch divides an image, both (rows, columns).
+
+    Parameters
+    ----------
+    patch_size, img_size : (int, int)
+
+    Raises
+    ------
+    ValueError
+        If it does not, or if either is not two numbers of at least 1.
+    """
     if len(img_size) != 2 or len(patch_size) != 2 or min(patch_size) < 1:
         raise ValueError(f"patch_size {patch_size} and the image's size {img_size} must be two "
                          "numbers each, at least 1")
@@ -76,7 +87,22 @@ def check_divides(patch_size, img_size):
 
 
 def check_images(x, in_chans, img_size=None):
-    """Raise unless x is a batch of images with so many channels, and of `img_size` if given."""
+    """Raise unless x is a batch of images with so many channels, and of `img_size` if given.
+
+    Parameters
+    ----------
+    x : Tensor, shape (B, in_chans, H, W)
+    in_chans : int
+    img_size : (int, int), optional
+        The only H and W allowed.
+
+    Raises
+    ------
+    TypeError
+        If x is not floating point.
+    ValueError
+        If its shape is another.
+    """
     if not x.is_floating_point():
         raise TypeError(f"x of dtype {x.dtype} must be floating point; divide bytes by 255 and "
                         "standardize them first")
@@ -89,7 +115,8 @@ def check_images(x, in_chans, img_size=None):
 
 # %% ../nbs/30_vit.ipynb #mlp
 class Mlp(nn.Module):
-    """The position-wise network W₂ GELU(W₁ x + b₁) + b₂ with timm's names.
+    """The position-wise network W₂ GELU(W₁ x + b₁) + b₂ with timm's names (Dosovitskiy et al.
+    2021, equation 3).
 
     Parameters
     ----------
@@ -113,17 +140,19 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, x):
+        """Tokens (..., in_features) to (..., out_features)."""
         x = self.drop(self.act(self.fc1(x)))  # (..., in) -> (..., hidden)
         return self.drop(self.fc2(x))  # -> (..., out)
 
 # %% ../nbs/30_vit.ipynb #attention-class
 def LayerNorm(dim, device=None, dtype=None):
-    """The norm of the paper, with ε = 1e-6 and not PyTorch's 1e-5."""
+    """The norm of the paper over `dim` channels, with ε = 1e-6 and not PyTorch's 1e-5."""
     return nn.LayerNorm(dim, eps=1e-6, device=device, dtype=dtype)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with timm's names: W^Q, W^K and W^V are one layer, `qkv`.
+    """Multi-head self-attention with timm's names: W^Q, W^K and W^V are one layer, `qkv`
+    (Dosovitskiy et al. 2021, appendix A).
 
     Parameters
     ----------
@@ -134,6 +163,8 @@ class Attention(nn.Module):
         Dropout of the weights and of the output.
     qk_norm : bool
         Normalize each head's queries and keys, with two `norm_layer` that all heads share.
+    norm_layer : callable
+        Makes these two norms of a head's width.
     """
 
     def __init__(self, dim, num_heads=8, qkv_bias=True, attn_drop=0.0, proj_drop=0.0,
@@ -159,7 +190,15 @@ class Attention(nn.Module):
 
 # %% ../nbs/30_vit.ipynb #block
 class LayerScale(nn.Module):
-    """A learned factor γ for each channel (Touvron et al. 2021b, section 2), small at first."""
+    """A learned factor γ for each channel (Touvron et al. 2021b, section 2), small at first.
+
+    Parameters
+    ----------
+    dim : int
+        Number of channels.
+    init_values : float
+        What all factors start from, such as 1e-5.
+    """
 
     def __init__(self, dim, init_values, device=None, dtype=None):
         super().__init__()
@@ -167,11 +206,18 @@ class LayerScale(nn.Module):
         self.gamma = nn.Parameter(init_values * gamma)
 
     def forward(self, x):
+        """Tokens (..., dim) to tokens."""
         return self.gamma * x
 
 
 def learned_tokens(count, dim, device=None, dtype=None):
-    """So many tokens (1, count, dim), the same for all images; near zero, as timm starts."""
+    """So many tokens (1, count, dim), the same for all images; near zero, as timm starts.
+
+    Returns
+    -------
+    nn.Parameter, or None
+        None if `count` is 0.
+    """
     tokens = 1e-6 * torch.randn(1, count, dim, device=device, dtype=dtype)
     return nn.Parameter(tokens) if count else None
 
@@ -370,6 +416,11 @@ def attention_distance(weights, grid_size, patch_size=1, num_prefix_tokens=1):
     Returns
     -------
     Tensor, shape (h,), of at least float32
+
+    Raises
+    ------
+    ValueError
+        If the weights are not those of a grid of that size.
     """
     weights = weights[:, :, num_prefix_tokens:, num_prefix_tokens:]
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))

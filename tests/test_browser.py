@@ -658,6 +658,14 @@ def soup(name):
     return BeautifulSoup((BOOK / f"{name}.html").read_text(encoding="utf-8"), "html.parser")
 
 
+def test_names_in_docstrings_are_links_and_other_words_code(site):
+    links = {a["href"] for a in soup("api/swinv2").select("a:has(> code.py-obj)")}
+    assert {"swin.html#attnlib.swin.SwinBlock", "#attnlib.swinv2.log_coordinates"} <= links
+    for chapter in chapters.modules():
+        words = soup(f"api/{chapter.module}").select("code.py-obj")
+        assert [word.text for word in words if word.parent.name != "a"] == [], chapter.module
+
+
 def test_list_of_figures_leads_to_every_figure(site):
     links = [a["href"] for a in soup("figures").select("article li a.reference.internal")]
     for name in NOTEBOOKS:

@@ -42,3 +42,16 @@ def test_the_first_definition_becomes_a_link():
     first, inner, other = code("def", "f"), code("def", "g"), code("class", "A", "c")
     html = f"<pre><span></span>{first}(x):\n    {inner}()\n{other}:"
     assert [found[2] for found in chapters.DEFINED.finditer(html)] == ["f", "A"]
+
+
+def test_a_name_in_a_docstring_means_one_entry_or_none():
+    known = ["attnlib.gpt.GPT", "attnlib.gpt.GPT.generate", "attnlib.decoding.generate"]
+    known += ["attnlib.vit.Block", "attnlib.tnt.Block", "attnlib.swin", "attnlib.swin.pad_map"]
+    known += ["attnlib.train.fit", "attnlib.tnt.Block.init_values"]
+    words = ["GPT", "GPT.generate", "gpt.GPT", "pad_map", "pad_map()", "tnt.Block"]
+    found = [chapters.meant(word, known) for word in words]
+    assert [name.removeprefix("attnlib.") for name in found] == [
+        *("gpt.GPT", "gpt.GPT.generate", "gpt.GPT", "swin.pad_map", "swin.pad_map", "tnt.Block")
+    ]
+    for word in ("Block", "fit", "generate", "swin", "map", "T", "*.pad_map", "init_values"):
+        assert chapters.meant(word, known) is None, word

@@ -158,6 +158,8 @@ def g(tokens, other, window_size=None): ...  # `tokens` are Tensors elsewhere
         ("Module from images (B, C, H, W) to logits", "torch.nn.Module"),
         ("attnlib.backbone.Backbone", "Backbone"),
         ("nn.Linear", "torch.nn.Linear"),
+        ("torch.optim.Optimizer", "torch.optim.Optimizer"),
+        ("dict of str to set of int", "dict[str, set[int]]"),
         ("something else", "Any"),
     ],
 )

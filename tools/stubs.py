@@ -25,11 +25,11 @@ WORDS = {  # what docstrings call a type
     **{"random.Random": "random.Random"},
     **{"callable": "Callable[..., Any]", "function": "Callable[..., Any]"},
     **{"path": "str | os.PathLike[str]", "dict": "dict[Any, Any]", "list": "list[Any]"},
-    **{"tuple": "tuple[Any, ...]"},
+    **{"tuple": "tuple[Any, ...]", "set": "set[Any]"},
 }
 HOLDERS = {  # "list of int"
     **{"list": "list[{}]", "tuple": "tuple[{}, ...]", "sequence": "Sequence[{}]"},
-    **{"iterable": "Iterable[{}]", "collection": "Collection[{}]"},
+    **{"iterable": "Iterable[{}]", "collection": "Collection[{}]", "set": "set[{}]"},
 }
 NAMES = {  # what a name stands for in the whole library, unless a docstring says otherwise
     "torch.Tensor": """
@@ -113,7 +113,7 @@ def one_type(words, classes):
     words = re.sub(r"^Tensors\b", "Tensor", words)
     if words in WORDS:
         return WORDS[words]
-    if found := re.fullmatch(r"(?:torch\.)?(nn\.[A-Z]\w+)", words):
+    if found := re.fullmatch(r"(?:torch\.)?((?:nn|optim)\.[A-Z]\w+)", words):
         return f"torch.{found[1]}"
     if re.sub(r"^attnlib\.\w+\.", "", words) in classes:
         return words.split(".")[-1]
