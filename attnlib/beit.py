@@ -156,7 +156,7 @@ def perplexity(tokens, num_embeddings):
 
 # %% ../nbs/41_beit.ipynb #quantizer
 class VectorQuantizer(nn.Module):
-    """The nearest of K unit vectors (van den Oord et al. 2017, 3.1; Peng et al. 2022, 3.1).
+    """The nearest of K unit vectors (van den Oord et al. 2017, 3.1; Peng et al. 2022).
 
     The codes are not parameters: each is moved towards the mean of the vectors that chose it.
 

@@ -52,6 +52,9 @@ REPORTED = {  # what the papers say
     "detr_resnet50_dc5": "43.3 box AP on COCO (Carion et al. 2020)",
     "detr_resnet101": "43.5 box AP on COCO (Carion et al. 2020)",
     "detr_resnet101_dc5": "44.9 box AP on COCO (Carion et al. 2020)",
+    "detr_resnet50_panoptic": "43.4 PQ on COCO (Carion et al. 2020)",
+    "detr_resnet50_dc5_panoptic": "44.6 PQ on COCO (Carion et al. 2020)",
+    "detr_resnet101_panoptic": "45.1 PQ on COCO (Carion et al. 2020)",
 }
 LICENSES = (  # of weights by their repository; the first that fits counts
     ("timm/swin*", "MIT"), ("timm/*", "Apache-2.0"), ("facebook/detr-*", "Apache-2.0"),
@@ -74,7 +77,7 @@ def describe(name):
     -------
     dict of str to str
         "class", "parameters", "operations" (of one image; a multiplication and an addition are
-        two), "input", "mean", "std", "accuracy", "weights" and "license"; "not known" stands
+        two; of `PanopticDETR` they depend on it), "input", "mean", "std", "accuracy", "weights" and "license"; "not known" stands
         for what is not.
 
     Raises
@@ -83,17 +86,21 @@ def describe(name):
         If there is no such name; the message has the nearest ones.
     """
     config = data_config(name)  # which refuses names that are none
-    cls, hub, _ = MODELS[name]
+    _, hub, _ = MODELS[name]
     with torch.device("meta"), torch.no_grad():
         model = create_model(name).eval()
-        count = count_operations(model, torch.empty(1, *config["input_size"]))
+        try:
+            count = count_operations(model, torch.empty(1, *config["input_size"]))
+            operations = f"{count.flops / 1e9:.3g} billion"
+        except NotImplementedError:  # by PyTorch, where values decide about a shape
+            operations = "depend on what is in the image"
     measured = f"{TOP1[name]} % top-1 on ImageNet (by timm)" if name in TOP1 else UNKNOWN
     licenses = [license for pattern, license in LICENSES if hub and fnmatch(hub, pattern)]
     origin = "{}, with the library" if hub and hub.startswith("attnlib/") else "{} on the hub"
     return {
-        "class": f"attnlib.{cls.__module__.split('.')[-1]}.{cls.__name__}",
+        "class": f"{type(model).__module__}.{type(model).__name__}",
         "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
-        "operations": f"{count.flops / 1e9:.3g} billion",
+        "operations": operations,
         "input": " × ".join(map(str, config["input_size"])),
         "mean": ", ".join(map(str, config["mean"])),
         "std": ", ".join(map(str, config["std"])),
