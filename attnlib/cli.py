@@ -77,8 +77,8 @@ def describe(name):
     -------
     dict of str to str
         "class", "parameters", "operations" (of one image; a multiplication and an addition are
-        two; of `PanopticDETR` they depend on it), "input", "mean", "std", "accuracy", "weights" and "license"; "not known" stands
-        for what is not.
+        two; of `PanopticDETR` they depend on it), "input", "mean", "std", "accuracy",
+        "weights" and "license"; "not known" stands for what is not.
 
     Raises
     ------

@@ -59,7 +59,8 @@ def test_facts_agree_with_the_model(capsys):
 def test_operations_that_hang_on_the_image_are_not_counted():
     facts = cli.describe("detr_resnet50_panoptic")
     assert facts["operations"] == "depend on what is in the image"
-    assert facts["class"] == "attnlib.panoptic.PanopticDETR" and facts["parameters"] == "42,899,288"
+    assert facts["class"] == "attnlib.panoptic.PanopticDETR"
+    assert facts["parameters"] == "42,899,288"
     assert facts["accuracy"].startswith("43.4 PQ") and facts["license"] == "Apache-2.0"
     assert facts["weights"] == "facebook/detr-resnet-50-panoptic on the hub"
 
