@@ -128,7 +128,16 @@ def is_supported(x, width, widest=256):
 
 # %% ../nbs/51_flash.ipynb #launch
 def launch(kernel, programs, device, *arguments, **options):
-    """Start a number of programs of a Triton kernel on a device, be it the current or not."""
+    """Start a number of programs of a Triton kernel on a device, be it the current or not.
+
+    Parameters
+    ----------
+    kernel : triton.JITFunction
+    programs : int
+    device : torch.device
+    arguments, options
+        Passed to the kernel.
+    """
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[(programs,)](*arguments, **options)
 
@@ -168,7 +177,10 @@ def _store(pointer, x, start, count, stride_row, stride_col, ROWS: tl.constexpr,
 # %% ../nbs/51_flash.ipynb #kernel-dot
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """The product of two tiles, added to `acc` (which may be None), in float32."""
+    """The product of the tiles `a` and `b`, added to `acc` (or None), in float32.
+
+    `PRECISION` is tl.dot's `input_precision`, or "interpreted".
+    """
     if PRECISION == "interpreted":  # which would multiply the bit patterns of bfloat16
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -178,7 +190,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Float32 numbers, rounded to the nearest of another type."""
+    """Float32 numbers `x`, rounded to the nearest of a `dtype`; `PRECISION` as for `dot`."""
     if PRECISION == "interpreted" and dtype == tl.bfloat16:  # which would cut off 16 bits
         bits = x.to(tl.uint32, bitcast=True)
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -1028,7 +1040,10 @@ def _check_kernel(q, k, v, mask, bias, causal):
 
 # %% ../nbs/51_flash.ipynb #backend
 def flash_backend(q, k, v, mask, bias, scale, dropout_p):
-    """The backend "triton" of `attention`: the kernels where they can serve, else `sdpa`."""
+    """The backend "triton" of `attention`: the kernels where they can serve, else `sdpa`.
+
+    Its parameters are those of `sdpa`.
+    """
     width = max(q.shape[-1], v.shape[-1])
     if dropout_p > 0 or not is_supported(q, width) or refusal(q, width):
         return sdpa(q, k, v, mask, bias, scale, dropout_p)

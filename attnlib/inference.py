@@ -52,7 +52,7 @@ def can_pack(dtype):
 
 
 def packing_pays(dtype):
-    """Whether packed products are faster here: in float32 only by instructions MKL may lack."""
+    """Whether packed products of a `dtype` are faster here: float32 only with AVX-512."""
     return dtype != torch.float32 or "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
@@ -103,14 +103,17 @@ class PackedLinear(nn.Module):
 
 # %% ../nbs/53_inference.ipynb #attend
 def attend(q, k, v, mask=None, bias=None, scale=None):
-    """`attention`, but that without a mask nothing is checked: no row of a bias may be -inf."""
+    """`attention`, but that without a mask nothing is checked: no row of a bias may be -inf.
+
+    The parameters are those of `attention`.
+    """
     if mask is None and fastest_backend(q, k) == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
     return attention(q, k, v, mask=mask, bias=bias, scale=scale)
 
 
 def pack(layer, activation="none"):
-    """A `PackedLinear` with the weights of an nn.Linear."""
+    """A `PackedLinear` with the weights of a `layer`, an nn.Linear, and an `activation`."""
     return PackedLinear(layer.weight, layer.bias, activation)
 
 # %% ../nbs/53_inference.ipynb #windows
@@ -161,7 +164,12 @@ class FastWindowAttention(nn.Module):
 
 # %% ../nbs/53_inference.ipynb #decoder
 class FastSelfAttention(nn.Module):
-    """What takes the place of a Transformer's `SelfAttention` without rotary positions."""
+    """What takes the place of a Transformer's `SelfAttention` without rotary positions.
+
+    Parameters
+    ----------
+    layer : SelfAttention
+    """
 
     def __init__(self, layer):
         super().__init__()
@@ -177,7 +185,12 @@ class FastSelfAttention(nn.Module):
 
 # %% ../nbs/53_inference.ipynb #cross
 class FastCrossAttention(nn.Module):
-    """What takes the place of a Transformer's `CrossAttention`."""
+    """What takes the place of a Transformer's `CrossAttention`.
+
+    Parameters
+    ----------
+    layer : CrossAttention
+    """
 
     def __init__(self, layer):
         super().__init__()
@@ -203,7 +216,21 @@ class FastCrossAttention(nn.Module):
 
 
 def decode(model, tgt, memory, src_mask=None, cache=None):
-    """`Transformer.decode`, its logits by packed weights."""
+    """`Transformer.decode`, its logits by packed weights.
+
+    Parameters
+    ----------
+    model : Transformer
+        The optimized copy.
+    tgt : Tensor, shape (B, N)
+    memory : Tensor, shape (B, M, d_model)
+    src_mask : Tensor, optional
+    cache : KVCache, optional
+
+    Returns
+    -------
+    Tensor, shape (B, N, vocabulary)
+    """
     past, n = 0 if cache is None else len(cache), tgt.shape[-1]
     check_tokens("tgt", tgt, model.tgt_embed.num_embeddings, model.max_length, past)
     bias = model.positions.bias("decoder", n, past + n, tgt.device)
@@ -212,7 +239,12 @@ def decode(model, tgt, memory, src_mask=None, cache=None):
 
 # %% ../nbs/53_inference.ipynb #gpt
 class FastCausalAttention(nn.Module):
-    """What takes the place of a GPT's `CausalSelfAttention`."""
+    """What takes the place of a GPT's `CausalSelfAttention`.
+
+    Parameters
+    ----------
+    layer : CausalSelfAttention
+    """
 
     def __init__(self, layer):
         super().__init__()
@@ -239,7 +271,7 @@ class FastCausalAttention(nn.Module):
 
 
 def pack_gpt_mlp(layer):
-    """A GPT's `MLP` as two calls, GELU inside the first."""
+    """The `layer`, a GPT's `MLP`, as two calls, GELU inside the first."""
     return nn.Sequential(pack(layer.c_fc, "gelu_tanh"), pack(layer.c_proj))
 
 # %% ../nbs/53_inference.ipynb #convolution
@@ -287,6 +319,7 @@ class FastBlock(nn.Module):
         self.downsample = nn.Identity() if down is None else PackedConv(*down, relu=False)
 
     def forward(self, x):
+        """A map (B, C, H, W) to the block's map."""
         shortcut = self.downsample(x)
         for conv in self.convs[:-1]:
             x = conv(x)
@@ -294,7 +327,12 @@ class FastBlock(nn.Module):
 
 
 class FastResNet(nn.Module):
-    """What takes the place of a `ResNet`."""
+    """What takes the place of a `ResNet`.
+
+    Parameters
+    ----------
+    model : ResNet
+    """
 
     def __init__(self, model):
         super().__init__()
@@ -323,7 +361,10 @@ def first_tokens(attn, x, count):
 
 
 def forward_short(model, x):
-    """A ViT's or a TNT's logits, the last block for the tokens alone that the head reads."""
+    """Logits (B, classes) of images `x` (B, C, H, W), the `model` a ViT or a TNT.
+
+    The last block computes the tokens alone that the head reads.
+    """
     count, last = model.num_prefix_tokens, model.blocks[-1]
     x = model.blocks[:-1](model.embed(x))
     if isinstance(model, TNT):
@@ -335,13 +376,13 @@ def forward_short(model, x):
 
 # %% ../nbs/53_inference.ipynb #replacements
 def pack_mlp(layer):
-    """An `Mlp` as two calls, GELU inside the first; None if its activation is another."""
+    """The `layer`, an `Mlp`, as two calls, GELU inside; None if its activation is another."""
     if type(layer.act) is nn.GELU and layer.act.approximate == "none":
         return nn.Sequential(pack(layer.fc1, "gelu"), pack(layer.fc2))
 
 
 def pack_feed_forward(layer):
-    """A `FeedForward` as two calls; None if oneDNN does not know its activation."""
+    """The `layer`, a `FeedForward`, as two calls; None if oneDNN lacks its activation."""
     for name, function in FUNCTIONS.items():
         if layer.activation is function:
             return nn.Sequential(pack(layer.linear1, name), pack(layer.linear2))
@@ -408,7 +449,7 @@ def fuse(model):
 
 # %% ../nbs/53_inference.ipynb #no-maps
 def no_maps(*inputs, **options):
-    """What `attention_maps` is in an optimized copy: an error."""
+    """`attention_maps` of an optimized copy: an error, for any `inputs` and `options`."""
     raise RuntimeError("a copy made by optimize_for_inference keeps no attention maps; "
                        "ask the model itself")
 

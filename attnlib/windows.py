@@ -309,7 +309,16 @@ def tiling(kernel, window, width, element_size):
 
 
 def passes(window, width, element_size):
-    """The launches of the backward pass: one if a window is one tile, else three."""
+    """The launches of the backward pass: one if a window is one tile, else three.
+
+    Parameters
+    ----------
+    window : (int, int)
+    width : int
+        Of a head.
+    element_size : int
+        Bytes of a number.
+    """
     whole = tiling("whole", window, width, element_size)["BLOCKS"] == 1
     return ("whole",) if whole else ("query", "key", "bias")
 
@@ -558,7 +567,10 @@ def window_attention(qkv, bias, layout, num_heads, *, scale=None, cosine_scale=N
 # %% ../nbs/52_windows.ipynb #backend
 def window_backend(qkv, bias, layout, num_heads, *, scale=None, cosine_scale=None,
                    dropout_p=0.0):
-    """`window_attention`, or NotImplemented for dropout and what the kernel does not take."""
+    """`window_attention`, or NotImplemented for dropout and what the kernel does not take.
+
+    Its parameters are those of `window_attention`, and `dropout_p`, a probability.
+    """
     if dropout_p > 0 or not_served(qkv, num_heads, layout.window):
         return NotImplemented
     return window_attention(qkv, bias, layout, num_heads, scale=scale,
@@ -739,7 +751,17 @@ def fused_linear(x, layer, *, norm=None, gelu=False, residual=None):
 # %% ../nbs/52_windows.ipynb #compile-linear
 def compile_linear(capability, dtype, in_features, out_features, norm=False, gelu=False,
                    residual=False):
-    """Compile `fused_linear` for a GPU that need not be there: as `compile_for`."""
+    """Compile `fused_linear` for a GPU that need not be there: as `compile_for`.
+
+    Parameters
+    ----------
+    capability : int
+        80 for an A100, 90 for an H100 or H200, and so on.
+    dtype : torch.dtype
+    in_features, out_features : int
+    norm, gelu, residual : bool
+        What is fused with the product.
+    """
     names = _product.arg_names
     rows, columns, lanes, warps, stages = PRODUCT_TILES[dtype.itemsize]
     constants = dict(K=in_features, N=out_features, BLOCK_M=rows, BLOCK_N=columns,
@@ -788,7 +810,12 @@ class FusedBlock(nn.Module):
 
 
 class FusedMerging(nn.Module):
-    """`PatchMerging` with the norm inside the product."""
+    """`PatchMerging` with the norm inside the product.
+
+    Parameters
+    ----------
+    merging : PatchMerging
+    """
 
     def __init__(self, merging):
         super().__init__()

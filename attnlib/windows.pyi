@@ -1,7 +1,7 @@
 # Made by `python -m tools.stubs` from windows.py: do not edit.
 import torch
 import torch.nn as nn
-from .swin import SwinBlock, SwinTransformer, WindowLayout
+from .swin import PatchMerging, SwinBlock, SwinTransformer, WindowLayout
 from typing import Any, Literal
 __all__ = ['jit', 'TILES', 'SEVERAL', 'MAKES', 'FUNCTIONS', 'PRODUCT_TILES', 'tiling', 'passes', 'not_served', 'window_attention', 'window_backend', 'compile_for', 'fused_linear', 'compile_linear', 'FusedBlock', 'FusedMerging', 'fuse_swin']
 jit: Any
@@ -30,6 +30,6 @@ class FusedBlock(nn.Module):
 class FusedMerging(nn.Module):
     norm: Any
     reduction: Any
-    def __init__(self, merging: torch.nn.Module) -> None: ...
+    def __init__(self, merging: PatchMerging) -> None: ...
     def forward(self, x: torch.Tensor) -> Any: ...
 def fuse_swin(model: SwinTransformer) -> SwinTransformer: ...

@@ -13,7 +13,6 @@ from textwrap import indent
 import pytest
 
 LIBRARY = Path(__file__).resolve().parent.parent / "attnlib"
-TODO = {"flash", "inference", "windows"}  # modules with parameters still to be described
 FACTORY = {"device", "dtype"}  # of what is made
 REFERENCE = r"(?:those of|[Aa]s (?:of|for|in))\s+`(?:[\w.]+\.)?(\w+)`"
 SHAPE = r"\((?:\.\.\.|[A-Z])[^()]*,[^()]*\)"
@@ -110,12 +109,11 @@ def modules():
 def test_every_parameter_is_described():
     others = {node.name: node for code in modules().values() for node in public(code)}
     found = {module: missing(code, others) for module, code in modules().items()}
-    assert {m: some for m, some in found.items() if some and m not in TODO} == {}
-    assert [m for m in sorted(TODO) if not found[m]] == [], "is described: no longer to do"
+    assert {m: some for m, some in found.items() if some} == {}
 
 
 def test_every_public_name_has_a_docstring():
-    found = {m: silent(code) for m, code in modules().items() if m not in TODO}
+    found = {m: silent(code) for m, code in modules().items()}
     assert {module: some for module, some in found.items() if some} == {}
 
 
