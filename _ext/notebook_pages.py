@@ -107,12 +107,12 @@ def show_lone_buttons(app, pagename, templatename, context, doctree):
 def drop_scripts_from_every_page(app, config):
     """Jupyter Book adds each script below _static to each page.
 
-    Sphinx asks for MathJax where there are formulas, and `explorers` for its script.
+    Sphinx asks for MathJax where there are formulas, `explorers` and `speed` for their scripts.
     """
     config.html_js_files = [
         name
         for name in config.html_js_files
-        if not str(name).startswith(("mathjax/", "explorers"))
+        if not str(name).startswith(("mathjax/", "explorers", "formulas"))
     ]
 
 

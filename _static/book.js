@@ -2,11 +2,13 @@
 
 // A formula in the text that is wider than its column becomes a line of its own that scrolls.
 function fitFormulas() {
-  for (const formula of document.querySelectorAll("article span.math")) {
-    formula.classList.remove("wide");
+  const formulas = [...document.querySelectorAll("article span.math")];
+  for (const formula of formulas) formula.classList.remove("wide");
+  const wide = formulas.filter(formula => { // all are measured before one changes, or each costs a layout
     const column = formula.closest("p, li, td, dd, section")?.clientWidth;
-    if (column && formula.firstElementChild?.offsetWidth > column) formula.classList.add("wide");
-  }
+    return column && formula.firstElementChild?.offsetWidth > column;
+  });
+  for (const formula of wide) formula.classList.add("wide");
 }
 
 // On the map of ideas the lines of the chapter under the pointer, or with the focus, stand out.

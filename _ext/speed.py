@@ -1,0 +1,143 @@
+"""What makes a page show soon: nothing that it does not need, and nothing that it waits for.
+
+The last step of the build rewrites the pages, whoever wrote their parts:
+
+- An icon becomes a drawing; without this, each page loads the theme's script of 1.5 MB which
+  draws two thousand. The drawings are taken from that script.
+- The index of the search is loaded where one searches, MathJax where formulas are.
+- Scripts wait until the page is read (`defer`), pictures beneath the first until they are near.
+- A box of code says how many lines it has, so that its place is known before it is laid out.
+- What stands beside the text is known from its first line on, else the column moves as the page
+  arrives.
+
+_static/formulas.js has MathJax set formulas in small steps, those in view first.
+"""
+
+import re
+from pathlib import Path
+
+FORMULAS = "formulas.js"
+ICONS = Path("_static", "scripts", "fontawesome.js")
+FAMILIES = {"fas": "fas", "fa-solid": "fas", "fab": "fab", "fa-brands": "fab", "far": "far"}
+MATH = re.compile(r'class="(?:[^"]* )?math[ "]')
+
+FAMILY = re.compile(r'\b\w+\("(fa[sbr])",\w+\)')
+DRAWING = r'[{{,]"?{name}"?:\[(\d+),(\d+),\[[^\]]*\],"[0-9a-f]+","([^"]+)"\]'
+ICON = re.compile(r'<(i|span) class="([^"]*\bfa-[^"]*)"([^>]*)></\1>')
+SCRIPT = re.compile(r"<script\b([^>]*)>(.*?)</script>\n?", re.DOTALL)
+SOURCE = re.compile(r'\bsrc="(?:[^"]*/)?([^"/?]+)(?:\?[^"]*)?"')
+SEARCHING = ("searchtools.js", "language_data.js", "searchindex.js")
+SETTING = re.compile(r"window\.(\w+) = ")
+LATER = re.compile(r"\bDOCUMENTATION_OPTIONS\.")
+ARTICLE = re.compile(r"<article\b.*</article>", re.DOTALL)
+CODE = re.compile(r"<pre>(.*?)</pre>", re.DOTALL)
+PICTURE = re.compile(r"<img\b(?![^>]*\bloading=)")
+
+
+def drawings(script):
+    """A function: the width, height and path of an icon in the theme's script, or None."""
+    families, start = {}, 0
+    for found in FAMILY.finditer(script):
+        families[found[1]] = families.get(found[1], "") + script[start : found.start()]
+        start = found.end()
+
+    def drawing(family, name):
+        found = re.search(DRAWING.format(name=re.escape(name)), families.get(family, ""))
+        return found and found.groups()
+
+    return drawing
+
+
+def with_drawings(html, drawing):
+    """The page with drawings in the place of icons, as the theme's script would make them."""
+
+    def drawn(found):
+        _, classes, more = found.groups()
+        names = classes.split()
+        family = next((FAMILIES[name] for name in names if name in FAMILIES), "")
+        names = [name for name in names if name not in FAMILIES]
+        shapes = [drawing(family, name.removeprefix("fa-")) for name in names]
+        shape = next((shape for shape in shapes if shape), None)
+        if not shape:
+            return found[0]
+        width, height, path = shape
+        more = re.sub(r'\s*\btitle="[^"]*"', "", more)  # the button has a name
+        return (
+            f'<svg class="icon {" ".join(names)}"{more} aria-hidden="true" '
+            f'viewBox="0 0 {width} {height}"><path fill="currentColor" d="{path}"/></svg>'
+        )
+
+    return ICON.sub(drawn, html)
+
+
+def with_waiting_scripts(html, unneeded):
+    """The page without the scripts named, where others run in their order once it is read."""
+
+    def waiting(found):
+        said, code = found.groups()
+        name = SOURCE.search(said)
+        what = name or SETTING.match(code)
+        if what and what[1] in unneeded:
+            return ""
+        if name and not re.search(r"\b(?:defer|async|type)\b", said):
+            return f"<script defer{said}>{code}</script>\n"
+        if not name and LATER.match(code):  # it uses one that waits, and modules wait too
+            return f'<script type="module"{said}>{code}</script>\n'
+        return found[0]
+
+    return SCRIPT.sub(waiting, html)
+
+
+def with_late_pictures(html):
+    """The page whose pictures after the article's first are loaded when they are near."""
+
+    def late(article):
+        first, *others = PICTURE.split(article[0])
+        return '<img loading="lazy" decoding="async"'.join(
+            ["<img".join([first, *others[:1]]), *others[1:]]
+        )
+
+    return ARTICLE.sub(late, html)
+
+
+def with_known_places(html):
+    """The page with classes for code and a list of contents, and the lines of each box of code."""
+    classes = {"article-container": "cell_input", "content": "bd-sidebar-secondary"}
+    for name, part in classes.items():
+        if part in html:
+            html = html.replace(f'class="bd-{name}"', f'class="bd-{name} with-{part}"')
+    return CODE.sub(lambda f: f'<pre style="--lines: {f[1].count(chr(10))}">{f[1]}</pre>', html)
+
+
+def lighter(html, name, drawing):
+    """The HTML of the page `name` without what it need not load or wait for."""
+    html = with_drawings(html, drawing)
+    unneeded = set() if name == "search.html" else set(SEARCHING)
+    if not ICON.search(html):
+        unneeded.add(ICONS.name)
+    if not MATH.search(html):
+        unneeded |= {"startup.js", FORMULAS, "MathJax"}
+    return with_known_places(with_late_pictures(with_waiting_scripts(html, unneeded)))
+
+
+def lighten(app, problem):
+    if problem is None and app.builder.name == "html":
+        out = Path(app.outdir)
+        drawing = drawings((out / ICONS).read_text("utf-8"))
+        for page in app.env.found_docs | {"404", "genindex", "py-modindex", "search"}:
+            path = out / f"{page}.html"
+            if path.exists():
+                html = path.read_text("utf-8")
+                if (found := lighter(html, path.name, drawing)) != html:
+                    path.write_text(found, "utf-8")
+
+
+def load_script(app, pagename, templatename, context, doctree):
+    """Before MathJax, whose start it changes; both are dropped from a page without formulas."""
+    app.add_js_file(FORMULAS, priority=400)
+
+
+def setup(app):
+    app.connect("html-page-context", load_script)
+    app.connect("build-finished", lighten, priority=900)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
