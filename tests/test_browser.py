@@ -136,7 +136,8 @@ SIZE = """() => {
 
 
 AXE = """async colours => (await axe.run({exclude: [["mjx-container"]]},
-    {resultTypes: ["violations"], rules: {"color-contrast": {enabled: colours}}}))
+    {preload: false, resultTypes: ["violations"],
+     rules: {"color-contrast": {enabled: colours}}}))
   .violations.filter(found => ["serious", "critical"].includes(found.impact))
   .map(found => `${found.id}: ${found.nodes[0].html.slice(0, 200)}`)"""
 
