@@ -9,9 +9,9 @@ PART   ?=
 ROUNDS ?= 9
 export PYTHONPATH :=
 
-.PHONY: help book pdf serve run new lint test bench gpu clean
+.PHONY: help book pdf lighthouse serve run new lint test bench gpu clean
 help: ## list the commands
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 # Installing is slow, so it happens once for each change of what is to be installed.
 $(BIN)/python:
@@ -37,6 +37,9 @@ $(VENV)/pdf.stamp: pyproject.toml constraints.txt | $(BIN)/python
 
 pdf: book $(VENV)/pdf.stamp ## print the book into _build/pdf/attnlib.pdf, with Chromium
 	$(BIN)/python -m tools.pdf
+
+lighthouse: book ## scores of Lighthouse for the first page and the heaviest, on a quiet machine; needs npx and Chromium
+	$(BIN)/python -m tools.lighthouse --runs 3
 
 serve: book ## render the book and serve it on localhost
 	$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory $(BOOK)

@@ -101,7 +101,7 @@ def with_late_pictures(html):
 
 
 def with_known_places(html):
-    """The page with classes for code and a list of contents, and the lines of each box of code."""
+    """The page with classes for code and contents, and the lines of each box of code."""
     classes = {"article-container": "cell_input", "content": "bd-sidebar-secondary"}
     for name, part in classes.items():
         if part in html:

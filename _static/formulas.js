@@ -12,7 +12,7 @@
 
   // The formulas of the page in the order in which they are wanted.
   async function found(page) {
-    page.findMath();
+    page.findMath({ elements: [".math"] }); // elsewhere are none, and looking there takes time
     await idle();
     const distance = ({ top, bottom }) => Math.max(0, top - innerHeight, -bottom);
     const formulas = [...page.math].map(formula =>

@@ -24,7 +24,7 @@ from bs4 import BeautifulSoup
 
 import chapters
 import terms
-from tools import pdf, plain
+from tools import lighthouse, pdf, plain
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = Path(os.environ.get("ATTNLIB_BOOK", ROOT / "_build" / "html")).resolve()
@@ -71,6 +71,8 @@ def missing(what):
 
 LOOK = r"""async () => {
   if (window.MathJax) await MathJax.startup.promise;
+  for (const image of document.images) image.loading = "eager";
+  await Promise.all([...document.images].map(image => image.decode().catch(() => {})));
   await document.fonts.ready;
   const all = (selector, f) => [...document.querySelectorAll(selector)].map(f);
   const words = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -108,6 +110,7 @@ SEARCHES = """() => [
 # the longest line of each cell that scrolls sideways; what is folded is opened first
 CUT = """() => {
   document.querySelectorAll("details").forEach(fold => fold.open = true);
+  document.querySelectorAll("pre").forEach(pre => pre.style.contentVisibility = "visible");
   const hidden = "toggle-hidden";
   document.querySelectorAll(`.${hidden}`).forEach(fold => fold.classList.remove(hidden));
   const cells = [...document.querySelectorAll("div.cell_input pre")];
@@ -130,6 +133,17 @@ SIZE = """() => {
     beyond: beyond.slice(0, 5).map(e => e.outerHTML.slice(0, 120)),
   };
 }"""
+
+
+AXE = """async colours => (await axe.run({exclude: [["mjx-container"]]},
+    {preload: false, resultTypes: ["violations"],
+     rules: {"color-contrast": {enabled: colours}}}))
+  .violations.filter(found => ["serious", "critical"].includes(found.impact))
+  .map(found => `${found.id}: ${found.nodes[0].html.slice(0, 200)}`)"""
+
+# thousands of coloured words and parts of formulas, of which axe would look at each
+PLAINLY = """() => document.querySelectorAll("pre, mjx-container")
+  .forEach(element => element.textContent = "words")"""
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -183,6 +197,16 @@ def opened(site, browser):
     return visit
 
 
+def violations(page, colours):
+    """What axe finds on a page, serious or critical; None where axe is not installed."""
+    try:
+        import axe_playwright_python as axe
+    except ImportError:
+        return None
+    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+    return page.evaluate(AXE, colours)
+
+
 def look(name, site, browser):
     page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
     complaints, outside = [], []
@@ -215,6 +239,8 @@ def look(name, site, browser):
     page.wait_for_timeout(200)
     seen["cells"] = page.evaluate(CUT)
     seen.update(complaints=complaints, outside=outside, site=site)
+    page.evaluate(PLAINLY)
+    seen["violations"] = violations(page, colours=False)
     page.close()
     return seen
 
@@ -474,20 +500,86 @@ def test_a_solution_unfolds(site, browser):
     page.close()
 
 
-AXE = """async () => (await axe.run({exclude: [["mjx-container"]]}))
-  .violations.filter(found => ["serious", "critical"].includes(found.impact))
-  .map(found => `${found.id}: ${found.nodes[0].html.slice(0, 200)}`)"""
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["index", "nbs/92_plot", "glossary", "theorems", "search"])
+@pytest.mark.parametrize(
+    "name", ["index", "nbs/92_plot", "glossary", "theorems", "figures", "search"]
+)
 def test_axe_finds_no_serious_violation(site, browser, name, scheme):
-    """One page of each kind; a chapter with hundreds of formulas takes axe most of a minute."""
-    axe = pytest.importorskip("axe_playwright_python")
+    """One page of each kind with its colours, which take most of a minute on a chapter."""
     page = browser.new_page(color_scheme=scheme)
     page.goto(f"{site}{name}.html")
-    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
-    assert page.evaluate(AXE) == []
+    assert violations(page, colours=True) == []
+    page.close()
+
+
+@every_page
+def test_axe_finds_no_serious_violation_but_for_colours(opened, name):
+    pytest.importorskip("axe_playwright_python")
+    assert opened(name)["violations"] == []
+
+
+def test_axe_finds_a_picture_without_words(browser):
+    """The control: what is left out above leaves this in."""
+    page = browser.new_page()
+    page.set_content("<pre>code</pre><img src='data:image/gif;base64,R0lGODlhAQABAAAAACw='>")
+    assert "image-alt" in [line.split(":")[0] for line in violations(page, colours=False)]
+    page.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_page_404_works_at_any_depth(site, browser, width):
+    """As a host serves it: in the place of any page that is missing."""
+    page, dead = browser.new_page(viewport={"width": width, "height": 800}), []
+    with lighthouse.hosted(BOOK) as book:
+        page.on("response", lambda r: r.status >= 400 and dead.append(r.url))
+        lost = f"{book}nbs/deeper/no-such-page.html"
+        assert page.goto(lost).status == 404
+        assert dead == [lost]
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        family = page.locator("article h1").evaluate("e => getComputedStyle(e).fontFamily")
+        assert family.startswith("system-ui")  # of book.css
+        page.locator("article a", has_text="first page").click()
+        assert page.url == f"{book}index.html"
+        page.goto(lost)
+        page.locator("article a", has_text="search").click()
+        page.locator("main input[type=search]").fill("softmax")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#search-results li a", timeout=60_000)
+        assert page.url.startswith(f"{book}search.html?q=softmax")
+    page.close()
+
+
+# --- how soon it shows ------------------------------------------------------------------------
+
+
+@every_page
+def test_page_loads_what_it_needs(site, name):
+    page = soup(name)
+    scripts = {Path(urlsplit(s["src"]).path).name: s for s in page.select("script[src]")}
+    assert "fontawesome.js" not in scripts
+    assert page.select('i[class*="fa-"], span[class*="fa-"]') == []
+    assert all(script.has_attr("defer") for script in scripts.values())
+    assert ("searchindex.js" in scripts) == (name == "search")
+    formulas = bool(page.select(".math"))
+    assert {"startup.js" in scripts, "formulas.js" in scripts} == {formulas}
+    late = [image.get("loading") == "lazy" for image in page.select("article img")]
+    assert late == [False, *[True] * len(late)][: len(late)]
+
+
+def test_formulas_in_view_come_first(site, browser):
+    """At the top of a page the first; where one arrives further down, others."""
+    first_set = """() => new Promise(done => new MutationObserver((_, observer) => {
+      const formulas = [...document.querySelectorAll("article .math")];
+      const found = formulas.findIndex(formula => formula.querySelector("mjx-container"));
+      if (found >= 0) { observer.disconnect(); done(found); }
+    }).observe(document, {childList: true, subtree: true}))"""
+    page = browser.new_page()
+    page.add_init_script(f"window.firstSet = ({first_set})()")
+    page.goto(f"{site}nbs/51_flash.html", wait_until="commit")
+    assert page.evaluate("firstSet") == 0
+    page.goto("about:blank")
+    page.goto(f"{site}nbs/51_flash.html#exercises", wait_until="commit")
+    assert page.evaluate("firstSet") > 100
     page.close()
 
 
@@ -570,7 +662,7 @@ def test_formulas_of_the_plain_copies_are_set(site, browser):
                 written.add((tex, bool(found["display"])))
     assert len(written) > 300
     page = browser.new_page()
-    page.goto(f"{site}nbs/00_preface.html")
+    page.goto(f"{site}nbs/10_attention.html")
     errors = """async formulas => {
       await MathJax.startup.promise;
       return formulas.filter(([tex, display]) =>

@@ -2,7 +2,8 @@
 
 It needs `npx` and Chromium, and comes from npm at its first run. The pages are served as a
 static host serves them: below a path, compressed, for ten minutes from the reader's cache.
-Printed are the four scores of each page, on a desktop and on a phone, and what cost it points.
+Printed are the four scores of each page, on a desktop and on a phone, medians of some runs, and
+what cost it points in the last.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -105,6 +107,11 @@ def scores(found):
     return [round(100 * (found["categories"][kind]["score"] or 0)) for kind in KINDS]
 
 
+def medians(reports):
+    """The medians of the scores of several runs."""
+    return [round(statistics.median(column)) for column in zip(*map(scores, reports))]
+
+
 def lost(found):
     """[(audit, what it says), ...] of what did not get its full points."""
     counted = {
@@ -128,18 +135,21 @@ def lost(found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("pages", nargs="*", help="index.html nbs/10_attention.html ...")
+    parser.add_argument("--runs", type=int, default=1, help="of which the median is printed")
     parser.add_argument("--book", type=Path, default=ROOT / "_build" / "html")
     args = parser.parse_args()
+    if args.runs < 1:
+        parser.error(f"--runs {args.runs}: allowed are 1 and more")
     if not (args.book / "index.html").is_file():
         parser.error(f"no book in {args.book}: make book")
     print("| page | form |", " | ".join(KINDS), "|\n|---|---|" + "---|" * len(KINDS))
     with hosted(args.book) as site:
         for name in args.pages or ["index.html", *heaviest(args.book)]:
             for form in FORMS:
-                found = report(site + name, form)
-                print(f"| {name} | {form} |", " | ".join(map(str, scores(found))), "|")
-                for audit, said in lost(found):
-                    print(f"    {audit} {said}")
+                found = [report(site + name, form) for _ in range(args.runs)]
+                print(f"| {name} | {form} |", " | ".join(map(str, medians(found))), "|")
+                for audit in lost(found[-1]):
+                    print("   ", *audit)
 
 
 if __name__ == "__main__":
