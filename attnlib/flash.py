@@ -547,7 +547,8 @@ TILES = {
 WITH_EXTRA = {  # beside tiles of a mask or of a bias, which take registers
     "forward": {(2, 64): (128, 64, 8, 2), (2, 128): (128, 32, 8, 2)},
     "query": {(2, 64): (128, 32, 8, 2), (2, 128): (128, 32, 8, 2)},
-    "key": {(2, 64): (16, 64, 8, 2), (2, 128): (32, 64, 8, 2), (4, 64): (16, 32, 4, 2)},
+    "key": {(2, 16): (32, 64, 8, 2), (2, 64): (16, 64, 8, 2), (2, 128): (32, 64, 8, 2),
+            (4, 64): (16, 32, 4, 2)},
 }
 
 # %% ../nbs/51_flash.ipynb #blocks
@@ -568,8 +569,8 @@ def tiling(kernel, width, v_width, element_size, extra=False, shared=None):
     """
     widths = [max(16, triton.next_power_of_2(x)) for x in (width, v_width)]
     key, shared = (element_size, max(64, *widths)), shared or 163 << 10
-    table = WITH_EXTRA.get(kernel, {}) if extra else {}
-    rows, cols, warps, stages = table.get(key, TILES[kernel][key])
+    table = TILES[kernel] | (WITH_EXTRA.get(kernel, {}) if extra else {})
+    rows, cols, warps, stages = table.get((element_size, max(widths)), table[key])
     if shared < 160 << 10 and key[1] > 128:  # wide heads on a 4090
         rows, cols, stages = max(16, rows // 2), max(16, cols // 2), 1
     return dict(D=width, DV=v_width, BLOCK_M=rows, BLOCK_N=cols, BLOCK_D=widths[0],
