@@ -733,9 +733,11 @@ def fused_linear(x, layer, *, norm=None, gelu=False, residual=None):
     """
     weight, bias = layer.weight, layer.bias
     given = [y for y in (x, weight, residual) if y is not None]
-    if any(y.dtype != x.dtype for y in given) or not is_supported(x, 1) or refusal(x, 1):
+    if any(y.dtype != x.dtype for y in given) or not is_supported(x, 1):
         raise TypeError(f"x of dtype {x.dtype} on {x.device} must be float32, bfloat16 or "
                         "float16, as layer and residual are, where Triton runs")
+    if refusal(x, 1):
+        raise TypeError(f"x on {refusal(x, 1)}")
     shape = (*x.shape[:-1], layer.out_features)
     if x.shape[-1] != layer.in_features or residual is not None and residual.shape != shape:
         raise ValueError(f"x of shape {tuple(x.shape)} must be (..., {layer.in_features}), and "

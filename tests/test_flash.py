@@ -600,16 +600,19 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize(
-    "name, major, dtype, width, message",
+    "name, version, major, dtype, width, message",
     [
-        ("Tesla T4", 7, torch.float16, 8, "Tesla T4: the kernels need compute capability 8.0"),
-        ("A100", 8, torch.float32, 200, "width 200 in torch.float32: the kernels take 128"),
-        ("A100", 8, torch.float32, 128, None),
-        ("A100", 8, torch.bfloat16, 256, None),
+        ("Tesla T4", "3.9.0", 7, torch.float16, 8, "T4: the kernels need compute capability 8"),
+        ("A100", "3.9.0", 8, torch.float32, 200, "width 200 in torch.float32: the kernels"),
+        ("A100", "3.4.0", 8, torch.float32, 128, None),
+        ("A100", "3.10.0+git1", 8, torch.bfloat16, 256, None),
+        ("A100", "3.3.1", 8, torch.float16, 8, "Triton 3.3.1: the kernels need Triton 3.4"),
+        ("A100", "2.9", 8, torch.float16, 8, "with Triton 2.9: the kernels need Triton 3.4"),
     ],
 )
-def test_what_has_no_tile_is_refused(name, major, dtype, width, message, monkeypatch):
-    """The error says what the GPU takes, and the backend leaves the work to PyTorch."""
+def test_what_has_no_tile_is_refused(name, version, major, dtype, width, message, monkeypatch):
+    """The error says what is needed, and the backend leaves the work to PyTorch."""
+    monkeypatch.setattr(flash.triton, "__version__", version)
     monkeypatch.setattr(flash, "triton_mode", lambda device: "compiled")
     chip = types.SimpleNamespace(name=name, major=major)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)

@@ -188,9 +188,11 @@ def test_kernels_compile_on_the_oldest_triton():
     record = json.loads((ROOT / "benchmarks" / "results" / "kernels_floor.json").read_text())
     floor = ".".join(record["triton"].split(".")[:2])
     assert f"triton>={floor};" in (ROOT / "pyproject.toml").read_text()
-    rows = list(csv.DictReader(record["rows"]))
-    done = {(row["kernel"], row["gpu"], row["extra"]) for row in rows}
-    for kernel in kernels.flash.TILES:
-        for extra in kernels.options(kernel):
-            if "r" not in extra:
-                assert {(kernel, gpu, extra or "plain") for gpu in ("sm_80", "sm_90")} <= done
+    assert floor == ".".join(map(str, kernels.flash.OLDEST_TRITON))
+    rows = {kernels.key(row): row for row in csv.DictReader(record["rows"])}
+    for job in kernels.jobs(["bfloat16", "64"]):
+        if job[1] in kernels.FIRST:
+            row = rows[kernels.key_of(job)]
+            tile = [int(row[c]) for c in kernels.COLUMNS[5:9]]
+            assert tile == kernels.tile_of(*job)
+            assert not kernels.broken(row), row

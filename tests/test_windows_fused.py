@@ -19,7 +19,7 @@ from kernel_memory import watched
 from attnlib import inference, windows
 from attnlib.cost import count_operations
 from attnlib.inference import optimize_for_inference
-from attnlib.swin import PatchMerging, SwinBlock, SwinTransformer
+from attnlib.swin import PatchMerging, SwinBlock, SwinTransformer, window_layout
 from attnlib.swinv2 import SwinTransformerV2
 from attnlib.vit import VisionTransformer
 from attnlib.windows import FusedBlock, FusedMerging, fuse_swin, fused_linear
@@ -214,3 +214,14 @@ def test_bad_input():
     model.layers[0].blocks[0].mlp.act = nn.ReLU()
     with pytest.raises(TypeError, match="with GELU"):
         fuse_swin(model)
+
+
+def test_a_gpu_or_triton_that_is_too_old_is_named(monkeypatch):
+    """The reason of `flash.refusal` reaches the reader from all functions of the module."""
+    reason = "A100 with Triton 3.3.1: the kernels need Triton 3.4 or later"
+    monkeypatch.setattr(windows, "refusal", lambda x, width: reason)
+    x, layout = torch.randn(1, 4, 4, 24), window_layout((4, 4), (2, 2))
+    with pytest.raises(TypeError, match=f"x on {reason}"):
+        fused_linear(x, nn.Linear(24, 8))
+    with pytest.raises(TypeError, match=reason):
+        windows.window_attention(x, torch.zeros(1, 4, 4), layout, 1)
