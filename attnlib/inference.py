@@ -164,12 +164,7 @@ class FastWindowAttention(nn.Module):
 
 # %% ../nbs/53_inference.ipynb #decoder
 class FastSelfAttention(nn.Module):
-    """What takes the place of a Transformer's `SelfAttention` without rotary positions.
-
-    Parameters
-    ----------
-    layer : SelfAttention
-    """
+    """What takes the place of a `layer`, a `SelfAttention` without rotary positions."""
 
     def __init__(self, layer):
         super().__init__()
@@ -185,12 +180,7 @@ class FastSelfAttention(nn.Module):
 
 # %% ../nbs/53_inference.ipynb #cross
 class FastCrossAttention(nn.Module):
-    """What takes the place of a Transformer's `CrossAttention`.
-
-    Parameters
-    ----------
-    layer : CrossAttention
-    """
+    """What takes the place of a `layer`, a Transformer's `CrossAttention`."""
 
     def __init__(self, layer):
         super().__init__()
@@ -239,12 +229,7 @@ def decode(model, tgt, memory, src_mask=None, cache=None):
 
 # %% ../nbs/53_inference.ipynb #gpt
 class FastCausalAttention(nn.Module):
-    """What takes the place of a GPT's `CausalSelfAttention`.
-
-    Parameters
-    ----------
-    layer : CausalSelfAttention
-    """
+    """What takes the place of a `layer`, a GPT's `CausalSelfAttention`."""
 
     def __init__(self, layer):
         super().__init__()
