@@ -50,7 +50,7 @@ const attnlibExplorers = (() => {
       this.drawings = [];
       this.words = html("p", { class: "readout", "aria-live": "polite" });
       this.element = html("div", { class: "stage" }, this.controls, this.panels, this.words);
-      figure.querySelector("img").replaceWith(this.element);
+      figure.querySelector("img").after(this.element); // on paper the picture shows
     }
 
     run(draw) {

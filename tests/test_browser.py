@@ -485,6 +485,17 @@ def test_a_picture_stands_for_an_explorer_without_scripts(site, browser, name):
     page.close()
 
 
+def test_a_picture_stands_for_a_running_explorer_on_paper(site, browser):
+    page = browser.new_page()
+    page.goto(f"{site}nbs/32_swin.html")
+    picture, stage = (page.locator(f"figure.explorer > {part}") for part in ("img", ".stage"))
+    stage.wait_for()
+    assert not picture.is_visible()
+    page.emulate_media(media="print")
+    assert picture.is_visible() and not stage.is_visible()
+    page.close()
+
+
 def test_a_solution_unfolds(site, browser):
     name = next((name for name in CHAPTERS if "{solution" in source(name)), None)
     if name is None:

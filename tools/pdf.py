@@ -216,7 +216,7 @@ def leaf(browser, site, name, part, depth, first):
     """Print one page of the book."""
     page = browser.new_page(viewport={"width": WIDTH, "height": 900}, color_scheme="light")
     page.emulate_media(media="print", color_scheme="light")
-    page.route("**/explorers.js", lambda route: route.abort())  # pictures do not move on paper
+    page.route("**/explorers.js*", lambda route: route.abort())  # pictures do not move on paper
     page.goto(f"{site}{name}.html", wait_until="load")
     headings = page.evaluate(PREPARE)
     beyond = page.evaluate(BEYOND)
