@@ -104,6 +104,12 @@ def show_lone_buttons(app, pagename, templatename, context, doctree):
     context["header_buttons"] = found
 
 
+def free_references(app, pagename, templatename, context, doctree):
+    """A list of references whose entries have a role of their own is no list to ARIA."""
+    role = '<div role="list" class="citation-list">'
+    context["body"] = context.get("body", "").replace(role, '<div class="citation-list">')
+
+
 def drop_scripts_from_every_page(app, config):
     """Jupyter Book adds each script below _static to each page.
 
@@ -121,4 +127,5 @@ def setup(app):
     app.connect("source-read", read_notebook)
     app.connect("doctree-resolved", tidy_boxes)
     app.connect("html-page-context", show_lone_buttons, priority=600)
+    app.connect("html-page-context", free_references)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
