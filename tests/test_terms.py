@@ -36,7 +36,8 @@ def test_entries_know_their_words_meanings_and_chapters():
         ("Multi-head attention.", [("Multi-head attention", "multi-head attention")]),
         ("pre-norm or post-norm", [("pre-norm", KNOWN["pre-norm"].entry)]),
         ("patchwork, patch-wise, a non-token", []),
-        ("with Window R-CNN", []),
+        ("with Patch R-CNN", []),
+        ("a mask and a bias", []),
         ("Attention Is All You Need", []),
     ],
 )
@@ -59,7 +60,7 @@ def test_only_running_text_has_links():
     document = new_document("page")
     for around in (nodes.literal, nodes.math, nodes.reference, nodes.emphasis):
         document += nodes.paragraph("", "", around("", "", nodes.Text("a patch")))
-    document += nodes.section("", nodes.title("", "A window"))
+    document += nodes.section("", nodes.title("", "A backbone"))
     box = nodes.container("", nodes.paragraph("", "a roofline"), classes=["chapter-box"])
     output = nodes.container("", nodes.paragraph("", "a softmax"), nb_element="cell_code")
     document += [box, output]
