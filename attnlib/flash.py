@@ -11,7 +11,6 @@ __all__ = ['DTYPES', 'OLDEST_TRITON', 'LOG2E', 'TILES', 'WITH_EXTRA', 'KERNELS',
 # %% ../nbs/51_flash.ipynb #imports
 import contextlib
 import functools
-import itertools
 import os
 import re
 import subprocess
@@ -635,7 +634,7 @@ def _options(kernel, q, k, v, extra):
 
 # %% ../nbs/51_flash.ipynb #operator-forward
 def _strides(x):
-    """Four strides for a kernel: 0 along an axis that is missing or of length one."""
+    """A mask's or bias's strides: 0 along an axis that is missing or of length one."""
     if x is None:
         return 0, 0, 0, 0
     shape, strides, missing = x.shape, x.stride(), (0,) * (4 - x.ndim)
@@ -645,10 +644,11 @@ def _strides(x):
     return sb if b > 1 else 0, sh if h > 1 else 0, sn if n > 1 else 0, sd if d > 1 else 0
 
 
-def _start(kernel, programs, tensors, numbers, strided, **options):
+def _start(kernel, programs, tensors, numbers, strided, mask, bias, **options):
     """Start a kernel on tensors (or None), numbers, and the strides of some tensors."""
-    strides = itertools.chain.from_iterable(map(_strides, strided))
-    launch(kernel, programs, tensors[0].device, *tensors, *numbers, *strides, **options)
+    strides = [stride for x in strided for stride in x.stride()]
+    launch(kernel, programs, tensors[0].device, *tensors, *numbers, *strides,
+           *_strides(mask), *_strides(bias), **options)
 
 
 def _bytes(mask):
@@ -669,7 +669,7 @@ def _forward(q, k, v, mask, bias, ranges, causal, scale):
     options = _options("forward", q, k, v, mask is not None or bias is not None)
     _start(_forward_kernel, -(-n // options["BLOCK_M"]) * batch * heads,
            (q, k, v, mask, bias, ranges, out, lse), (scale, heads, n, m),
-           (q, k, v, out, mask, bias), CAUSAL=causal, **options)
+           (q, k, v, out), mask, bias, CAUSAL=causal, **options)
     return out, lse
 
 
@@ -698,7 +698,7 @@ def _backward(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, s
         options = _options("query", q, k, v, extra)
         _start(_query_kernel, triton.cdiv(n, options["BLOCK_M"]) * batch * heads,
                (*inputs, out, grad, lse, delta, dq), numbers,
-               (q, k, v, out, grad, dq, mask, bias), CAUSAL=causal, **options)
+               (q, k, v, out, grad, dq), mask, bias, CAUSAL=causal, **options)
     else:
         delta = (grad.float() * out.float()).sum(-1).contiguous()  # (B, h, N)
     if for_keys:
@@ -706,7 +706,7 @@ def _backward(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, s
         options = _options("key", q, k, v, extra)
         _start(_key_kernel, triton.cdiv(m, options["BLOCK_N"]) * batch * k.shape[1],
                (*inputs, key_ranges, grad, lse, delta, dk, dv), numbers,
-               (q, k, v, grad, dk, dv, mask, bias), CAUSAL=causal, **options)
+               (q, k, v, grad, dk, dv), mask, bias, CAUSAL=causal, **options)
     if for_bias:
         dbias = _bias_gradient(inputs, grad, lse, delta, causal, scale)
     return dq, dk, dv, dbias
@@ -759,7 +759,7 @@ def _bias_gradient(inputs, grad, lse, delta, causal, scale, enough=1024):
     sums = q.new_empty(matrices, splits, height, width, dtype=torch.float32)
     _start(_bias_kernel, matrices * splits * down * across,
            (*inputs, grad, lse, delta, order, sums), (scale, heads, n, m, shared, splits),
-           (q, k, v, grad, mask, bias), CAUSAL=causal, ONE_ROW=bias.shape[2] == 1,
+           (q, k, v, grad), mask, bias, CAUSAL=causal, ONE_ROW=bias.shape[2] == 1,
            ONE_COL=bias.shape[3] == 1, **options)
     one = [axis for axis in (2, 3) if bias.shape[axis] == 1]
     return sums.sum([1, *one]).view(given).to(bias.dtype)
