@@ -16,6 +16,8 @@ _static/formulas.js has MathJax set formulas in small steps, those in view first
 import re
 from pathlib import Path
 
+from docstrings import rows
+
 FORMULAS = "formulas.js"
 ICONS = Path("_static", "scripts", "fontawesome.js")
 FAMILIES = {"fas": "fas", "fa-solid": "fas", "fab": "fab", "fa-brands": "fab", "far": "far"}
@@ -106,7 +108,7 @@ def with_known_places(html):
     for name, part in classes.items():
         if part in html:
             html = html.replace(f'class="bd-{name}"', f'class="bd-{name} with-{part}"')
-    return CODE.sub(lambda f: f'<pre style="--lines: {f[1].count(chr(10))}">{f[1]}</pre>', html)
+    return CODE.sub(lambda f: f'<pre style="--lines: {rows(f[1])}">{f[1]}</pre>', html)
 
 
 def lighter(html, name, drawing):

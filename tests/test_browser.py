@@ -327,6 +327,19 @@ def test_code_can_be_copied(opened, name):
     assert sum(opened(name)["uncopied"]) == 0
 
 
+@every_notebook
+def test_a_folded_docstring_is_copied_with_the_code(opened, name):
+    cells = json.loads((ROOT / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    told = {
+        "\n".join(line for line in code.splitlines() if not line.startswith("#|"))
+        for code in codes
+        if re.search(r"(?m)^ +-{4,}$", code)
+    }
+    shown = {code.strip() for code in opened(name)["code"]}
+    assert {code.strip() for code in told} <= shown
+
+
 @every_page
 def test_no_code_is_cut_off(opened, name):
     """Lines of 96 columns fit at 1280 pixels; what is folded is opened for this."""
@@ -508,6 +521,23 @@ def test_a_solution_unfolds(site, browser):
     page.wait_for_function(
         "document.querySelector('.solution.admonition').getBoundingClientRect().height > 80"
     )
+    page.close()
+
+
+def test_a_docstring_unfolds(site, browser):
+    """Shut it has its first lines, on paper too; all of its lines once it is opened."""
+    page = browser.new_page()
+    page.goto(f"{site}nbs/10_attention.html")
+    box = page.locator("pre", has_text="def masked_softmax")
+    box.scroll_into_view_if_needed()
+    fold, height = box.locator("details.docstring"), box.bounding_box()["height"]
+    assert "Softmax over the last axis" in box.inner_text()
+    assert "broadcastable" not in box.inner_text()
+    fold.locator("summary").press("Enter")
+    assert "broadcastable" in box.inner_text()
+    assert box.bounding_box()["height"] > height + 100
+    page.emulate_media(media="print")
+    assert not fold.is_visible()
     page.close()
 
 
