@@ -112,7 +112,7 @@ def accuracy(model, data, batch_size=256):
 def crop_and_flip(x, padding=4):
     """Images (B, C, H, W), each shifted by up to `padding` pixels, and half of them mirrored.
 
-    What moves in is zero.
+    Pixels that move in are zero.
 
     Returns
     -------
@@ -439,7 +439,7 @@ def _take_steps(rank, processes, shard, steps):
     model = SwinTransformerV2(32, 2, 1, 10, embed_dim=32, depths=(2, 2), num_heads=(2, 4),
                               window_size=4).eval()
     for module in model.modules():
-        if isinstance(module, SwinBlockV2):  # these norms begin at 0, and half of the gradients
+        if isinstance(module, SwinBlockV2):  # else these norms and half of the gradients are 0
             nn.init.ones_(module.norm1.weight), nn.init.ones_(module.norm2.weight)
     wrapped, optimizer = _shard(model, shard)
     for _ in range(steps):
@@ -462,7 +462,7 @@ def _kept(tensors):
 
 # %% ../nbs/96_recipes.ipynb #train-processes
 def train_processes(processes, shard, steps=3):
-    """Train a small Swin Transformer V2 in processes that share its memory, or do not.
+    """Train a small Swin Transformer V2 in processes that may divide its memory.
 
     Parameters
     ----------

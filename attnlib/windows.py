@@ -98,7 +98,7 @@ def _logits(q, k, bias, here, there, scale, SHIFTED: tl.constexpr, COSINE: tl.co
     return s, product
 
 # %% ../nbs/52_windows.ipynb #forward
-# no new compilation when these numbers change, which depend on batch and map
+# numbers that depend on batch and map: a change of them must not compile the kernel again
 jit = functools.partial(triton.jit, do_not_specialize=["total", "programs", "H", "W", "SY",
                                                        "SX"])
 
@@ -146,7 +146,7 @@ def _row_sums(out, lse, delta, g, place, real, head, heads, D: tl.constexpr,
     The first launch computes g · out, the others load it.
     """
     at = place * heads + head
-    norm = tl.load(lse + at, mask=real, other=float("inf"))  # no query: weight 0
+    norm = tl.load(lse + at, mask=real, other=float("inf"))  # no query: weights 0
     if FIRST:
         y = _load(out, None, place, real, head, heads, D, LANES)
         product = tl.sum(y.to(tl.float32) * g.to(tl.float32), 1)
@@ -211,7 +211,7 @@ def _backward(qkv, pad, bias, tau, out, lse, grad, delta, dqkv, dbias, dtau, sca
     N: tl.constexpr = WH * WW
     WHOLE: tl.constexpr = lse is None
     I: tl.constexpr = BLOCKS if KEYS else 1  # blocks of queries in a program's loop
-    J: tl.constexpr = BLOCKS if QUERIES else 1  # and of keys; 1: the program has one of its own
+    J: tl.constexpr = BLOCKS if QUERIES else 1  # and blocks of keys; 1: no loop
     program, n = tl.program_id(0), tl.arange(0, BLOCK)
     head, group = program % heads, program // heads // (BLOCKS // I * (BLOCKS // J))
     first_row = program // heads // (BLOCKS // J) % (BLOCKS // I) * BLOCK + n
@@ -329,7 +329,7 @@ def _plan(kernel, size, heads, window, shift, element_size, device):
     settings = tiling(kernel, window, size[3] // (3 * heads), element_size)
     down, across = (triton.cdiv(s, w) for s, w in zip(size[1:3], window))
     own = MAKES[kernel]
-    walks = own.get("QUERIES", True) + own.get("KEYS", False)  # through blocks of a window
+    walks = own.get("QUERIES", True) + own.get("KEYS", False)  # loops through a window's blocks
     parts, programs = heads * settings["BLOCKS"] ** (2 - walks), 4
     if device.type == "cuda":
         waves = 4 if own.get("BIAS") else 16
@@ -390,7 +390,7 @@ def _launch_backward(kernel, tensors, heads, window, shift, scale, for_qkv, for_
     if not any(flags.values()):
         return None
     programs, parts, numbers, options = _plan_for(kernel, qkv, heads, window, shift)
-    left = programs * flags["BIAS"]  # partial sums
+    left = programs * flags["BIAS"]  # each of them stores a partial sum
     sums = [qkv.new_empty(left, heads, tokens, tokens, dtype=torch.float32),
             qkv.new_empty(left * parts // heads, heads, dtype=torch.float32)]
     launch(_backward, programs * parts, qkv.device, *tensors, *sums, scale, *numbers,
@@ -415,9 +415,9 @@ def _window_attention_backward(grad, qkv, bias, tau, pad, out, norms, heads, win
         high, wide = (-(-s // w) * w for s, w in zip(qkv.shape[1:3], window))
         padding = len(qkv) * high * wide - tokens
     made = passes(tuple(window), qkv.shape[3] // (3 * heads), qkv.element_size())
-    if len(made) > 1 and not for_qkv:  # else the first launch computes it
+    if len(made) > 1 and not for_qkv:  # else the first launch computes delta
         delta = (grad.float() * out.float()).unflatten(-1, (heads, -1)).sum(-1).contiguous()
-    rows = qkv.new_empty((tokens + padding) * for_qkv, qkv.shape[3])  # behind the map, padding
+    rows = qkv.new_empty((tokens + padding) * for_qkv, qkv.shape[3])  # maps, then padding
     own = (norms, grad, delta) if len(made) > 1 else (None, grad, None)
     sums = [_launch_backward(kernel, (qkv, pad, bias, tau, out, *own, rows), heads, window,
                              shift, scale, for_qkv, for_bias) for kernel in made]
@@ -474,7 +474,7 @@ def _backward_flops(grad, qkv, bias, tau, pad, out, norms, heads, window, shift,
                     for_qkv, for_bias, **kwargs):
     if norms[0] == 0:  # one launch: S and dP, dQ, dK and dV
         return (2 + 3 * for_qkv) * _product_flops(qkv, window)
-    return (7 * for_qkv + 2 * for_bias) * _product_flops(qkv, window)  # each has S and dP
+    return (7 * for_qkv + 2 * for_bias) * _product_flops(qkv, window)  # each launch: S and dP
 
 # %% ../nbs/52_windows.ipynb #check
 def _check_arguments(qkv, bias, layout, num_heads, cosine_scale, pad):
