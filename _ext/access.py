@@ -15,9 +15,11 @@ NAMES = {  # title of the theme's button: what it is called here
     "Launch on Kaggle": "Open in Kaggle",
 }
 TITLE = re.compile(rf'title="({"|".join(NAMES)})"')
-CONTENTS = re.compile(r'<button class="sidebar-toggle secondary-toggle.*?</button>', re.DOTALL)
-FOLD = ' aria-label="Toggle hidden content"'  # in place of the words of the fold, which say more
-FORMULA = re.compile(r'[(\[“‘]?<span class="math notranslate nohighlight">[^<]*</span>[^\s<]{0,12}')
+CONTENTS = re.compile(r'(?s)<button class="sidebar-toggle secondary-toggle.*?</button>')
+FOLD = ' aria-label="Toggle hidden content"'  # in place of words that say more
+FORMULA = re.compile(
+    r'[(\[“‘]?<span class="math notranslate nohighlight">[^<]*</span>[^\s<]{0,12}'
+)
 
 
 def named(html):
