@@ -15,6 +15,11 @@ NAMES = {  # title of the theme's button: what it is called here
     "Launch on Kaggle": "Open in Kaggle",
 }
 TITLE = re.compile(rf'title="({"|".join(NAMES)})"')
+DIALOGS = {  # what opens over a page: its name
+    "pst-search-dialog": "Search",
+    "pst-primary-sidebar-modal": "Contents of the book",
+    "pst-secondary-sidebar-modal": "Contents of this page",
+}
 CONTENTS = re.compile(r'(?s)<button class="sidebar-toggle secondary-toggle.*?</button>')
 FOLD = ' aria-label="Toggle hidden content"'  # in place of words that say more
 FORMULA = re.compile(
@@ -27,6 +32,9 @@ def named(html):
     if 'class="bd-sidebar-secondary' not in html:
         html = CONTENTS.sub("", html)
     html = TITLE.sub(lambda f: 'title="{0}" aria-label="{0}"'.format(NAMES[f[1]]), html)
+    for place, name in DIALOGS.items():
+        opened = f'<dialog id="{place}"'
+        html = html.replace(f"{opened}>", f'{opened} aria-label="{name}">')
     return html.replace(f"<summary{FOLD}>", "<summary>")
 
 

@@ -20,6 +20,11 @@ function enlarge(event) {
     event.target.classList.toggle("large");
 }
 
+// On a phone the contents of the page lie over it: a tap on a section shows it.
+function closeContents(event) {
+  event.target.closest?.("#pst-secondary-sidebar-modal a")?.closest("dialog").close();
+}
+
 // The button of a folded solution is called as its title, whose link to the exercise above it is no stop for keys.
 function nameSolutions() {
   for (const title of document.querySelectorAll(".solution.toggle > .admonition-title")) {
@@ -37,7 +42,7 @@ function lightLines(event) {
 
 document.addEventListener("DOMContentLoaded", () => {
   nameSolutions();
-  document.addEventListener("click", enlarge);
+  for (const act of [enlarge, closeContents]) document.addEventListener("click", act);
   for (const fold of document.querySelectorAll(".bd-links summary")) // an arrow only, without a name
     fold.setAttribute("aria-label", `Pages below ${fold.closest("li")?.querySelector("a")?.innerText.trim()}`);
   if (document.querySelector("nav.ideas"))

@@ -735,6 +735,16 @@ def test_no_line_begins_with_the_punctuation_behind_a_formula(site, name):
     assert kept or name not in CHAPTERS
 
 
+def test_a_tap_on_the_contents_shows_the_section(phone):
+    page = phone("nbs/10_attention")
+    page.locator("button.secondary-toggle").tap()
+    contents = page.locator("#pst-secondary-sidebar-modal")
+    contents.locator("a", has_text="The softmax").tap()
+    page.wait_for_url("**#the-softmax")
+    assert not contents.is_visible()
+    assert 0 < page.locator("#the-softmax h2").bounding_box()["y"] < 400
+
+
 def test_a_tap_enlarges_a_figure(phone):
     page = phone("nbs/10_attention")
     figure = page.locator(".cell_output img").first
@@ -773,6 +783,7 @@ def test_buttons_say_what_they_open(site, name):
     assert [words for words in called if "oggle" in words] == []
     if page.select("button.secondary-toggle"):
         assert page.select(".bd-sidebar-secondary")
+    assert all(dialog.get("aria-label") for dialog in page.select("dialog"))
 
 
 def test_a_reader_with_keys_sees_where_they_are(site, browser):
