@@ -98,10 +98,10 @@ def first_page(root=ROOT):
 
 def library(root=ROOT):
     """The table of modules for api/index.md."""
-    lines = ["| module | what it holds | chapter |", "|---|---|---|"]
+    lines = [":::{div} modules", "| module | what it holds | chapter |", "|---|---|---|"]
     for page, _, summary, module, _ in modules(root):
         lines.append(f"| {{doc}}`attnlib.{module} <{module}>` | {summary} | {{doc}}`/{page}` |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, ":::"]) + "\n"
 
 
 def readme(root=ROOT):

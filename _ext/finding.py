@@ -3,7 +3,8 @@
 Every page gets a description, and what social networks show of a link: title, description and a
 picture, the page's first. A chapter's description is the sentence under its title. Pictures say
 how large they are, so that text does not jump as they load. `sitemap.xml` lists the pages.
-theorems.md says `<!-- theorems -->` where the list of all statements goes.
+theorems.md says `<!-- theorems -->` where the list of all statements goes, and the search finds
+each by its title.
 """
 
 import json
@@ -14,10 +15,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import imagesize
+from sphinx.domains import Domain, ObjType
 
 ROOT = Path(__file__).resolve().parent.parent
 parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]
 BOX = re.compile(r"(?ms)^:::\{prf:(?!proof)\w+\}[ ]*([^\n]*)\n:label:[ ]*(\S+)$")
+KINDS = ("theorem", "proposition", "lemma", "corollary", "definition", "example")
 HERE = "<!-- theorems -->\n"
 PICTURE = re.compile(r'<img alt="([^"]+)"([^>]*) src="([./]*_images/([^"/]+))"')
 COVER = ("_static/page.png", "A heat map: scanned digits attend to others of their kind")
@@ -121,6 +124,24 @@ def listed(root=ROOT):
     return "\n".join(lines) + "\n"
 
 
+class Statements(Domain):
+    """To the search theorems are objects like functions: a title leads to the box."""
+
+    name, label = "statement", "Statements"
+    object_types = {kind: ObjType(kind) for kind in KINDS}
+
+    def get_type_name(self, type, primary=False):
+        return type.lname
+
+    def get_objects(self):
+        boxes = getattr(self.env, "proof_list", {})
+        for _, some in statements(Path(self.env.srcdir)):
+            for title, label in some:
+                if label in boxes:
+                    box, name = boxes[label], words(title)
+                    yield name, name, box["realtype"], box["docname"], box["ids"][0], 1
+
+
 def begin(app):
     app.finding = described(Path(app.srcdir))
 
@@ -167,6 +188,7 @@ def write_sitemap(app, problem):
 
 
 def setup(app):
+    app.add_domain(Statements)
     app.connect("builder-inited", begin)
     app.connect("source-read", fill_in)
     app.connect("env-get-outdated", read_again)

@@ -146,14 +146,15 @@ const attnlibExplorers = (() => {
       return this.element.clientWidth;
     }
 
-    clear(height, label) {
-      this.element.replaceChildren();
+    clear(height, label) { // to a screen reader the drawing is one picture, and not its hundred parts
+      this.drawing = svg("g", { "aria-hidden": "true" });
+      this.element.replaceChildren(this.drawing);
       fill(this.element, { viewBox: `0 0 ${this.width} ${height}`, height, "aria-label": label }, []);
     }
 
     add(tag, attributes, ...children) {
       const element = svg(tag, attributes, ...children);
-      this.element.append(element);
+      this.drawing.append(element);
       return element;
     }
 

@@ -655,6 +655,7 @@ def test_head_describes_the_page(site, name):
     "words, wanted",
     [
         ("Saturation", "nbs/10_attention.html#thm-saturation"),
+        ("Gumbel", "nbs/41_beit.html#thm-gumbel"),
         ("number of heads", "glossary.html#h-number-of-heads"),
     ],
 )
@@ -671,7 +672,8 @@ def test_search_finds_a_function(site, browser):
     page.goto(f"{site}search.html?q=causal_mask")
     page.wait_for_selector('#search-results li a[href*="attention"]', timeout=60_000)
     page.wait_for_timeout(1000)  # the quotations follow
-    assert "\\" not in page.locator("#search-results").inner_text()
+    quoted = page.locator("#search-results").inner_text()
+    assert "\\" not in quoted and "Colab" not in quoted
     page.close()
 
 
@@ -711,6 +713,120 @@ def test_formulas_of_the_plain_copies_are_set(site, browser):
     }"""
     assert page.evaluate(errors, sorted(written)) == []
     assert len(page.evaluate(errors, [[r"\nothing", False], ["x", True]])) == 1  # control
+    page.close()
+
+
+# --- by touch, by keys, by ear ----------------------------------------------------------------
+
+
+@pytest.fixture
+def phone(site, browser):
+    """A function that opens a page on a phone, with all its formulas set."""
+    context = browser.new_context(
+        viewport={"width": 375, "height": 812}, is_mobile=True, has_touch=True
+    )
+
+    def visit(name):
+        page = context.new_page()
+        page.goto(f"{site}{name}.html")
+        page.evaluate("async () => { if (window.MathJax) await MathJax.startup.promise; }")
+        return page
+
+    yield visit
+    context.close()
+
+
+def test_a_page_ends_with_its_footer(phone):
+    """What is folded takes no room below it."""
+    page = phone("nbs/10_attention")
+    below = """() => document.scrollingElement.scrollHeight - scrollY
+      - document.querySelector("footer.bd-footer-content").getBoundingClientRect().bottom"""
+    assert page.evaluate(below) < 3
+
+
+@pytest.mark.parametrize("name", ["nbs/10_attention", "nbs/22_decoding", "nbs/32_swin"])
+def test_a_wide_equation_has_the_whole_column(phone, name):
+    """Beside its number it would end early, as if it were complete."""
+    narrow = """() => [...document.querySelectorAll("div.math:has(.eqno)")].filter(equation => {
+      const set = equation.querySelector("mjx-container");
+      return set.scrollWidth > set.clientWidth && set.clientWidth < equation.clientWidth - 1;
+    }).map(equation => equation.id)"""
+    page = phone(name)
+    assert page.evaluate(narrow) == []
+    assert page.locator("div.math.wide .eqno").count()
+
+
+@every_notebook
+def test_no_line_begins_with_the_punctuation_behind_a_formula(site, name):
+    html = (BOOK / f"{name}.html").read_text(encoding="utf-8")
+    formula = r'<span class="math notranslate nohighlight">[^<]*</span>'
+    html, kept = re.subn(rf'<span class="unbroken">\S?{formula}[^<]*</span>', "", html)
+    assert re.findall(rf"{formula}[,.;:?!)][^<]{{,20}}", html) == []
+    assert kept or name not in CHAPTERS
+
+
+def test_a_tap_on_the_contents_shows_the_section(phone):
+    page = phone("nbs/10_attention")
+    page.locator("button.secondary-toggle").tap()
+    contents = page.locator("#pst-secondary-sidebar-modal")
+    contents.locator("a", has_text="The softmax").tap()
+    page.wait_for_url("**#the-softmax")
+    assert not contents.is_visible()
+    assert 0 < page.locator("#the-softmax h2").bounding_box()["y"] < 400
+
+
+def test_a_tap_enlarges_a_figure(phone):
+    page = phone("nbs/10_attention")
+    figure = page.locator(".cell_output img").first
+    before = figure.bounding_box()["width"]
+    figure.tap()
+    assert figure.bounding_box()["width"] > 2 * before
+    assert page.evaluate("document.scrollingElement.scrollWidth") == 375
+    figure.tap()
+    assert figure.bounding_box()["width"] == before
+
+
+def test_buttons_are_large_enough_for_a_finger(phone):
+    page = phone("nbs/10_attention")
+    buttons = page.locator(
+        ".bd-header-article .article-header-buttons > :is(a, button), details.hide > summary"
+    )
+    boxes = [button.bounding_box() for button in buttons.all()]
+    assert len([box for box in boxes if box]) > 10
+    assert [box for box in boxes if box and min(box["height"], box["width"]) < 36] == []
+
+
+@pytest.mark.parametrize("name", ["index", "search"])
+def test_the_glass_stands_beside_the_words_of_a_search(phone, name):
+    page = phone(name)
+    if name == "index":
+        page.locator("button.search-button__button:visible").first.tap()
+    form = page.locator("form.bd-search:visible").first
+    glass, field = form.locator("svg").bounding_box(), form.locator("input").bounding_box()
+    assert glass["x"] + glass["width"] <= field["x"]
+
+
+@every_page
+def test_buttons_say_what_they_open(site, name):
+    page = soup(name)
+    called = [e.get("aria-label") or e.get("title", "") for e in page.select("button, summary")]
+    assert [words for words in called if "oggle" in words] == []
+    if page.select("button.secondary-toggle"):
+        assert page.select(".bd-sidebar-secondary")
+    assert all(dialog.get("aria-label") for dialog in page.select("dialog"))
+
+
+def test_a_reader_with_keys_sees_where_they_are(site, browser):
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(f"{site}nbs/10_attention.html")
+    page.keyboard.press("Tab")
+    buttons = page.locator(".bd-header-article .btn:visible, .solution button.toggle-button")
+    assert buttons.count() > 10
+    for button in buttons.all():
+        button.focus()
+        assert button.evaluate("e => getComputedStyle(e).outlineStyle") == "solid"
+    names = [b.get_attribute("aria-label") for b in page.locator("button.toggle-button").all()]
+    assert names and all(name.startswith("Solution to Exercise 1.") for name in names)
     page.close()
 
 

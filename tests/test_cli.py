@@ -158,6 +158,14 @@ def test_mistakes_have_one_line(picture, tmp_path):
     assert "rounds (1) 2" in refused("bench", "vit_tiny_patch16_224", "--rounds", 1)
 
 
+def test_without_a_part_the_help_lists_them(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert all(part in said for part in ("models", "show", "classify", "bench"))
+
+
 def test_weights_without_a_classifier_are_refused(picture, tmp_path):
     from safetensors.torch import save_file
 

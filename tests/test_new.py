@@ -38,8 +38,9 @@ def make(monkeypatch, name):
 
 def test_a_chapter_is_made_with_all_its_places(copied, monkeypatch, capsys):
     make(monkeypatch, "59_example")
-    said = capsys.readouterr().out.split()
+    *said, rest = capsys.readouterr().out.splitlines()
     assert said == ["nbs/59_example.ipynb", "_toc.yml", "tests/test_example.py"]
+    assert rest.endswith("in _ext/ideas.yml")
 
     # the book has it, at the end of its part, and the first page, the README and the reference
     found = {caption: [x.page for x in some] for caption, some in chapters.parts(copied)}
@@ -93,7 +94,7 @@ def test_the_tests_ask_for_what_is_open(copied, monkeypatch):
         ("59_attention", "the name is that of 10_attention.ipynb"),
         ("61_new", "a floor from 1 to 5 or 9"),
         ("59_New", "a floor from 1 to 5 or 9"),
-        ("59_class", "a floor from 1 to 5 or 9"),
+        ("59_class", "is a word of Python"),
         ("new", "a floor from 1 to 5 or 9"),
     ],
 )

@@ -52,11 +52,13 @@ ON REAL INPUT, THREE SEEDS OR MORE, EACH CONTESTANT TUNED, A SIMPLE BASELINE AMO
 ## THE COST
 
 PREDICTED AND MEASURED."""
-END = """## Where the code departs from the paper
+PAPER = """## Where the code departs from the paper
 
-WHERE IT DOES, AND WHY.
+WHERE IT DOES, AND WHY."""
+SUMMARY = """## Summary
 
-## Exercises
+- AT MOST EIGHT LINES, WHOSE NUMBERS ARE ON THE PAGE."""
+END = """## Exercises
 
 :::{{exercise}} ITS NAME
 :label: ex-{name}-1
@@ -101,7 +103,9 @@ def chapter(name):
         cell("markdown", "idea", BODY.format(name=name)),
         cell("code", "theorem-check", CHECK.format(name=name)),
         cell("markdown", "code-text", MIDDLE),
-        cell("markdown", "end", END.format(name=name)),
+        cell("markdown", "paper", PAPER),
+        cell("markdown", "summary", SUMMARY),
+        cell("markdown", "exercises", END.format(name=name)),
         cell("code", "solution-1", "# THE SOLUTION, EXECUTED"),
         cell("markdown", "solution-1-end", "```{solution-end}\n```"),
     ]
@@ -123,8 +127,10 @@ def listed(toc, number, name):
 def refusal(wanted):
     """What is wrong with the name of a new chapter; empty if nothing is."""
     found = re.fullmatch(r"([1-59]\d)_([a-z][a-z0-9_]*)", wanted)
-    if not found or keyword.iskeyword(found[2]):
+    if not found:
         return "it must be like 56_name: a floor from 1 to 5 or 9, a digit, a module's name"
+    if keyword.iskeyword(found[2]):
+        return f"{found[2]!r} is a word of Python, and no module can be called so"
     for path in notebooks.notebooks():
         if path.stem[:2] == found[1]:
             return f"the number is that of {path.name}"
@@ -135,7 +141,7 @@ def refusal(wanted):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("chapter", help="number and name, such as 56_name")
+    parser.add_argument("chapter", help="number and name: make new NB=56_name")
     wanted = parser.parse_args().chapter
     if problem := refusal(wanted):
         sys.exit(f"chapter ({wanted!r}) cannot be made: {problem}")
@@ -148,6 +154,8 @@ def main():
         test.write_text(TEST.format(name=name, number=number), encoding="utf-8")
     for path in (notebook, toc, test):
         print(path.relative_to(ROOT))
+    if number[0] != "9":
+        print("still to be written: what it needs and gives, in _ext/ideas.yml")
 
 
 if __name__ == "__main__":
