@@ -64,7 +64,9 @@ def register_model(name, cls, hub=None, **config):
 def _registered(name):
     """The entry of a name, or an error with the nearest ones."""
     if name not in MODELS:
-        near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.5)
+        word = str(name).lower()
+        begun = [known for known in list_models() if known.startswith(word)]
+        near = begun[:3] or difflib.get_close_matches(word, MODELS, n=3, cutoff=0.5)
         hint = f"nearest names: {', '.join(near)}" if near else "list_models() has all names"
         raise ValueError(f"name ({name!r}) is not the name of a model; {hint}")
     return MODELS[name]
@@ -565,8 +567,8 @@ def classify(model, picture, k=5, names=None):
     Raises
     ------
     ValueError
-        If the model is in training mode, was not made by `create_model`, or has another number
-        of classes than there are names.
+        If the model is in training mode, was not made by `create_model`, classifies nothing, or
+        has another number of classes than there are names.
     """
     config = getattr(model, "data_config", None)
     if config is None or model.training:
@@ -576,6 +578,9 @@ def classify(model, picture, k=5, names=None):
     parameter = next(model.parameters())
     with torch.no_grad():
         logits = model(preprocess(config)(picture).to(parameter))
+    if not torch.is_tensor(logits):
+        raise ValueError(f"model returns a {type(logits).__name__}; it must return the logits "
+                         "of classes")
     if logits.shape[1:] != (len(names),):
         raise ValueError(f"names has {len(names)} entries; the model's output has shape "
                          f"{tuple(logits.shape)}")

@@ -482,6 +482,8 @@ def registry(monkeypatch):
     [
         ("vit_bas_patch16_224", "vit_base_patch16_224"),
         ("vit_tiny_patch16", "vit_tiny_patch16_224"),
+        ("swin_tiny", "swin_tiny_patch4_window7_224"),
+        ("vit_small", "vit_small_patch16_224"),
         ("ViT_Huge_patch14_224", "vit_huge_patch14_224"),
         ("vit_base_patch23_224", "vit_base_patch32_224"),
     ],
@@ -597,6 +599,12 @@ def test_labels():
     assert len(set(names)) == 1000 and names[0] == "tench" and names[999] == "toilet tissue"
     with pytest.raises(ValueError, match="nearest names"):
         models.labels("vit_tiny_patch16_223")
+
+
+def test_classify_refuses_a_model_that_classifies_nothing():
+    model = create_model("mae_photographs").eval()
+    with pytest.raises(ValueError, match="model returns a tuple; it must return the logits"):
+        models.classify(model, np.zeros((96, 96, 3), np.uint8))
 
 
 def test_classify_gives_the_softmaxs_largest():
