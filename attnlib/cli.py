@@ -285,7 +285,7 @@ def middle(numbers, unit=1.0):
     """
     low, median, high = (x / unit for x in
                          statistics.quantiles(numbers, n=4, method="inclusive"))
-    return f"{median:.3g} ({low:.3g} to {high:.3g})"
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 # %% ../nbs/97_cli.ipynb #main
 def print_models(options):
