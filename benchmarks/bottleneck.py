@@ -198,11 +198,7 @@ def jobs(tiny):
     for seed in seeds:
         for task, models in sizes.items():
             yield from ((task, "run", *model, seed, None) for model in models)
-        yield from (
-            (task, "other", *model, seed, None)
-            for task, *model in others
-            if task == "numbers" or seed == 0
-        )
+        yield from ((task, "other", *model, seed, None) for task, *model in others)
 
 
 def best_rate(runs, task, attention, width):

@@ -8,7 +8,7 @@ are
 - digits: DETR with anchors as queries on digits, and with anchors and denoising;
 - slow: plain DETR on digits;
 
-each with three seeds, and for some one run that is four times as long. A backbone is
+each with three seeds, and for some runs that are four times as long. A backbone is
 pre-trained, as the paper's is, by naming the object of crops of other scenes. The learning rate
 is chosen on validation scenes, which show the digits and photographs of the training in other
 scenes; what is reported is of test scenes. On the way each run records AP and AP50 on them
@@ -419,7 +419,8 @@ class Detectors(Bench):
                 if kept.exists():  # else the weights beside the record are these
                     shutil.copyfile(kept, self.path.with_suffix(".safetensors"))
             if number == 0 and self.part in LONGER:
-                self.run(variant, first, best, times=4)
+                for seed in (first, *others):
+                    self.run(variant, seed, best, times=4)
 
 
 def longer(folder, tiny):

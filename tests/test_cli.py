@@ -214,8 +214,8 @@ def test_both_take_turns_and_are_compared(capsys, monkeypatch):
     assert {name: len(each) for name, each in measured.items()} == {"attnlib": 2, "timm": 2}
     monkeypatch.setattr(cli, "beside_timm", lambda *_: times)
     *_, ours, theirs, ratio = said(capsys, "bench", "vit_tiny_patch16_224").splitlines()
-    assert ours.split() == "attnlib 200 (150 to 250) ms".split()
-    assert theirs.split() == "timm 100 (100 to 250) ms".split()
+    assert ours.split() == "attnlib 200.00 (150.00 to 250.00) ms".split()
+    assert theirs.split() == "timm 100.00 (100.00 to 250.00) ms".split()
     assert ratio.split() == "attnlib / timm 1 (0.75 to 2)".split()
 
 

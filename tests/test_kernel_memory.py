@@ -221,11 +221,11 @@ def test_faults_in_the_window_kernel_are_caught(place, message):
             call()
 
 
-@pytest.mark.parametrize("place, message", [(0, "has stored"), (2, "outside"), (3, "outside")])
-def test_faults_in_the_flash_kernel_are_caught(place, message):
+@pytest.mark.parametrize("place", [0, 2, 3])
+def test_faults_in_the_flash_kernel_are_caught(place):
     """A program too many; queries and keys that are not there."""
     q, k, v = (torch.randn(1, 1, 20, 8) for _ in range(3))
-    with pytest.raises(MemoryFault, match=message):
+    with pytest.raises(MemoryFault, match="outside of its tensor"):
         with watched(flash, change=lambda arguments: raised(arguments, place, 1)):
             flash.flash_attention(q, k, v)
 
