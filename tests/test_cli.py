@@ -216,7 +216,7 @@ def test_both_take_turns_and_are_compared(capsys, monkeypatch):
     *_, ours, theirs, ratio = said(capsys, "bench", "vit_tiny_patch16_224").splitlines()
     assert ours.split() == "attnlib 200.00 (150.00 to 250.00) ms".split()
     assert theirs.split() == "timm 100.00 (100.00 to 250.00) ms".split()
-    assert ratio.split() == "attnlib / timm 1 (0.75 to 2)".split()
+    assert ratio.split() == "attnlib / timm 1.00 (0.75 to 2.00)".split()
 
 
 def test_another_model_is_not_timed(monkeypatch):
