@@ -547,7 +547,8 @@ def test_a_docstring_unfolds(site, browser):
 )
 def test_axe_finds_no_serious_violation(site, browser, name, scheme):
     """One page of each kind with its colours, which take most of a minute on a chapter."""
-    page = browser.new_page(color_scheme=scheme)
+    # else a color may be on its way from one scheme to the other
+    page = browser.new_page(color_scheme=scheme, reduced_motion="reduce")
     page.goto(f"{site}{name}.html")
     assert violations(page, colours=True) == []
     page.close()
