@@ -5,7 +5,7 @@ The last step of the build rewrites the pages, whoever wrote their parts:
 - An icon becomes a drawing; without this, each page loads the theme's script of 1.5 MB which
   draws two thousand. The drawings are taken from that script.
 - The index of the search is loaded where one searches, MathJax where formulas are.
-- Scripts wait until the page is read (`defer`), pictures beneath the first until they are near.
+- Scripts wait until the page is read (`defer`), pictures of chapters until they are near.
 - A box of code says how many lines it has, so that its place is known before it is laid out.
 - What stands beside the text is known from its first line on, else the column moves as the page
   arrives.
@@ -91,13 +91,10 @@ def with_waiting_scripts(html, unneeded):
 
 
 def with_late_pictures(html):
-    """The page whose pictures after the article's first are loaded when they are near."""
+    """The page whose pictures are loaded when they are near; above them stands text."""
 
     def late(article):
-        first, *others = PICTURE.split(article[0])
-        return '<img loading="lazy" decoding="async"'.join(
-            ["<img".join([first, *others[:1]]), *others[1:]]
-        )
+        return PICTURE.sub('<img loading="lazy" decoding="async"', article[0])
 
     return ARTICLE.sub(late, html)
 
@@ -119,7 +116,9 @@ def lighter(html, name, drawing):
         unneeded.add(ICONS.name)
     if not MATH.search(html):
         unneeded |= {"startup.js", FORMULAS, "MathJax"}
-    return with_known_places(with_late_pictures(with_waiting_scripts(html, unneeded)))
+    if name != "index.html":  # which begins with a picture
+        html = with_late_pictures(html)
+    return with_known_places(with_waiting_scripts(html, unneeded))
 
 
 def lighten(app, problem):
