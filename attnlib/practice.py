@@ -45,7 +45,8 @@ def fold_normalization(model, mean, std):
         raise ValueError(f"model pads its first layer with {conv.padding} zeros, which are not "
                          "pixels; mean and std cannot be folded into it")
     if conv.bias is None:  # as in CLIP
-        conv.bias = nn.Parameter(conv.weight.new_zeros(len(conv.weight)))
+        zeros = conv.weight.new_zeros(len(conv.weight))
+        conv.bias = nn.Parameter(zeros, conv.weight.requires_grad)
     mean, std = (torch.as_tensor(x).to(conv.weight).view(1, -1, 1, 1) for x in (mean, std))
     with torch.no_grad():
         conv.weight.div_(std)  # (D, C, P, P) / (1, C, 1, 1)

@@ -166,6 +166,14 @@ def test_folded_normalization(mean, std):
     assert all(torch.equal(a, before[key]) for key, a in model.state_dict().items())
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_bias_that_is_folded_in_is_as_trainable_as_its_layer(frozen):
+    model = small(pre_norm=True)  # whose first layer has no bias
+    model.patch_embed.requires_grad_(not frozen)
+    folded = fold_normalization(model, (0.5,) * 3, (0.5,) * 3)
+    assert folded.patch_embed.proj.bias.requires_grad == (not frozen)
+
+
 def test_a_padded_first_layer_is_refused():
     model = small()
     model.patch_embed.proj.padding = (1, 1)
