@@ -146,17 +146,25 @@ def layer_numbers(model):
     """The layer of each parameter of a `model`: 0 before the blocks, 1 to L in them, L + 1 the
     head.
 
-    The norm behind the blocks counts with the last of them, as in timm.
+    As in timm, the norm behind the blocks counts with the last of them, and the merging of
+    patches in a Swin Transformer with the block that follows it.
 
     Returns
     -------
     dict of str to int
     """
-    blocks = [block for stage in model.stages for block in stage]
-    block_of = {p: i for i, block in enumerate(blocks, 1) for p in block.parameters()}
+    blocks = set(model.blocks)
+    layer_of = {}
+    number = 1
+    for stage in model.stages:
+        for layer in stage:
+            for p in layer.parameters():
+                layer_of[p] = number
+            if layer in blocks:
+                number += 1
     behind = {"norm": len(blocks), "fc_norm": len(blocks) + 1}
     behind |= {name.split(".")[0]: len(blocks) + 1 for name in model.classifiers}
-    return {name: behind.get(name.split(".")[0], block_of.get(p, 0))
+    return {name: behind.get(name.split(".")[0], layer_of.get(p, 0))
             for name, p in model.named_parameters()}
 
 

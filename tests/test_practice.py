@@ -76,6 +76,17 @@ def test_rates_are_timms(name, cls, pool):
         assert found[key] == pytest.approx(pair), key
 
 
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
+def test_layers_of_a_swin_transformer_are_timms(name):
+    with torch.device("meta"):
+        theirs, ours = timm.create_model(name), create_model(name)
+    groups = param_groups_layer_decay(theirs, layer_decay=0.6)
+    scales = {p: group["lr_scale"] for group in groups for p in group["params"]}
+    wanted = {name: scales[p] for name, p in theirs.named_parameters()}
+    assert layer_scales(ours, 0.6) == pytest.approx(wanted)
+    assert max(layer_numbers(ours).values()) == 2 + 2 + 6 + 2 + 1  # and the head
+
+
 def test_every_parameter_has_a_layer():
     swin = SwinTransformer(
         32, 4, num_classes=3, embed_dim=8, depths=(1, 2), num_heads=(1, 2), window_size=4
