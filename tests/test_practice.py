@@ -229,6 +229,26 @@ def test_prepared_is_preprocessed():
     assert prepared(x, name, 32).shape == (1, 3, 32, 32)
 
 
+@pytest.mark.parametrize(
+    "images, error, message",
+    [
+        (torch.full((2, 3, 8, 8), 200, dtype=torch.uint8), TypeError, "dtype torch.uint8"),
+        (torch.full((2, 3, 8, 8), 200.0), ValueError, "values from 200 to 200"),
+        (torch.full((2, 3, 8, 8), -2.0), ValueError, "values from -2 to -2"),
+        (torch.full((2, 3, 8, 8), torch.nan), ValueError, "values from nan"),
+    ],
+)
+def test_images_that_are_not_from_zero_to_one_are_refused(images, error, message):
+    right, y = (torch.rand(2, 3, 8, 8), torch.arange(2)), torch.arange(2)
+    options = dict(img_size=16, pretrained=False, steps=1, lr=1e-3, batch_size=1)
+    with pytest.raises(error, match=f"images.* {message}"):
+        prepared(images, "vit_collages")
+    with pytest.raises(error, match=f"train: images.* {message}"):
+        transfer("vit_collages", (images, y), right, **options)
+    with pytest.raises(error, match=f"test: images.* {message}"):
+        transfer("vit_collages", right, (images, y), **options)
+
+
 def test_transfer_learns_a_task_at_another_size():
     y = torch.arange(40) % 2
     x = 0.2 * torch.rand(40, 3, 8, 8) + 0.6 * y[:, None, None, None]
