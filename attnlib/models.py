@@ -523,8 +523,8 @@ def open_picture(picture):
     # these formats give 16 bits, which some versions of Pillow keep in 32
     deep = deep or (picture.mode == "I" and picture.format in ("PNG", "PPM"))
     if picture.mode in ("I", "F") and not deep:
-        raise ValueError(f"picture of mode {picture.mode!r} may have any range of values; scale "
-                         "it to bytes, from 0 for black to 255 for white")
+        raise ValueError(f"picture of mode {picture.mode!r} may have any range of values; "
+                         "scale it to bytes, from 0 for black to 255 for white")
     picture = ImageOps.exif_transpose(picture)
     if deep:
         bytes_of_gray = (np.asarray(picture).astype(np.int64) + 128) // 257
