@@ -383,7 +383,8 @@ def tensor_parallel(model, mesh):
     -------
     torch.nn.Module
         The same model. Every rank gives it the same input, and the same random seed if there
-        is dropout, and gets the same output.
+        is dropout, and gets the same output. What each rank drops of its own heads and hidden
+        units is independent of what others drop.
 
     Raises
     ------
@@ -440,6 +441,55 @@ def enter(mesh, module, inputs):
     return tuple(map(copied, inputs))
 
 
+class OwnRandomness:
+    """Random numbers of a rank's own between two layers, such as for dropout of its heads.
+
+    All ranks draw the same seed, to which each adds its number. After the second layer they go
+    on with the numbers that they have in common.
+
+    Parameters
+    ----------
+    rank : int
+    """
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.common = None  # the states of the generators to which `end` returns
+
+    def begin(self, module, *inputs_and_output):
+        """A hook of the first layer, `module`; idle in evaluation mode."""
+        if not module.training:
+            return
+        seed = torch.randint(2**62, ()).item()
+        device = next(module.parameters()).device
+        on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.common = torch.get_rng_state(), device, on_gpu
+        torch.manual_seed(seed + self.rank)
+
+    def end(self, module, *inputs_and_output):
+        """A hook before the last layer, and after the whole `module`, should it have failed."""
+        if self.common is None:
+            return
+        on_cpu, device, on_gpu = self.common
+        self.common = None
+        torch.set_rng_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
+
+
+def has_dropout(module):
+    """Whether a `module` drops anything in training: by a layer, or in attention.
+
+    Returns
+    -------
+    bool
+    """
+    rates = [getattr(module, name, 0.0) for name in ("attn_drop", "dropout")]
+    rates = [rate for rate in rates if isinstance(rate, float)]
+    rates += [layer.p for layer in module.modules() if isinstance(layer, nn.Dropout)]
+    return any(rate > 0 for rate in rates)
+
+
 def summed(group, gradient):
     """The sum of a gradient over a group of ranks.
 
@@ -492,6 +542,11 @@ def cut_module(module, first, units, last, mesh):
         if p.requires_grad and not isinstance(p, DTensor):
             # norms of queries and keys see the rank's heads only
             p.register_hook(partial(summed, mesh.get_group()))
+    if has_dropout(module):
+        own_numbers = OwnRandomness(mesh.get_local_rank())
+        module.get_submodule(first).register_forward_hook(own_numbers.begin)
+        module.get_submodule(last).register_forward_pre_hook(own_numbers.end)
+        module.register_forward_hook(own_numbers.end, always_call=True)
 
 # %% ../nbs/55_scaling.ipynb #tensor-lesson
 def cut_as_it_lies(model, mesh):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from attnlib import scaling
 from attnlib.attention import attention
@@ -32,7 +33,7 @@ from attnlib.scaling import (
     visits,
 )
 from attnlib.transformer import Transformer
-from attnlib.vit import VisionTransformer
+from attnlib.vit import Attention, Mlp, VisionTransformer
 
 SMALL = dict(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_embd=32, tied=False)
 
@@ -99,6 +100,37 @@ def apart_from_whole(kind):
     return (out - cut_out).abs().max().item(), max(shared), len(shared), len(grads)
 
 
+def dropped_units(checkpointed=False):
+    """In training, what is kept of 16 equal hidden units, and of 4 equal heads, and a gradient.
+
+    The second layer is the identity, so that each unit can be seen.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    mlp, attn = Mlp(16, 16, drop=0.5), Attention(16, 4, attn_drop=0.5)
+    with torch.no_grad():
+        for first, last in ((mlp.fc1, mlp.fc2), (attn.qkv, attn.proj)):
+            first.weight.mul_(0.01)
+            first.bias.fill_(1.0)
+            last.weight.copy_(torch.eye(16))
+            last.bias.zero_()
+    model = tensor_parallel(torch.nn.ModuleList([mlp, attn]), mesh)
+    x = torch.randn(1, 200, 16, requires_grad=True)
+    torch.manual_seed(1)
+    run = partial(checkpoint, use_reentrant=False) if checkpointed else lambda f, x: f(x)
+    hidden, heads = (run(layer, x) for layer in model)
+    after = torch.rand(())  # with what all ranks go on
+    (hidden.sum() + heads.square().sum()).backward()
+    return [y.detach() for y in (hidden[0], heads[0], x.grad, after)]
+
+
+def outputs_in_training():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = tensor_parallel(GPT(GPTConfig(**SMALL, dropout=0.5)), mesh)
+    return model(torch.arange(12)[None]).detach()
+
+
 def attend(qkv, causal, balanced):
     """Ring attention of this rank's tokens and its gradients, with ones for gradient."""
     cut = partial(
@@ -156,6 +188,33 @@ def test_states_are_shared_and_losses_are_those_of_one_process(four):
 def test_cut_models_give_what_whole_ones_give(four, kind):
     for output, gradient, whole, all_of_them in four.run(apart_from_whole, kind):
         assert output < 1e-5 and gradient < 1e-6 and 0 < whole < all_of_them
+
+
+def test_ranks_drop_units_of_their_own(four):
+    hidden, heads, gradient, after = (list(x) for x in zip(*four.run(dropped_units)))
+    for found in (hidden, heads, gradient, after):
+        assert all(torch.equal(x, found[0]) for x in found)  # the ranks agree on the sum
+    kept = (hidden[0] != 0).float()  # of 200 tokens the 16 units, 4 of each rank
+    assert kept.mean().item() == pytest.approx(1 / 4, abs=0.03)  # the second drop is common
+    for i in range(4):
+        for shift in (4, 8, 12):
+            both = (kept[:, i] * kept[:, (i + shift) % 16]).mean().item()
+            assert both == pytest.approx(1 / 16, abs=0.06)
+    both = torch.stack([kept[:, :4] * kept[:, i : i + 4] for i in (4, 8, 12)])
+    assert both.mean().item() == pytest.approx(1 / 16, abs=0.015)  # 1/8 with the same masks
+    first, *others = heads[0].unflatten(1, (4, 4)).unbind(1)
+    assert all((first - other).abs().max() > 0.05 for other in others)
+
+
+def test_units_that_are_dropped_are_dropped_again_in_a_recomputation(four):
+    plain, again = four.run(dropped_units), four.run(dropped_units, True)
+    for a, b in zip(plain[0], again[0]):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_cut_gpt_with_dropout_gives_all_ranks_the_same(four):
+    first, *others = four.run(outputs_in_training)
+    assert all(torch.equal(first, other) for other in others)
 
 
 class Mesh:
