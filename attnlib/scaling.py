@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['CUTS', 'COUNTS', 'join_group', 'failure', 'Workers', 'send_on', 'ring_all_reduce', 'wire_bytes', 'bytes_sent',
-           'reduce_lesson', 'local', 'states_lesson', 'rank_order', 'tensor_parallel', 'LocalRows', 'enter', 'summed',
-           'cut_module', 'cut_as_it_lies', 'tensor_lesson', 'chunks_of', 'shard_sequence', 'unshard_sequence',
-           'block_weights', 'block_attention', 'block_gradients', 'visits', 'go_round', 'check_shards',
-           'ring_attention', 'ring_lesson', 'GPTStage', 'Sleeper', 'nap_lesson', 'stage_lesson', 'Cluster',
-           'parameters_of', 'operations_of', 'activations_of', 'Plan', 'memory_of', 'compute_seconds', 'seconds_of',
-           'possible_plans', 'plan']
+           'reduce_lesson', 'local', 'states_lesson', 'rank_order', 'tensor_parallel', 'LocalRows', 'enter',
+           'OwnRandomness', 'has_dropout', 'summed', 'cut_module', 'cut_as_it_lies', 'tensor_lesson', 'chunks_of',
+           'shard_sequence', 'unshard_sequence', 'block_weights', 'block_attention', 'block_gradients', 'visits',
+           'go_round', 'check_shards', 'ring_attention', 'ring_lesson', 'GPTStage', 'Sleeper', 'nap_lesson',
+           'stage_lesson', 'Cluster', 'parameters_of', 'operations_of', 'activations_of', 'Plan', 'memory_of',
+           'compute_seconds', 'seconds_of', 'possible_plans', 'plan']
 
 # %% ../nbs/55_scaling.ipynb #imports
 import contextlib
