@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['TABLE', 'SIZES', 'conv_encoder', 'conv_decoder', 'check_vocabulary', 'DiscreteVAE', 'dvae_loss', 'perplexity',
-           'VectorQuantizer', 'VQAutoencoder', 'check_masked', 'block_mask', 'beit_position_index', 'resize_beit_table',
-           'bias_table', 'position_bias', 'BeitAttention', 'BeitBlock', 'init_beit', 'Beit', 'adapt_tables',
-           'without_pretraining', 'BeitPositionBias', 'BeitForMaskedImageModeling', 'check_mask', 'masked_loss',
-           'FeatureEncoder']
+           'gather_rows', 'VectorQuantizer', 'VQAutoencoder', 'check_masked', 'block_mask', 'beit_position_index',
+           'resize_beit_table', 'bias_table', 'position_bias', 'BeitAttention', 'BeitBlock', 'init_beit', 'Beit',
+           'adapt_tables', 'without_pretraining', 'BeitPositionBias', 'BeitForMaskedImageModeling', 'check_mask',
+           'masked_loss', 'FeatureEncoder']
 
 # %% ../nbs/41_beit.ipynb #imports
 import math
@@ -15,6 +15,7 @@ import random
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -155,10 +156,35 @@ def perplexity(tokens, num_embeddings):
     return torch.special.entr(share).sum().exp().item()
 
 # %% ../nbs/41_beit.ipynb #quantizer
+def gather_rows(x):
+    """The rows of all processes, in their order; they may have unequally many.
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, D)
+        Of this process.
+
+    Returns
+    -------
+    Tensor, shape (sum of all M, D)
+    """
+    ranks = dist.get_world_size()
+    own = torch.tensor([len(x)], device=x.device)
+    lengths = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(lengths, own)
+    lengths = [length.item() for length in lengths]
+    padded = F.pad(x, (0, 0, 0, max(lengths) - len(x)))
+    parts = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:length] for part, length in zip(parts, lengths)])
+
+
 class VectorQuantizer(nn.Module):
     """The nearest of K unit vectors (van den Oord et al. 2017, 3.1; Peng et al. 2022).
 
     The codes are not parameters: each is moved towards the mean of the vectors that chose it.
+    Of several processes that train together, all have the same codes, and the vectors of all
+    move them.
 
     Parameters
     ----------
@@ -205,16 +231,25 @@ class VectorQuantizer(nn.Module):
         """Move each code that was chosen towards the mean of the vectors that chose it."""
         chosen = F.one_hot(tokens, len(self.embedding)).to(z.dtype)  # (M, K)
         count = chosen.sum(0)[:, None]
-        mean = F.normalize(chosen.T @ z / count.clamp(min=1), dim=-1)  # (K, M) @ (M, D)
+        total = chosen.T @ z  # (K, M) @ (M, D)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(count)
+            dist.all_reduce(total)
+        mean = F.normalize(total / count.clamp(min=1), dim=-1)
         moved = F.normalize(decay * self.embedding + (1 - decay) * mean, dim=-1)
         self.embedding = torch.where(count > 0, moved, self.embedding)
 
     def start(self, z):
-        """Codes from the vectors of a batch, by spherical k-means."""
+        """Codes from the vectors of a batch, of all processes, by spherical k-means."""
+        together = dist.is_available() and dist.is_initialized()
+        if together:
+            z = gather_rows(z)
         if len(z) < len(self.embedding):
             raise ValueError(f"the first batch has {len(z)} vectors; k-means needs at least "
                              f"num_embeddings ({len(self.embedding)})")
         rows = torch.randperm(len(z), device=z.device)[:len(self.embedding)]
+        if together:
+            dist.broadcast(rows, 0)
         self.embedding = z[rows]
         for _ in range(self.kmeans_steps):
             self.move(z, self.tokens(z), 0.0)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from attnlib import train
+from attnlib.beit import VectorQuantizer
 from attnlib.gpt import GPT, GPTConfig, text_loss
 from attnlib.train import fit, load_checkpoint, save_checkpoint, shard_blocks
 
@@ -178,6 +179,43 @@ def test_buffers_that_change_are_those_of_the_first_process(tmp_path):
     for key, x in stored["shared"].items():
         torch.testing.assert_close(x, stored["whole"][key], rtol=1e-3, atol=1e-5)
         assert torch.equal(x, stored["resumed"][key]), key
+
+
+def quantizers():
+    """A quantizer that starts from random codes, and one that starts by k-means."""
+    torch.manual_seed(0)
+    first = VectorQuantizer(4, 2, decay=0.5, kmeans_steps=0)
+    return first, VectorQuantizer(9, 2, kmeans_steps=3)
+
+
+def vectors():
+    return torch.randn(9, 2, generator=torch.Generator().manual_seed(1))
+
+
+def quantize_together(folder):
+    """Two ranks with 5 and 4 of 9 vectors; DDP would hide that their codes differ."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    for name, quantizer in zip(("random", "k-means"), quantizers()):
+        torch.manual_seed(10 + rank)  # as in `fit`, the ranks draw different numbers
+        quantizer(vectors()[rank::2])
+        torch.save(quantizer.embedding, folder / f"{name}.rank{rank}")
+
+
+def test_codes_are_moved_by_the_vectors_of_all_processes(tmp_path):
+    assert together(2, tmp_path, quantize_together, tmp_path) == [0, 0]
+    found = {}
+    for name in ("random", "k-means"):
+        found[name], other = (torch.load(tmp_path / f"{name}.rank{rank}") for rank in range(2))
+        assert torch.equal(found[name], other)
+    alone, _ = quantizers()
+    alone(vectors())
+    torch.testing.assert_close(found["random"], alone.embedding)
+    # with as many codes as vectors, k-means has them all, in some order
+    unit = nn.functional.normalize(vectors(), dim=-1)
+    cosines = found["k-means"] @ unit.T
+    torch.testing.assert_close(cosines.amax(0), torch.ones(9))
+    torch.testing.assert_close(cosines.amax(1), torch.ones(9))
 
 
 @SHARDED
