@@ -10,6 +10,7 @@ __all__ = ['MODELS', 'IMAGENET', 'HALF', 'CLIP', 'DATA', 'state_dict_of', 'adapt
 
 # %% ../nbs/93_models.ipynb #imports
 import argparse
+import copy
 import difflib
 import fnmatch
 import hashlib
@@ -328,7 +329,8 @@ def unwrap_state_dict(source):
     if strange:
         raise ValueError("source must hold tensors by name; it holds also "
                          f"{str(strange)[:500]}")
-    return {re.sub(r"^((_orig_mod|module)\.)+", "", key): x for key, x in source.items()}
+    tensors = {re.sub(r"^((_orig_mod|module)\.)+", "", key): x for key, x in source.items()}
+    return _with_tensors(source, tensors)
 
 
 def _path_of(source):
@@ -393,7 +395,8 @@ def load_pretrained(model, source, img_size=None):
         embeddings and bias tables that have the model's shape are loaded as they are, and
         others are resampled as those of square images. Weights of square images for a model
         whose grid has another form and equally many patches, such as 12 by 12 and 9 by 16, need
-        this argument.
+        this argument. So do weights of a `SwinTransformerV2` for other windows, unless they are
+        a model's state dict or `torch.save` wrote them, which notes the windows.
 
     Returns
     -------
@@ -413,7 +416,7 @@ def load_pretrained(model, source, img_size=None):
     if any(x.is_meta for x in wanted.values()):
         raise ValueError('model is on the device "meta", which holds no values; create it on '
                          "another to load weights")
-    found = unwrap_state_dict(source)
+    stored = found = unwrap_state_dict(source)
     if hasattr(model, "family"):
         found = convert_state_dict(found, model.family)
     if hasattr(model, "resample_state_dict"):
@@ -427,8 +430,19 @@ def load_pretrained(model, source, img_size=None):
         kept = list(filter(CLASSIFIER.fullmatch, wanted))
         found = {key: x for key, x in found.items() if not CLASSIFIER.fullmatch(key)}
     _compare(found, wanted, kept, type(model).__name__)
-    model.load_state_dict(found, strict=False)
+    model.load_state_dict(_with_tensors(stored, found), strict=False)
+    if img_size is not None and hasattr(model, "set_trained_size"):
+        model.set_trained_size(img_size)
     return kept
+
+
+def _with_tensors(state_dict, tensors):
+    """A copy of a state dict, with the notes that PyTorch made about its modules, and other
+    tensors in it."""
+    changed = copy.copy(state_dict)
+    changed.clear()
+    changed.update(tensors)
+    return changed
 
 # %% ../nbs/93_models.ipynb #compare
 def _other_classifier(found, wanted):

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_LOGIT_SCALE', 'normalize', 'log_coordinates', 'check_pretrained_window', 'sequential_attention',
-           'WindowAttentionV2', 'SwinBlockV2', 'PatchMergingV2', 'SwinTransformerV2']
+           'store_trained_window', 'restore_trained_window', 'WindowAttentionV2', 'SwinBlockV2', 'PatchMergingV2',
+           'SwinTransformerV2']
 
 # %% ../nbs/33_swinv2.ipynb #imports
 import math
@@ -20,7 +21,7 @@ from .models import register_model
 from .multihead import check_heads
 from attnlib.swin import (
     SIZES, SwinTransformer, check_window, crop_map, cyclic_shift, merge_patches, pad_map,
-    reverse_cyclic_shift, shift_mask, window_bias, window_layout, window_partition,
+    padded_size, reverse_cyclic_shift, shift_mask, window_bias, window_layout, window_partition,
     window_reverse,
 )
 from .vit import Mlp
@@ -128,6 +129,39 @@ def sequential_attention(q, k, v, bias, mask, windows_at_once=1, dropout_p=0.0):
     return torch.cat([run(*some) for some in parts], dim=1)
 
 # %% ../nbs/33_swinv2.ipynb #attention-class
+def store_trained_window(layer, state_dict, prefix, local_metadata):
+    """Note, with a state dict, the window for which the bias network of a layer was trained.
+
+    PyTorch calls it as a hook. The note does not show among the tensors; `torch.save` keeps it,
+    safetensors files do not.
+
+    Parameters
+    ----------
+    layer : WindowAttentionV2
+    state_dict : dict of str to Tensor
+    prefix : str
+        The layer's name in it.
+    local_metadata : dict
+        The notes about this layer.
+    """
+    local_metadata["trained_window"] = layer.trained_window()
+
+
+def restore_trained_window(layer, state_dict, prefix, local_metadata, *others):
+    """Adopt the window that `store_trained_window` noted, if it did.
+
+    Parameters
+    ----------
+    layer, state_dict, prefix, local_metadata
+        As there.
+    *others
+        What PyTorch passes to such a hook, too; they are not used.
+    """
+    window = local_metadata.get("trained_window")
+    if window is not None:
+        layer.set_pretrained_window((0, 0) if window == layer.window_size else window)
+
+
 class WindowAttentionV2(nn.Module):
     """Cosine attention in shifted windows, continuous bias (Liu et al. 2022, 3.2 and 3.3).
 
@@ -157,6 +191,8 @@ class WindowAttentionV2(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=False, **options)
         self.proj = nn.Linear(dim, dim, **options)
         self.proj_drop = nn.Dropout(proj_drop)
+        self.register_state_dict_post_hook(store_trained_window)
+        self.register_load_state_dict_pre_hook(restore_trained_window)
 
     def layout(self, size):
         """How a map of a size (rows, columns) is cut: a `WindowLayout`."""
@@ -201,6 +237,11 @@ class WindowAttentionV2(nn.Module):
             out = window_reverse(out, layout.window, layout.padded)  # -> (B, H', W', dim)
             out = reverse_cyclic_shift(out, layout)
         return self.proj_drop(self.proj(crop_map(out, layout.size)))
+
+    def trained_window(self):
+        """The window for which the bias network was trained, (rows, columns)."""
+        known = self.pretrained_window_size != (0, 0)
+        return self.pretrained_window_size if known else self.window_size
 
     def set_pretrained_window(self, window_size):
         """Say for which window the bias network was trained; (0, 0) if for the present one."""
@@ -297,6 +338,27 @@ class SwinTransformerV2(SwinTransformer):
         for stage, window in zip(self.layers, windows):
             for block in stage.blocks:
                 block.attn.set_pretrained_window(window)
+
+    def set_trained_size(self, img_size):
+        """Say for which size of images the weights were trained, with this model's window.
+
+        Where a map of such an image was smaller or larger, so was the window. It changes
+        nothing in blocks whose trained window has been given.
+
+        Parameters
+        ----------
+        img_size : int or (int, int)
+            In pixels.
+        """
+        rows, columns = padded_size(img_size, self.patch_size)
+        grid = rows // self.patch_size[0], columns // self.patch_size[1]
+        for i, stage in enumerate(self.layers):
+            window = self.window_size
+            if self.small_maps == "shrink":
+                window = tuple(min(w, -(-g // 2**i)) for w, g in zip(window, grid))
+            for block in stage.blocks:
+                if block.attn.trained_window() == block.attn.window_size != window:
+                    block.attn.set_pretrained_window(window)
 
     def set_sequential_attention(self, windows_at_once=1):
         """Compute attention in so many windows of an image at a time, which saves memory.
