@@ -370,7 +370,7 @@ class AutoFormer(Backbone):
         self.set_pool(self.global_pool if global_pool is None else global_pool)
         self.num_classes, like = num_classes, self.pos_embed
         options = dict(device=like.device, dtype=like.dtype)
-        self.head = (Linear(self.num_features, num_classes, **options)
+        self.head = (Linear(self.embed_dim, num_classes, **options)
                      if num_classes else nn.Identity())
         init_weights(self.head)
 
@@ -444,6 +444,12 @@ class SuperTransformer(AutoFormer):
         super().__init__(img_size, patch_size, in_chans, num_classes, head_dim=head_dim,
                          **options, **vars(largest) | dict(embed_dim=embed_dim))
         self.space = space
+        self.num_features = largest.embed_dim  # the stored weights may be wider
+
+    def embed(self, x, embed_dim=None):
+        """Images (B, C, H, W) to tokens (B, 1 + N', embed_dim), by default of the largest
+        network."""
+        return super().embed(x, embed_dim or self.space.largest().embed_dim)
 
     def forward(self, x, subnet=None):
         """Logits (B, num_classes) of images, by one of the networks; the largest by default."""

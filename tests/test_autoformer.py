@@ -69,6 +69,22 @@ def supernet(**options):
     return randomized(SuperTransformer(SPACE, **DIMS | options))
 
 
+@pytest.mark.parametrize("stored", [32, 40])
+def test_intermediate_maps_of_a_supernet_are_those_of_its_largest_network(stored):
+    model = supernet(embed_dim=stored).eval()
+    largest = extract(model, SPACE.largest()).eval()
+    assert model.num_features == largest.num_features == 32
+    x = images(2, largest.patch_embed.img_size)
+    for norm in (False, True):
+        found = model.forward_intermediates(x, norm=norm)
+        wanted = largest.forward_intermediates(x, norm=norm)
+        for a, b in zip((found[0], *found[1]), (wanted[0], *wanted[1]), strict=True):
+            close(a, b, 1e-5)
+    assert model(x).shape == largest(x).shape
+    model.reset_classifier(5)
+    assert model(x).shape == (2, 5) and model.head.weight.shape == (5, stored)
+
+
 def numel(model):
     return sum(p.numel() for p in model.parameters())
 
