@@ -15,6 +15,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attnlib import train
+from attnlib.autoformer import ClassicalSharing, small_supernet
+from attnlib.beit import BeitForMaskedImageModeling
 from attnlib.train import (
     adamw,
     epochs,
@@ -149,6 +151,30 @@ def test_biases_and_norms_do_not_decay():
     groups = adamw(network(), 1e-3, (0.9, 0.98), 0.1).param_groups
     assert {p.ndim for p in groups[0]["params"]} == {2} and groups[0]["weight_decay"] == 0.1
     assert {p.ndim for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0
+
+
+def spared(model):
+    groups = adamw(model, 1e-3, (0.9, 0.98), 0.1).param_groups
+    still = {p for group in groups if group["weight_decay"] == 0 for p in group["params"]}
+    return {name for name, p in model.named_parameters() if p in still and p.ndim > 1}
+
+
+def test_tokens_positions_and_tables_do_not_decay_within_another_module():
+    wide = dict(embed_dim=8, num_heads=2, depth=1)
+    vit = VisionTransformer(8, 4, num_classes=2, **wide)
+    assert spared(vit) == {"cls_token", "pos_embed"}
+    wrapped = nn.ModuleDict(dict(inner=nn.Sequential(vit), other=nn.Linear(2, 2)))
+    assert spared(wrapped) == {"inner.0.cls_token", "inner.0.pos_embed"}
+    classical = small_supernet(ClassicalSharing)
+    tokens = {
+        name
+        for name, _ in classical.named_parameters()
+        if name.endswith(("cls_token", "pos_embed"))
+    }
+    assert spared(classical) == tokens and len(tokens) == 2 * 3  # for each of three widths
+    beit = BeitForMaskedImageModeling(8, 4, vocab_size=5, **wide)
+    table = "rel_pos_bias.relative_position_bias_table"
+    assert spared(beit) == {"cls_token", "mask_token", table}
 
 
 def test_parameters_learn_with_their_own_rates():
