@@ -6,10 +6,11 @@
 __all__ = ['SPACES', 'WIDTHS', 'RELEASED', 'Subnet', 'Space', 'sample', 'Linear', 'LayerNorm', 'relative_index',
            'RelativePositions', 'Attention', 'Block', 'AutoFormer', 'SuperTransformer', 'extract', 'ClassicalSharing',
            'parameter_count', 'operations', 'mutate', 'crossover', 'budget', 'draw', 'search', 'random_search',
-           'chosen', 'at_places', 'small_supernet', 'random_subnet', 'uniform_loss', 'sandwich_loss']
+           'scores_of', 'chosen', 'at_places', 'small_supernet', 'random_subnet', 'uniform_loss', 'sandwich_loss']
 
 # %% ../nbs/44_autoformer.ipynb #imports
 import itertools
+import math
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -735,7 +736,7 @@ def search(score, supernet, *, population=50, generations=20, parents=10, crosso
     Raises
     ------
     ValueError
-        If no network is within the limits, or none was found.
+        If no network is within the limits, none was found, or a score is NaN.
     """
     rng, space, fits, seen = random.Random(seed), supernet.space, budget(supernet, **limits), {}
     for _ in range(generations):
@@ -748,7 +749,7 @@ def search(score, supernet, *, population=50, generations=20, parents=10, crosso
                           crossovers, fits, {*seen, *fresh})
         fresh += draw(lambda: sample(space, rng), population - len(fresh), fits,
                       {*seen, *fresh})
-        seen |= {subnet: score(subnet) for subnet in fresh}
+        seen |= scores_of(fresh, score)
     return chosen(seen, limits)
 
 
@@ -770,10 +771,41 @@ def random_search(score, supernet, *, evaluations=1000, seed=0, **limits):
     best : Subnet
     history : list of (Subnet, float)
         As of `search`.
+
+    Raises
+    ------
+    ValueError
+        As of `search`.
     """
     rng, fits = random.Random(seed), budget(supernet, **limits)
     drawn = draw(lambda: sample(supernet.space, rng), evaluations, fits, {})
-    return chosen({subnet: score(subnet) for subnet in drawn}, limits)
+    return chosen(scores_of(drawn, score), limits)
+
+
+def scores_of(subnets, score):
+    """The score of each network.
+
+    Parameters
+    ----------
+    subnets : iterable of Subnet
+    score : callable
+        From a Subnet to a number.
+
+    Returns
+    -------
+    dict of Subnet to float
+
+    Raises
+    ------
+    ValueError
+        If a score is NaN, which is neither larger nor smaller than others.
+    """
+    scores = {}
+    for subnet in subnets:
+        scores[subnet] = score(subnet)
+        if math.isnan(scores[subnet]):
+            raise ValueError(f"score returned nan for {subnet}; it must be a number")
+    return scores
 
 
 def chosen(scores, limits):

@@ -23,6 +23,7 @@ from .attention import attention
 from attnlib.backbone import (
     Backbone, DropPath, check_rates, classifier, drop_path_rates, init_weights, to_2tuple,
 )
+from .mae import check_encoder_options, load_encoder
 from .models import register_model
 from .multihead import check_heads, merge_heads, split_heads
 from .swin import relative_position_index, resize_rel_pos_bias_table
@@ -727,7 +728,8 @@ class BeitForMaskedImageModeling(nn.Module):
         options = dict(device=device, dtype=dtype)
         self.config = dict(img_size=img_size, patch_size=patch_size, in_chans=in_chans,
                            embed_dim=embed_dim, depth=depth, num_heads=num_heads,
-                           mlp_ratio=mlp_ratio, init_values=init_values, **options)
+                           mlp_ratio=mlp_ratio, init_values=init_values, qkv_bias=True,
+                           **options)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **options)
         self.cls_token, self.mask_token = (
             nn.Parameter(torch.zeros(1, 1, embed_dim, **options)) for _ in range(2))
@@ -760,12 +762,23 @@ class BeitForMaskedImageModeling(nn.Module):
         check_mask(mask, (len(x), self.patch_embed.num_patches))
         return self.lm_head(self.forward_features(x, mask)[:, 1:][mask])
 
+    def no_weight_decay(self):
+        """Names of parameters that are not to decay: tokens, and the table of biases."""
+        return {"cls_token", "mask_token", f"rel_pos_bias.{TABLE}"}
+
     def encoder(self, num_classes=0, **options):
-        """A `Beit` with these weights, as fine-tuning begins: each block has its own table."""
-        model = Beit(**self.config | dict(num_classes=num_classes) | options)
-        model.to(self.lm_head.weight)
+        """A `Beit` with these weights, as fine-tuning begins: each block has its own table.
+
+        Raises
+        ------
+        ValueError
+            If `options` ask for another network than the one that was trained.
+        """
+        check_encoder_options(options, self.config)
+        like = dict(device=self.lm_head.weight.device, dtype=self.lm_head.weight.dtype)
+        model = Beit(**self.config | dict(num_classes=num_classes) | like | options)
         found = model.resample_state_dict(self.state_dict(), self.patch_embed.img_size)
-        model.load_state_dict(model.state_dict() | found)
+        load_encoder(model, found)
         return model
 
 # %% ../nbs/41_beit.ipynb #masked-loss

@@ -1097,7 +1097,8 @@ def flickr8k(folder, split="train"):
     -------
     paths : list of Path
     captions : list of list of str
-        Those of each photograph: words in lower case, without punctuation.
+        Those of each photograph: words in lower case, without punctuation before, after, or
+        between them. Hyphens and apostrophes within words stay, as in "t-shirt" and "'s".
 
     Raises
     ------
@@ -1116,7 +1117,11 @@ def flickr8k(folder, split="train"):
                                     "of Flickr8k, and Flicker8k_Dataset with its photographs")
     for line in lists[0].read_text(encoding="utf-8").splitlines():
         name, _, text = line.partition("\t")
-        words = [word.lower() for word in text.split() if word.isalnum()]
+        words = []
+        for word in text.lower().split():
+            word = word.strip('.,;:!?"()[]')
+            if any(letter.isalnum() for letter in word):
+                words.append(word)
         texts.setdefault(name.partition("#")[0], []).append(" ".join(words))
     names = lists[1].read_text(encoding="utf-8").split()
     return [folder / "Flicker8k_Dataset" / name for name in names], [texts[n] for n in names]

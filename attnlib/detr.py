@@ -250,12 +250,21 @@ class SetLoss(nn.Module):
     no_object : float
         Weight of predictions that are matched to nothing.
     matcher : HungarianMatcher, optional
+
+    Raises
+    ------
+    ValueError
+        If `weights` has another name; when called, if there are not K + 1 logits.
     """
 
     def __init__(self, num_classes, weights=None, no_object=0.1, matcher=None):
         super().__init__()
         self.num_classes, self.no_object = num_classes, no_object
-        self.weights = {"class": 1, "box": 5, "giou": 2} | (weights or {})
+        self.weights = {"class": 1, "box": 5, "giou": 2}
+        for name, weight in (weights or {}).items():
+            if name not in self.weights:
+                raise ValueError(f"weights ({name!r}) must be for 'class', 'box' or 'giou'")
+            self.weights[name] = weight
         self.matcher = HungarianMatcher() if matcher is None else matcher
 
     def class_loss(self, logits, classes, num_boxes):
@@ -263,6 +272,10 @@ class SetLoss(nn.Module):
 
         As in PyTorch, the mean divides by the sum of the weights.
         """
+        if logits.shape[-1] != self.num_classes + 1:
+            raise ValueError(f"output has {logits.shape[-1]} logits; for num_classes "
+                             f"({self.num_classes}) and no object there must be "
+                             f"{self.num_classes + 1}")
         nll = -logits.log_softmax(-1).gather(-1, classes[..., None])[..., 0]  # (L, B, Q)
         weight = logits.new_ones(self.num_classes + 1)
         weight[-1] = self.no_object

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['pieces', 'harmonic_fill', 'hidden_pixels', 'random_masking', 'patchify', 'unpatchify', 'normalized',
-           'MaskedAutoencoder', 'positions', 'stack', 'init_weights', 'check_noise', 'check_hidden', 'kernel_fill',
-           'linear_fill', 'masked_loss', 'last_block', 'lean_loss']
+           'MaskedAutoencoder', 'check_encoder_options', 'load_encoder', 'positions', 'stack', 'init_weights',
+           'check_noise', 'check_hidden', 'kernel_fill', 'linear_fill', 'masked_loss', 'last_block', 'lean_loss']
 
 # %% ../nbs/40_mae.ipynb #imports
 import torch
@@ -241,7 +241,8 @@ class MaskedAutoencoder(nn.Module):
         self.norm_pix_loss, options = norm_pix_loss, dict(device=device, dtype=dtype)
         self.encoder_options = dict(img_size=img_size, patch_size=patch_size,
                                     in_chans=in_chans, embed_dim=embed_dim, depth=depth,
-                                    num_heads=num_heads, mlp_ratio=mlp_ratio, **options)
+                                    num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=True,
+                                    **options)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **options)
         self.patch_size, grid = self.patch_embed.patch_size, self.patch_embed.grid_size
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim, **options))
@@ -299,14 +300,68 @@ class MaskedAutoencoder(nn.Module):
         """A `VisionTransformer` with the encoder's weights, a copy; without classes by default.
 
         A mean over patches (``global_pool="avg"``) has a norm of its own, which starts anew.
+
+        Raises
+        ------
+        ValueError
+            If `options` ask for another network than the one that was trained.
         """
-        model = VisionTransformer(**self.encoder_options | dict(num_classes=0) | options)
-        wanted = model.state_dict()
-        model.load_state_dict({key: x for key, x in self.state_dict().items() if key in wanted},
-                              strict=False)
-        return model.to(self.cls_token)
+        check_encoder_options(options, self.encoder_options)
+        like = dict(device=self.cls_token.device, dtype=self.cls_token.dtype)
+        model = VisionTransformer(**self.encoder_options | dict(num_classes=0) | like | options)
+        other = ("decoder_", "mask_token") + ("norm.",) * (model.global_pool == "avg")
+        stored = {key: x for key, x in self.state_dict().items() if not key.startswith(other)}
+        load_encoder(model, stored)
+        return model
 
 # %% ../nbs/40_mae.ipynb #class-parts
+def check_encoder_options(options, trained):
+    """Raise unless the options of an encoder are those that its weights were trained with.
+
+    Parameters
+    ----------
+    options : dict
+        Size of the images, device, and dtype may differ.
+    trained : dict
+        Keywords of the encoder as it was trained.
+
+    Raises
+    ------
+    ValueError
+        If another option differs.
+    """
+    for name in options.keys() & trained.keys() - {"img_size", "device", "dtype"}:
+        if options[name] != trained[name]:
+            raise ValueError(f"{name} ({options[name]!r}) must be {trained[name]!r}, as the "
+                             "encoder was trained")
+
+
+def load_encoder(model, stored):
+    """Load the weights of a trained encoder; a head and the norm of a mean keep their own.
+
+    Parameters
+    ----------
+    model : Module
+        Its weights are overwritten.
+    stored : dict of str to Tensor
+        Of the encoder alone.
+
+    Raises
+    ------
+    ValueError
+        If weights are left over, or the model has further ones, which were not trained.
+    """
+    own = model.state_dict()
+    untrained = [key for key in own.keys() - stored.keys()
+                 if not key.startswith(("head.", "fc_norm."))]
+    unused = list(stored.keys() - own.keys())
+    if untrained or unused:
+        raise ValueError(f"options must leave the encoder as it was trained; it would have "
+                         f"{len(untrained)} untrained tensors {sorted(untrained)[:3]} and not "
+                         f"use {len(unused)} trained ones {sorted(unused)[:3]}")
+    model.load_state_dict(own | stored)
+
+
 def positions(grid_size, dim, device=None, dtype=None):
     """Sines and cosines of each patch's place, never trained; the class token in front has
     none.

@@ -376,13 +376,31 @@ def changed_attention(model, change):
     ----------
     model : Captioner
     change : callable
-        Takes the weights (B, L) of one word, returns others; called for each word in turn.
+        Takes the weights (B, L) of one word, returns others; called for each word in turn. With
+        `HardAttention` the likeliest place is read, as in evaluation.
+
+    Raises
+    ------
+    ValueError
+        If a model with `HardAttention` is in training mode, in which it draws a place.
     """
+    hard = isinstance(model.attend, HardAttention)
+    if hard and model.attend.training:
+        raise ValueError("model with HardAttention must be in evaluation mode: call "
+                         "model.eval()")
+
     def read_again(attend, inputs, output):
         places, h = inputs[:2]
         weights = change(output[1])
-        read = (weights[:, None] @ places)[:, 0]  # (B, 1, L) @ (B, L, D)
-        return attend.gate(h).sigmoid() * read, weights, *output[2:]
+        read = weights
+        others = output[2:]
+        if hard:
+            place = weights.argmax(-1, keepdim=True)  # (B, 1)
+            read = torch.zeros_like(weights).scatter(1, place, 1.0)
+            log_p = weights.log()
+            others = log_p.gather(1, place)[:, 0], torch.special.entr(weights).sum(-1)
+        context = (read[:, None] @ places)[:, 0]  # (B, 1, L) @ (B, L, D)
+        return attend.gate(h).sigmoid() * context, weights, *others
 
     hook = model.attend.register_forward_hook(read_again)
     try:

@@ -432,6 +432,12 @@ def test_search_scores_legal_distinct_networks_within_limits():
         assert all(operations(model, subnet) <= 80_000 for subnet, _ in history)
 
 
+@pytest.mark.parametrize("find", [search, random_search])
+def test_a_score_that_is_no_number_does_not_win(find):
+    with pytest.raises(ValueError, match=r"score returned nan for Subnet\("):
+        find(lambda subnet: float("nan") if subnet.depth == 2 else subnet.depth, supernet())
+
+
 def test_search_ends_where_a_space_is_exhausted():
     space = Space((16,), (1,), (1, 2), (1, 2))
     model = SuperTransformer(space, **DIMS)

@@ -382,6 +382,27 @@ def test_the_encoder_is_the_pretrained_one():
     assert classifier(x).shape == (2, 7)
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(qkv_bias=False), r"qkv_bias \(False\) must be True"),
+        (dict(depth=4), r"depth \(4\) must be 3"),
+        (dict(init_values=None), r"init_values \(None\) must be 0.1"),
+    ],
+)
+def test_an_encoder_that_was_not_trained_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        BeitForMaskedImageModeling(**MASKED).encoder(**options)
+
+
+def test_the_encoder_has_the_dtype_that_is_wanted():
+    model = BeitForMaskedImageModeling(**MASKED).double()
+    assert {p.dtype for p in model.encoder().parameters()} == {torch.float64}
+    half = model.encoder(dtype=torch.bfloat16, global_pool="token")
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    close(half.cls_token, model.cls_token.bfloat16(), 0)
+
+
 def test_parameters_of_pretraining():
     sizes = dict(embed_dim=1024, depth=24, num_heads=16)
     for options, count in (({}, 91_965_776), (sizes, 311_534_016)):

@@ -200,6 +200,12 @@ def test_flickr_is_read_from_its_folder(tmp_path):
     paths, captions = flickr8k(tmp_path, "test")
     assert paths == [tmp_path / "Flicker8k_Dataset" / "cat.jpg"]
     assert captions == [["a cat runs fast"] * 2]
+    line = (
+        "cat.jpg#0\tA T-shirt , and the man 's black-and-white dog; (it does n't \" sit \") - ."
+    )
+    (tmp_path / "Flickr8k.token.txt").write_text(line)
+    _, captions = flickr8k(tmp_path, "test")
+    assert captions == [["a t-shirt and the man 's black-and-white dog it does n't sit"]]
     with pytest.raises(ValueError, match=r"split \('valid'\) must be 'train', 'dev' or 'test'"):
         flickr8k(tmp_path, "valid")
 
@@ -348,6 +354,22 @@ def test_attention_can_be_changed(scenes):
     close(even, torch.full_like(even, 1 / 64))
     assert (other - usual).abs().max() > 1e-3
     close(model(x, tokens)[0], usual)  # the hook is gone
+
+
+def test_attention_to_one_place_can_be_changed(scenes):
+    model, (x, tokens) = small(HardAttention), scenes
+    usual = model(x, tokens)
+    with changed_attention(model, lambda weights: weights):
+        same = model(x, tokens)
+    for a, b in zip(usual, same, strict=True):
+        close(a, b)
+    with changed_attention(model, lambda weights: weights.sqrt()):  # the same place
+        close(model(x, tokens)[0], usual[0])
+    with changed_attention(model, lambda weights: weights.flip(-1)):
+        assert (model(x, tokens)[0] - usual[0]).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="model with HardAttention must be in evaluation mode"):
+        with changed_attention(model.train(), lambda weights: weights):
+            pass
 
 
 # --- losses -----------------------------------------------------------------------------------

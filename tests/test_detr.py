@@ -150,6 +150,19 @@ def test_the_published_size_in_float32():
     close(found.boxes, wanted.pred_boxes, 1e-5)
 
 
+def test_what_does_not_belong_to_the_loss_is_refused():
+    output, targets = some_output(), some_targets((1, 1))
+    targets = [target | dict(labels=target["labels"] * 0) for target in targets]
+    for count in (3, 6, 8):
+        with pytest.raises(
+            ValueError, match=rf"output has 8 logits; for num_classes \({count}"
+        ):
+            SetLoss(count)(output, targets)
+    with pytest.raises(ValueError, match=r"weights \('bbox'\) must be for 'class', 'box' or"):
+        SetLoss(7, weights={"bbox": 100})
+    assert SetLoss(7, weights={"box": 100}).weights == {"class": 1, "box": 100, "giou": 2}
+
+
 @pytest.mark.parametrize("counts", [(3, 0), (0, 0), (9, 2), (1, 4)])
 def test_loss_is_transformers(counts):
     output, targets = some_output(), some_targets(counts)

@@ -129,7 +129,7 @@ def test_the_encoder_is_timms(options):
     theirs = timm.models.VisionTransformer(
         **dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3),
         **dict(num_classes=0) | options,
-    )
+    ).double()
     ours, wanted = model.encoder(**options), theirs.state_dict()
     own = {key: x for key, x in model.state_dict().items() if key in wanted}
     theirs.load_state_dict(
@@ -137,7 +137,7 @@ def test_the_encoder_is_timms(options):
     )
     assert isinstance(ours, VisionTransformer) and ours.pos_embed.requires_grad
     x = images(3)
-    close(ours(x), theirs.double()(x))
+    close(ours(x), theirs(x))
 
 
 def test_the_encoder_is_the_autoencoders_that_hides_nothing():
@@ -151,6 +151,31 @@ def test_the_encoder_is_the_autoencoders_that_hides_nothing():
         encoder = model.encoder()
         encoder.blocks[0].mlp.fc1.weight.zero_()  # a copy
     assert model.blocks[0].mlp.fc1.weight.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(qkv_bias=False), r"qkv_bias \(False\) must be True"),
+        (dict(depth=3), r"depth \(3\) must be 2"),
+        (dict(depth=1), r"depth \(1\) must be 2"),
+        (dict(num_heads=4), r"num_heads \(4\) must be 3"),
+        (dict(init_values=0.1), r"4 untrained tensors \['blocks.0.ls1.gamma'"),
+        (dict(class_token=False, global_pool="avg"), r"not use 1 trained ones \['cls_token'\]"),
+    ],
+)
+def test_an_encoder_that_was_not_trained_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        small().encoder(**options)
+
+
+def test_the_encoder_has_the_dtype_that_is_wanted():
+    model = MaskedAutoencoder(**SMALL)
+    assert model.encoder().cls_token.dtype == torch.float32
+    assert model.double().encoder().cls_token.dtype == torch.float64
+    half = model.encoder(dtype=torch.bfloat16, depth=2)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    close(half.cls_token, model.cls_token.bfloat16(), 0)
 
 
 @pytest.mark.parametrize("name", COUNTS)
