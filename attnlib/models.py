@@ -487,7 +487,9 @@ def _scale(image, height, width, config):
 
 
 def open_picture(picture):
-    """A picture as an RGB image of Pillow's.
+    """A picture as an RGB image of Pillow's, upright as its EXIF orientation says.
+
+    Gray values of 16 bits, from 0 to 65,535, are divided by 257, so that white stays white.
 
     Parameters
     ----------
@@ -500,12 +502,13 @@ def open_picture(picture):
     Raises
     ------
     ValueError
-        If it is none of these.
+        If it is none of these, or an image of 32-bit integers or floating-point numbers, whose
+        black and white nobody knows.
     ImportError
         If Pillow is missing.
     """
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ModuleNotFoundError:
         raise ImportError('Pillow is missing: pip install "attnlib[plot]"') from None
     if isinstance(picture, (str, Path)):
@@ -516,6 +519,16 @@ def open_picture(picture):
             raise ValueError(f"picture of shape {array.shape} and dtype {array.dtype} must be "
                              "a path, an image of Pillow's, or (H, W, 3) of uint8")
         picture = Image.fromarray(array)
+    deep = picture.mode.startswith("I;16")
+    # these formats give 16 bits, which some versions of Pillow keep in 32
+    deep = deep or (picture.mode == "I" and picture.format in ("PNG", "PPM"))
+    if picture.mode in ("I", "F") and not deep:
+        raise ValueError(f"picture of mode {picture.mode!r} may have any range of values; "
+                         "scale it to bytes, from 0 for black to 255 for white")
+    picture = ImageOps.exif_transpose(picture)
+    if deep:
+        bytes_of_gray = (np.asarray(picture).astype(np.int64) + 128) // 257
+        picture = Image.fromarray(bytes_of_gray.astype(np.uint8))
     return picture.convert("RGB")
 
 # %% ../nbs/93_models.ipynb #labels
