@@ -144,7 +144,7 @@ def create_model(name, pretrained=False, num_classes=None, in_chans=3, img_size=
         Channels of the images; published first-layer weights are adapted to them.
     img_size : int or (int, int), optional
         Height and width in pixels if they are not those of the name; published positions are
-        resampled.
+        resampled. For weights of a file, `load_pretrained` says which positions are.
     **kwargs
         Further keywords of the model's class, in place of those of the name: `drop_path_rate`,
         `device`, and so on.
@@ -172,7 +172,9 @@ def create_model(name, pretrained=False, num_classes=None, in_chans=3, img_size=
     model = cls(**config | dict(in_chans=in_chans) | given | kwargs)
     model.data_config = data_config(name, img_size)
     if pretrained is not False:
-        load_pretrained(model, hub if pretrained is True else pretrained)
+        trained_size = config.get("img_size", 224) if pretrained is True and img_size else None
+        source = hub if pretrained is True else pretrained
+        load_pretrained(model, source, trained_size)
     return model
 
 # %% ../nbs/93_models.ipynb #read-weights
@@ -374,7 +376,7 @@ FIRST_LAYER = re.compile(r"(patch|pixel)_embed\.proj\.weight")  # timm's names o
 CLASSIFIER = re.compile(r"head(_dist)?\..*")  # ... and of the last layer
 
 
-def load_pretrained(model, source):
+def load_pretrained(model, source, img_size=None):
     """Load published weights into a model, adapted to it; all of them or nothing.
 
     Parameters
@@ -386,6 +388,12 @@ def load_pretrained(model, source):
     source : path, str or dict
         A safetensors file, a file that `torch.save` wrote, a hub repository "owner/name", or
         tensors by name.
+    img_size : int or (int, int), optional
+        Height and width in pixels of the images that the weights belong to. By default position
+        embeddings and bias tables that have the model's shape are loaded as they are, and
+        others are resampled as those of square images. Weights of square images for a model
+        whose grid has another form and equally many patches, such as 12 by 12 and 9 by 16, need
+        this argument.
 
     Returns
     -------
@@ -409,7 +417,8 @@ def load_pretrained(model, source):
     if hasattr(model, "family"):
         found = convert_state_dict(found, model.family)
     if hasattr(model, "resample_state_dict"):
-        found = model.resample_state_dict(found)
+        given = () if img_size is None else (img_size,)
+        found = model.resample_state_dict(found, *given)
     for key in filter(FIRST_LAYER.fullmatch, found):
         if key in wanted and found[key].ndim == wanted[key].ndim == 4:
             found[key] = adapt_input_conv(found[key], wanted[key].shape[1])

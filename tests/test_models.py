@@ -98,7 +98,7 @@ def test_adapted_weights_equal_timms(published, changes):
     ).eval()
     ours = fresh(**changes)
     start = copy_of(ours)
-    kept = load_pretrained(ours, path)
+    kept = load_pretrained(ours, path, img_size=224)
     assert kept == (["head.weight", "head.bias"] if changes.get("num_classes") else [])
     for key, x in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[key], start[key] if key in kept else x), key
