@@ -8,7 +8,10 @@ __all__ = ['learning_rate', 'epochs', 'save_checkpoint', 'load_checkpoint', 'wit
            'memory_levels', 'peak_memory', 'machine', 'write_record', 'find_records', 'read_record', 'print_speed']
 
 # %% ../nbs/91_train.ipynb #imports
+import contextlib
 import datetime
+import functools
+import inspect
 import itertools
 import json
 import math
@@ -32,6 +35,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 try:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
     from tqdm import tqdm
@@ -150,15 +154,32 @@ def _put_in_place(part, path):
 
 
 def _point_to(name, path, state):
-    """Put the JSON file in place, and remove the tensors of older ones."""
+    """Put the JSON file in place, and remove the tensors of the one that it replaces."""
+    older = _tensors_of(path)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps({**state, "tensors": name}), encoding="utf-8")
     _put_in_place(part, path)
-    # "run-2" is another run
-    older = re.compile(rf"{re.escape(path.stem)}-\d+\.(safetensors|shards)")
-    for other in path.parent.iterdir():
-        if other.name != name and older.fullmatch(other.name):
-            shutil.rmtree(other) if other.is_dir() else other.unlink()
+    if older is None or older.name == name:
+        return
+    if older.is_dir():
+        shutil.rmtree(older)
+    else:
+        older.unlink(missing_ok=True)
+
+
+def _tensors_of(path):
+    """The tensors that belong to a checkpoint's JSON file, or None if there are none."""
+    if not path.exists():
+        return None
+    try:
+        name = json.loads(path.read_text(encoding="utf-8"))["tensors"]
+    except (ValueError, KeyError, TypeError):  # the file is no checkpoint
+        return None
+    # a file of another name was not written by `save_checkpoint`
+    own = rf"{re.escape(path.stem)}-\d{{8,}}\.(safetensors|shards)"
+    if not isinstance(name, str) or re.fullmatch(own, name) is None:
+        return None
+    return path.with_name(name)
 
 # %% ../nbs/91_train.ipynb #load-checkpoint
 def load_checkpoint(path, like=None):
@@ -281,9 +302,9 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
     ----------
     accelerator : accelerate.Accelerator
     model, optimizer
-        As `prepare` returns them.
+        As `prepare` returns them; the model is in the mode that it is trained in.
     loss_fn : callable
-        As in `fit`.
+        As in `fit`, but called without a step.
     batch : tuple of Tensor
         Of all processes; each takes its own rows.
     lr : float
@@ -304,6 +325,8 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
 
     Raises
     ------
+    TypeError
+        If `loss_fn` does not return a total and the number of its terms.
     ValueError
         If the loss has no term.
     FloatingPointError
@@ -316,9 +339,8 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
     batch = tuple(x[rank::processes].to(device, non_blocking=True) for x in batch)
     # dropout depends on the step and not on what was run before
     torch.manual_seed(seed * processes + rank)
-    model.train()
     with accelerator.autocast():
-        total, terms = loss_fn(model, batch)
+        total, terms = _checked_loss(loss_fn(model, batch))
     terms = torch.as_tensor(terms, dtype=torch.float32, device=device)
     terms = accelerator.reduce(terms, "sum")
     look = look or device.type == "cpu"
@@ -331,6 +353,26 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
         _check_finite("the norm of the gradient", norm)
     optimizer.step()
     return total.detach().float(), terms
+
+
+def _checked_loss(found):
+    """What a loss has returned, if it is a pair of a scalar and a number of terms."""
+    wanted = ("it must return a pair: the loss, summed over its terms, and their number, "
+              "such as (loss * len(y), len(y)) where loss is a mean over the rows of y")
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise TypeError(f"loss_fn returned {_described(found)}; {wanted}")
+    total = found[0]
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        raise TypeError(f"loss_fn returned {_described(total)} as the loss; {wanted}")
+    return found
+
+
+def _described(x):
+    if isinstance(x, torch.Tensor):
+        return f"a Tensor of shape {tuple(x.shape)}"
+    if isinstance(x, (tuple, list)):
+        return f"a {type(x).__name__} of length {len(x)}"
+    return repr(x)
 
 
 def _check_loss(total, terms):
@@ -522,7 +564,8 @@ def resume(checkpoint, model, optimizer, settings):
     for name, value in settings.items():
         if name != "trained" and stored[name] != value:
             raise ValueError(f"{name} ({value!r}) must be {stored[name]!r}, "
-                             f"as in the run that {checkpoint} belongs to")
+                             f"as in the run that {checkpoint} belongs to; for another run, "
+                             "take another checkpoint path")
     weights, moments = _unpacked(tensors)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     try:
@@ -538,7 +581,15 @@ def resume(checkpoint, model, optimizer, settings):
     return state["step"], state["history"]
 
 # %% ../nbs/91_train.ipynb #fit-helpers
-def _check_run(steps, lr, warmup, clip, every, stop_after, schedule, parallel):
+def _check_run(loss_fn, batches, steps, lr, warmup, clip, every, stop_after, schedule,
+               parallel):
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn ({_described(loss_fn)}) must be a function of a model and a "
+                        "batch")
+    if not callable(batches):
+        raise TypeError(f"batches (of type {type(batches).__name__}) must be a function of "
+                        "the step that returns a tuple of Tensors; `epochs` makes one from "
+                        "Tensors")
     for name, value, least in (("steps", steps, 1), ("every", every, 1), ("warmup", warmup, 0)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}")
@@ -595,6 +646,94 @@ def _accelerator():
     return Accelerator(mixed_precision="bf16" if bf16 else "fp16")
 
 
+@contextlib.contextmanager
+def _own_accelerator():
+    """An engine as `_accelerator` makes it, while Accelerate's state is its own.
+
+    Accelerate has one state for all accelerators of a process, with one precision.
+    """
+    shared = [state._shared_state for state in (PartialState, AcceleratorState, GradientState)]
+    before = [dict(state) for state in shared]
+    # the devices and processes of an earlier state remain
+    for state in shared[1:]:
+        state.clear()
+    try:
+        yield _accelerator()
+    finally:
+        for state, values in zip(shared, before):
+            state.clear()
+            state.update(values)
+
+
+@contextlib.contextmanager
+def _released(accelerator, model):
+    """Afterwards, model and accelerator no longer know of each other.
+
+    Accelerate replaces the model's `forward`, and keeps all that it has prepared.
+    """
+    attributes = ("forward", "_original_forward", "_is_accelerate_prepared")
+    before = {name: vars(model)[name] for name in attributes if name in vars(model)}
+    models = len(accelerator._models)
+    optimizers = len(accelerator._optimizers)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            vars(model).pop(name, None)
+        vars(model).update(before)
+        del accelerator._models[models:]
+        del accelerator._optimizers[optimizers:]
+
+
+def _check_accelerator(accelerator):
+    count = accelerator.gradient_accumulation_steps
+    if count != 1:
+        raise ValueError(f"accelerator.gradient_accumulation_steps ({count}) must be 1: `fit` "
+                         "takes one step for each batch; larger batches do the same")
+    if not accelerator.sync_gradients:
+        raise ValueError("accelerator.sync_gradients (False) must be True: it is in the midst "
+                         "of an accumulation of gradients")
+    if accelerator.dispatch_batches:
+        raise ValueError("accelerator.dispatch_batches (True) must be None or False: each "
+                         "process calls batches(step) and takes its own rows")
+    precision = accelerator.mixed_precision
+    if precision not in ("no", "fp16", "bf16"):
+        raise ValueError(f"accelerator.mixed_precision ({precision!r}) must be 'no', 'fp16' "
+                         "or 'bf16'")
+    kind = accelerator.distributed_type.value
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise ValueError(f"accelerator.distributed_type ({kind!r}) must be 'NO' or one of "
+                         "'MULTI_CPU', 'MULTI_GPU' and so on; for shards of the parameters, "
+                         "pass parallel='fsdp'")
+
+
+def _frozen_in_evaluation(model):
+    """The modules in evaluation mode that are, or are parts of, frozen ones."""
+    found = []
+    for module in model.modules():
+        trained = [p.requires_grad for p in module.parameters()]
+        if trained and not any(trained):
+            found += [part for part in module.modules() if not part.training]
+    return found
+
+
+@contextlib.contextmanager
+def _modes_restored(model):
+    """Afterwards each module is in training or evaluation mode as before."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _takes_step(loss_fn):
+    """Whether a loss has a parameter `step` without a default."""
+    step = inspect.signature(loss_fn).parameters.get("step")
+    return step is not None and step.default is step.empty
+
+
 def _evaluated(evaluate, model):
     if evaluate is None:
         return {}
@@ -613,14 +752,22 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
         parallel="ddp"):
     """Train a model with AdamW, from its last checkpoint if there is one.
 
+    A run leaves no trace but the trained weights and the device of the model. Afterwards,
+    PyTorch's random number generators are in the state in which they were, and so is each
+    module's training or evaluation mode.
+
     Parameters
     ----------
     model : torch.nn.Module
         Trained in place, on the device that Accelerate chooses; in autocast on a GPU, to
-        bfloat16 or, where a GPU does not have it, to float16 with scaled losses.
+        bfloat16 or, where a GPU does not have it, to float16 with scaled losses. Frozen
+        modules, none of whose parameters requires a gradient, stay in evaluation mode if they
+        are in it, and so do their parts; all others are trained in training mode.
     loss_fn : callable
         ``loss_fn(model, batch)`` returns the total loss, a scalar Tensor, and the number of
-        its terms.
+        its terms. If it has a parameter `step` without a default, it is called as
+        ``loss_fn(model, batch, step=step)`` with the number of the step, from 0. A loss should
+        keep a changing state in buffers of `model`, since these are saved in checkpoints.
     batches : callable
         ``batches(step)`` returns a tuple of Tensors; several processes share their rows.
     steps : int
@@ -650,7 +797,8 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
     lr_scale : dict of str to float, optional
         Some parameters' names, and how many times `lr` each of them learns with.
     accelerator : accelerate.Accelerator, optional
-        One with other settings.
+        One with other settings, without accumulation of gradients. Its options for data
+        loaders and schedulers have no effect, since `fit` has neither.
     parallel : {"ddp", "fsdp"}
         What each of several processes has: the whole model, or a share of its parameters,
         gradients and moments, see `shard_blocks`. A run may go on from its checkpoint with
@@ -663,50 +811,71 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
 
     Raises
     ------
+    TypeError
+        If `loss_fn` or `batches` is no function, or `loss_fn` does not return a pair.
     ValueError
-        If an argument is out of its range, or the checkpoint belongs to another run or model.
+        If an argument is out of its range, `accelerator` has a setting that `fit` does not
+        follow, or the checkpoint belongs to another run or model.
     FloatingPointError
         If the loss, or the norm of the gradient, is not finite.
     """
-    _check_run(steps, lr, warmup, clip, every, stop_after, schedule, parallel)
+    _check_run(loss_fn, batches, steps, lr, warmup, clip, every, stop_after, schedule,
+               parallel)
     checkpoint = None if checkpoint is None else _json_path(checkpoint)
-    accelerator = accelerator or _accelerator()
-    sharded = parallel == "fsdp" and accelerator.num_processes > 1
-    plain, (model, optimizer) = model, prepare(
-        model, accelerator, sharded, (lr, betas, weight_decay, lr_scale))
-    settings = dict(steps=steps, lr=lr, warmup=warmup, schedule=schedule, betas=list(betas),
-                    weight_decay=weight_decay, clip=clip, seed=seed, lr_scale=lr_scale,
-                    trained=[name for name, p in plain.named_parameters() if p.requires_grad])
-    start, history = resume(checkpoint, plain, optimizer, settings)
+    with contextlib.ExitStack() as stack:  # what is entered here is undone at the end
+        gpus = range(torch.cuda.device_count())
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
+        stack.enter_context(_modes_restored(model))
+        if accelerator is None:
+            accelerator = stack.enter_context(_own_accelerator())
+        _check_accelerator(accelerator)
+        stack.enter_context(_released(accelerator, model))
 
-    end = steps if stop_after is None else min(steps, stop_after)
-    bar = tqdm(range(start, end), total=steps, initial=start,
-               disable=None if accelerator.is_local_main_process else True)
-    total = count = 0
-    for step in bar:
-        rate = lr * learning_rate(step, steps=steps, warmup=warmup, schedule=schedule)
-        record = (step + 1) % every == 0 or step + 1 == steps
-        loss, terms = train_step(accelerator, model, optimizer, loss_fn, batches(step), lr=rate,
-                                 seed=seed * 1_000_003 + step, clip=clip,
-                                 look=record or step % 10 == 0)
-        total, count = total + loss, count + terms
-        if sharded:
-            share_buffers(plain)
-        if record:
-            mean = accelerator.reduce(total, "sum") / count
-            # what a step that did not look has broken must not reach the checkpoint
-            _check_finite(f"the loss before step {step + 1}", mean)
-            history.append({"step": step + 1, "loss": mean.item(), "lr": rate,
-                            **_evaluated(evaluate, plain)})
-            bar.set_postfix(loss=f"{mean:.3f}")
-            state = {"step": step + 1, "settings": settings, "history": history,
-                     "scaler": optimizer.scaler and optimizer.scaler.state_dict()}
-            if checkpoint is not None and (sharded or accelerator.is_main_process):
-                save = save_shards if sharded else save_checkpoint
-                save(checkpoint, training_state(plain, optimizer), state)
-            accelerator.wait_for_everyone()
-            total = count = 0
-    return history
+        sharded = parallel == "fsdp" and accelerator.num_processes > 1
+        plain = model
+        frozen = _frozen_in_evaluation(plain)
+        options = (lr, betas, weight_decay, lr_scale)
+        model, optimizer = prepare(plain, accelerator, sharded, options)
+        settings = dict(
+            steps=steps, lr=lr, warmup=warmup, schedule=schedule, betas=list(betas),
+            weight_decay=weight_decay, clip=clip, seed=seed, lr_scale=lr_scale,
+            trained=[name for name, p in plain.named_parameters() if p.requires_grad])
+        start, history = resume(checkpoint, plain, optimizer, settings)
+
+        end = steps if stop_after is None else min(steps, stop_after)
+        bar = tqdm(range(start, end), total=steps, initial=start,
+                   disable=None if accelerator.is_local_main_process else True)
+        total = count = 0
+        for step in bar:
+            rate = lr * learning_rate(step, steps=steps, warmup=warmup, schedule=schedule)
+            record = (step + 1) % every == 0 or step + 1 == steps
+            loss_of_step = loss_fn
+            if _takes_step(loss_fn):
+                loss_of_step = functools.partial(loss_fn, step=step)
+            model.train()
+            for module in frozen:
+                module.training = False
+            loss, terms = train_step(
+                accelerator, model, optimizer, loss_of_step, batches(step), lr=rate,
+                seed=seed * 1_000_003 + step, clip=clip, look=record or step % 10 == 0)
+            total, count = total + loss, count + terms
+            if sharded:
+                share_buffers(plain)
+            if record:
+                mean = accelerator.reduce(total, "sum") / count
+                # what a step that did not look has broken must not reach the checkpoint
+                _check_finite(f"the loss before step {step + 1}", mean)
+                history.append({"step": step + 1, "loss": mean.item(), "lr": rate,
+                                **_evaluated(evaluate, plain)})
+                bar.set_postfix(loss=f"{mean:.3f}")
+                state = {"step": step + 1, "settings": settings, "history": history,
+                         "scaler": optimizer.scaler and optimizer.scaler.state_dict()}
+                if checkpoint is not None and (sharded or accelerator.is_main_process):
+                    save = save_shards if sharded else save_checkpoint
+                    save(checkpoint, training_state(plain, optimizer), state)
+                accelerator.wait_for_everyone()
+                total = count = 0
+        return history
 
 # %% ../nbs/91_train.ipynb #peak-memory
 def memory_levels(call):
