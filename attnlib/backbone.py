@@ -14,9 +14,8 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-from .attention import record_attention
+from .attention import checkpoint_block, record_attention
 
 # %% ../nbs/94_backbone.ipynb #checks
 def to_2tuple(x):
@@ -381,7 +380,7 @@ class Backbone(nn.Module):
             What the block takes: tokens, or for TNT words and sentences.
         """
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, x, use_reentrant=False)
+            return checkpoint_block(block, x)
         return block(x)
 
     def set_grad_checkpointing(self, enable=True):

@@ -13,9 +13,8 @@ from functools import partial
 
 import torch
 import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
 
-from .attention import active_backend, attention
+from .attention import active_backend, attention, checkpoint_block
 from .backbone import DropPath, check_rates, to_2tuple
 from .models import register_model
 from .multihead import check_heads
@@ -125,7 +124,7 @@ def sequential_attention(q, k, v, bias, mask, windows_at_once=1, dropout_p=0.0):
     parts = [y.split(windows_at_once * len(bias), dim=1) for y in (q, k, v)]
     parts, run = zip(*parts, mask.split(windows_at_once)), attend
     if torch.is_grad_enabled():
-        run = partial(checkpoint, attend, use_reentrant=False)
+        run = partial(checkpoint_block, attend)
     return torch.cat([run(*some) for some in parts], dim=1)
 
 # %% ../nbs/33_swinv2.ipynb #attention-class

@@ -1,8 +1,11 @@
 """Attention against its definition: parity of the backends, properties,
 gradients, bad input."""
 
+import importlib.util
 import math
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from attnlib.attention import (
     attention_backend,
     attention_weights,
     causal_mask,
+    current_backend,
     fastest_backend,
     masked_softmax,
     padding_mask,
@@ -265,8 +269,9 @@ def test_autocast(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiles_without_graph_breaks(backend):
-    q, k, v, mask, bias = tensors(0, 5, 7)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_compiles_without_graph_breaks(backend, dtype):
+    q, k, v, mask, bias = tensors(0, 5, 7, dtype=dtype)
 
     def f(q, k, v):
         return attention(q, k, v, mask=mask, bias=bias)
@@ -275,6 +280,114 @@ def test_compiles_without_graph_breaks(backend):
     with attention_backend(backend):
         compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(q, k, v), f(q, k, v), atol=1e-12, rtol=0)
+
+
+def zeros(q, k, v, mask, bias, scale, dropout_p):
+    return torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+
+
+def ones(q, k, v, mask, bias, scale, dropout_p):
+    return torch.ones(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+
+
+@pytest.mark.parametrize("mode", ["eager", "aot_eager"])
+def test_compiled_code_follows_the_backend(mode):
+    q, k, v, *_ = tensors(0, 5, 7)
+    wanted = attention(q, k, v)
+
+    def f(q, k, v):
+        return attention(q, k, v)
+
+    def choosing(q, k, v):
+        with attention_backend(zeros):
+            first = attention(q, k, v)
+        return first, attention(q, k, v)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, fullgraph=True, backend=mode)
+    for backend in ("reference", "auto", "sdpa"):
+        with attention_backend(backend):
+            torch.testing.assert_close(compiled(q, k, v), wanted)
+    with attention_backend(zeros):
+        assert (compiled(q, k, v) == 0).all()
+    torch.testing.assert_close(compiled(q, k, v), wanted)
+    try:
+        for function, value in ((zeros, 0), (ones, 1)):  # one name, registered twice
+            register_backend("constant", function)
+            with attention_backend("constant"):
+                assert (compiled(q, k, v) == value).all()
+    finally:
+        del REGISTERED["attention", "constant"]
+    for count in (1, 2):
+        with record_attention() as maps:
+            for _ in range(count):
+                compiled(q, k, v)
+        assert len(maps) == count
+        torch.testing.assert_close(maps[-1], attention_weights(q, k))
+    first, second = torch.compile(choosing, fullgraph=True, backend=mode)(q, k, v)
+    assert (first == 0).all() and current_backend() == "auto"
+    torch.testing.assert_close(second, wanted)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_threads_have_backends_of_their_own(compiled):
+    q, k, v, *_ = tensors(0, 5, 7)
+    wanted, weights, found = attention(q, k, v), attention_weights(q, k), {}
+    barrier = threading.Barrier(3, timeout=60)
+
+    def f(q, k, v):
+        return attention(q, k, v)
+
+    def outputs(backend, call):
+        with attention_backend(backend):
+            for step in range(5):
+                barrier.wait()
+                found[backend, step] = call(q, k, v)
+
+    def recorded(call):
+        with record_attention() as maps:
+            for step in range(5):
+                barrier.wait()
+                found["record", step] = call(q, k, v)
+        found["maps"] = maps
+
+    torch._dynamo.reset()
+    call = torch.compile(f, fullgraph=True, backend="eager") if compiled else f
+    threads = [
+        threading.Thread(target=outputs, args=(zeros, call)),
+        threading.Thread(target=outputs, args=("reference", call)),
+        threading.Thread(target=recorded, args=(call,)),
+    ]
+    with attention_backend(ones):  # of this thread, which the others do not inherit
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (call(q, k, v) == 1).all()
+    for step in range(5):
+        assert (found[zeros, step] == 0).all()
+        torch.testing.assert_close(found["reference", step], wanted)
+        torch.testing.assert_close(found["record", step], wanted)
+    assert len(found["maps"]) == 5
+    for x in found["maps"]:
+        torch.testing.assert_close(x, weights)
+
+
+def test_the_processor_is_asked_at_first_use_and_once(monkeypatch):
+    reads = []
+
+    def read_text(path):
+        reads.append(str(path))
+        return "processor : 0\nflags : fpu amx_bf16 avx2\nmodel : 1\n"
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    spec = importlib.util.spec_from_file_location("another", attnlib.attention.__file__)
+    another = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(another)
+    assert not reads
+    assert another.has_amx() and another.has_amx()
+    assert reads == ["/proc/cpuinfo"]
 
 
 def test_backend_is_restored_even_after_an_error():
@@ -290,7 +403,7 @@ def test_backend_is_restored_even_after_an_error():
 
 @pytest.mark.parametrize("tiles", [False, True])
 def test_auto_rule(monkeypatch, tiles):
-    monkeypatch.setattr("attnlib.attention.HAS_AMX", tiles)
+    monkeypatch.setattr("attnlib.attention.has_amx", lambda: tiles)
     slow = "sdpa" if tiles else "reference"
     short, long = (torch.zeros(n, 8, dtype=torch.bfloat16) for n in (4, 600))
     assert fastest_backend(short, short) == slow
@@ -320,10 +433,6 @@ def test_auto_rule(monkeypatch, tiles):
 
 def test_a_registered_backend_is_called_and_gone_afterwards():
     q, k, v, mask, bias = tensors(0, 5, 7)
-
-    def zeros(q, k, v, mask, bias, scale, dropout_p):
-        return torch.zeros(*q.shape[:-1], v.shape[-1])
-
     register_backend("zeros", zeros)
     register_backend("zeros", len, operation="something else")
     try:

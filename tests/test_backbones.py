@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
+from attnlib.attention import attention_backend, current_backend, record_attention, reference
 from attnlib import models
 from attnlib.autoformer import AutoFormer
 from attnlib.backbone import (
@@ -44,6 +46,65 @@ def test_checkpointing_changes_no_gradient(name):
         model.set_grad_checkpointing(enable)
         torch.manual_seed(0)
         gradients.append(torch.autograd.grad(model(x).square().sum(), model.parameters()))
+    for a, b in zip(*gradients, strict=True):
+        close(a, b, 1e-12)
+
+
+def sharper(q, k, v, mask, bias, scale, dropout_p):
+    """A backend whose results are others than those of attention."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return reference(q, k, v, mask, bias, 2 * scale, dropout_p)
+
+
+def in_a_thread(function):
+    """The result of a function that another thread calls, as CUDA's backward passes are."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@every
+@pytest.mark.parametrize("backend", [sharper, "reference", "sdpa"])
+def test_checkpointing_keeps_the_backend(name, backend):
+    model, x, gradients = backbone(name).train(), images(), []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        with attention_backend(backend):
+            loss = model(x).square().sum()
+        grad = partial(torch.autograd.grad, loss, list(model.parameters()), retain_graph=True)
+        gradients += [grad(), in_a_thread(grad)]  # one after the other, so it repeats it twice
+        with attention_backend(sharper):
+            gradients.append(grad())
+        assert current_backend() == "auto"
+    for found in gradients[1:]:
+        for a, b in zip(gradients[0], found, strict=True):
+            close(a, b, 1e-12)
+
+
+@every
+def test_checkpointing_records_weights_once(name):
+    model, x, recorded, gradients = backbone(name).train(), images(), [], []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        with record_attention() as maps:
+            loss = model(x).square().sum()
+            gradients.append(torch.autograd.grad(loss, model.parameters()))
+        recorded.append(maps)
+    assert len(recorded[0]) > 1
+    for a, b in zip(*recorded, strict=True):
+        close(a, b, 1e-12)
+    for a, b in zip(*gradients, strict=True):
+        close(a, b, 1e-12)
+
+
+def test_checkpointing_compiles():
+    model, x, gradients = backbone("vit", depth=1).train(), images(), []
+    torch._dynamo.reset()
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        call = torch.compile(model, fullgraph=True, backend="eager") if enable else model
+        with attention_backend(sharper):
+            loss = call(x).square().sum()
+        gradients.append(torch.autograd.grad(loss, model.parameters()))
     for a, b in zip(*gradients, strict=True):
         close(a, b, 1e-12)
 
@@ -279,7 +340,11 @@ def test_weights_of_the_models_own_grid_are_loaded_as_they_are(name):
 @pytest.mark.parametrize("name", NINE_BY_SIXTEEN)
 def test_weights_of_another_grid_are_resampled_if_it_is_given(name):
     """As `set_input_size` resamples them, also where no square could be meant."""
-    for old_size, new_size in (((96, 96), (72, 128)), ((16, 64), (64, 16)), ((16, 40), (24, 16))):
+    for old_size, new_size in (
+        ((96, 96), (72, 128)),
+        ((16, 64), (64, 16)),
+        ((16, 40), (24, 16)),
+    ):
         trained, model = (NINE_BY_SIXTEEN[name](img_size=s) for s in (old_size, new_size))
         with torch.no_grad():
             for parameter in trained.parameters():

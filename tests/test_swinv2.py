@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from timm.models.swin_transformer_v2 import SwinTransformerV2 as TimmSwinV2
 from timm.models.swin_transformer_v2 import WindowAttention as TimmAttention
 
-from attnlib.attention import attention_backend, record_attention
+from attnlib.attention import attention_backend, record_attention, reference
 from attnlib.models import create_model, list_models, load_pretrained
 from attnlib.swinv2 import (
     PatchMergingV2,
@@ -273,6 +273,24 @@ def test_windows_one_after_the_other_change_no_number(size):
         model.set_sequential_attention(windows)
         torch.manual_seed(0)
         found.append(torch.autograd.grad(model(x).square().sum(), model.parameters()))
+    for a, b in zip(*found, strict=True):
+        close(a, b, 1e-9)
+
+
+def test_windows_one_after_the_other_keep_the_backend():
+    def sharper(q, k, v, mask, bias, scale, dropout_p):
+        return reference(q, k, v, mask, bias, 2 * scale, dropout_p)
+
+    model, x, found, counts = backbone("swinv2").train(), images(), [], []
+    for windows in (None, 2):
+        model.set_sequential_attention(windows)
+        with attention_backend(sharper):
+            loss = model(x).square().sum()
+        found.append(torch.autograd.grad(loss, model.parameters()))
+        with record_attention() as maps:
+            model(x).sum().backward()
+        counts.append(sum(weights.numel() for weights in maps))
+    assert counts[0] == counts[1]
     for a, b in zip(*found, strict=True):
         close(a, b, 1e-9)
 
