@@ -716,6 +716,8 @@ class GPT(nn.Module):
         elif self.config.position == "rotary":
             turn = rotation(self.config, positions, x.dtype)
         x = self.drop(x)
+        if cache is not None:
+            cache.rewind()
         for layer, block in enumerate(self.h):
             x = block(x, turn, mask, cache, layer)
         if cache is not None:

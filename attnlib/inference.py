@@ -30,7 +30,7 @@ from attnlib.swin import (
 from .swinv2 import MAX_LOGIT_SCALE, WindowAttentionV2, normalize
 from .tnt import TNT
 from attnlib.transformer import (
-    CrossAttention, FeedForward, SelfAttention, Transformer, check_tokens,
+    CrossAttention, FeedForward, SelfAttention, Transformer, check_rows, check_tokens,
 )
 from .vit import Mlp, VisionTransformer
 
@@ -197,10 +197,15 @@ class FastCrossAttention(nn.Module):
 
     def forward(self, x, memory, mask=None, cache=None, layer=0):
         """Tokens (B, N, C) and memory (B, M, C) to tokens; a cache keeps what was read."""
-        old = cache is not None and len(cache)
-        k, v, mask = cache.memory[layer] if old else self.read(memory, mask)
+        source = memory, mask
+        old = None if cache is None else cache.sources.get(layer)
+        if old is not None and old[0] is memory and old[1] is mask:
+            k, v, mask = cache.memory[layer]
+        else:
+            k, v, mask = self.read(memory, mask)
         if cache is not None:
             cache.memory[layer] = k, v, mask
+            cache.sources[layer] = source
         heads = attend(split_heads(self.q(x), self.num_heads), k, v, mask)
         return self.out_proj(merge_heads(heads))
 
@@ -223,6 +228,7 @@ def decode(model, tgt, memory, src_mask=None, cache=None):
     """
     past, n = 0 if cache is None else len(cache), tgt.shape[-1]
     check_tokens("tgt", tgt, model.tgt_embed.num_embeddings, model.max_length, past)
+    check_rows(tgt, memory)
     bias = model.positions.bias("decoder", n, past + n, tgt.device)
     x, mask = model.embed(tgt, model.tgt_embed, past), "causal" if n > 1 else None
     return model.packed_output(model.decoder(x, memory, mask, src_mask, bias, cache))
