@@ -20,7 +20,7 @@ from torch.nn.utils import fuse_conv_bn_eval
 from .attention import attention, fastest_backend
 from .deit import DistilledVisionTransformer
 from .detr import ResNet
-from .gpt import MLP, CausalSelfAttention, grouped_attention
+from .gpt import MLP, CausalSelfAttention, grouped_attention, layer_inputs
 from .multihead import merge_heads, split_heads
 from .position import rotate_halves
 from attnlib.swin import (
@@ -239,6 +239,7 @@ class FastCausalAttention(nn.Module):
 
     def __init__(self, layer):
         super().__init__()
+        self.config = layer.config
         self.n_head, self.n_kv_head = layer.n_head, layer.n_kv_head
         self.c_attn, self.c_proj = pack(layer.c_attn), pack(layer.c_proj)
         self.q_norm, self.k_norm = layer.q_norm, layer.k_norm
@@ -246,6 +247,8 @@ class FastCausalAttention(nn.Module):
 
     def forward(self, x, turn=None, mask="causal", cache=None, layer=0):
         """Tokens (B, N, n_embd) to tokens; earlier ones are in the `cache`, if given."""
+        past = 0 if cache is None else cache.tokens_of(layer)
+        turn, mask = layer_inputs(self.config, x, turn, mask, past)
         h, g = self.n_head, self.n_kv_head
         qkv = split_heads(self.c_attn(x), h + 2 * g)  # (B, N, C) -> (B, h + 2 g, N, d)
         qk, v = qkv[:, : h + g], qkv[:, h + g :]
