@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'POSITIONS', 'SelfAttention', 'CrossAttention', 'FeedForward', 'EncoderLayer', 'DecoderLayer',
            'Encoder', 'Decoder', 'Positions', 'check_settings', 'check_tokens', 'check_rows', 'check_padding',
-           'evaluation', 'Transformer', 'label_smoothing_loss', 'from_torch']
+           'evaluation', 'Transformer', 'label_smoothing_loss', 'layer_from_torch', 'from_torch']
 
 # %% ../nbs/21_transformer.ipynb #imports
+import copy
 import math
 import threading
 from contextlib import contextmanager
@@ -85,7 +86,8 @@ class FeedForward(nn.Module):
     d_model, dim_feedforward : int
         Width of the tokens and of the hidden layer.
     activation : {"relu", "gelu", "silu", "swish"} or callable
-        The function σ; "swish" is another name of "silu".
+        The function σ; "swish" is another name of "silu". A module is copied, so that layers
+        that are given the same one do not share its parameters.
 
     Raises
     ------
@@ -99,7 +101,10 @@ class FeedForward(nn.Module):
             raise ValueError(f"activation ({activation!r}) must be one of {list(ACTIVATIONS)}")
         self.linear1 = nn.Linear(d_model, dim_feedforward)
         self.linear2 = nn.Linear(dim_feedforward, d_model)
-        self.activation = ACTIVATIONS.get(activation, activation)
+        if isinstance(activation, nn.Module):
+            self.activation = copy.deepcopy(activation)
+        else:
+            self.activation = ACTIVATIONS.get(activation, activation)
 
     def forward(self, x):
         """Tokens (..., d_model) to tokens."""
@@ -568,31 +573,94 @@ def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
     return loss, (targets != pad_id).sum()
 
 # %% ../nbs/21_transformer.ipynb #from-torch
+def layer_from_torch(layer, rotary=False):
+    """An `EncoderLayer` or `DecoderLayer` with the settings and the weights of PyTorch's layer.
+
+    Parameters
+    ----------
+    layer : torch.nn.TransformerEncoderLayer or torch.nn.TransformerDecoderLayer
+    rotary : bool
+        As in `EncoderLayer`; PyTorch's layers have no such option.
+
+    Returns
+    -------
+    EncoderLayer or DecoderLayer
+
+    Raises
+    ------
+    TypeError
+        If the layer is of another class.
+    ValueError
+        If its attention has zeros added to the keys, or different numbers of heads.
+    RuntimeError
+        If weights are missing or unexpected, as without biases; the message lists them.
+    """
+    if isinstance(layer, nn.TransformerEncoderLayer):
+        layer_class = EncoderLayer
+    elif isinstance(layer, nn.TransformerDecoderLayer):
+        layer_class = DecoderLayer
+    else:
+        raise TypeError(f"layer ({type(layer).__name__}) must be a "
+                        "torch.nn.TransformerEncoderLayer or TransformerDecoderLayer")
+    heads = layer.self_attn.num_heads
+    for name, part in layer.named_children():
+        if isinstance(part, nn.MultiheadAttention):
+            if part.add_zero_attn or part.num_heads != heads:
+                raise ValueError(f"{name} of the layer must have add_zero_attn (False), not "
+                                 f"{part.add_zero_attn}, and as many heads ({heads}) as "
+                                 f"self_attn, not {part.num_heads}")
+    ours = layer_class(
+        layer.self_attn.embed_dim, heads, layer.linear1.out_features, layer.dropout1.p,
+        layer.activation, layer.norm_first, rotary).to(layer.linear1.weight)
+    for name, part in layer.named_children():
+        if name.startswith("norm"):
+            setattr(ours, name, copy.deepcopy(part))  # an eps is not among the weights
+    weights = {}
+    for key, x in layer.state_dict().items():
+        if key.startswith("linear"):
+            key = f"feed_forward.{key}"
+        if not key.startswith("activation"):  # which has been copied with its parameters
+            weights[key] = x
+    if isinstance(ours.feed_forward.activation, nn.Module):
+        for key, x in ours.feed_forward.activation.state_dict().items():
+            weights[f"feed_forward.activation.{key}"] = x
+    ours.load_state_dict(weights, strict=True)
+    return ours
+
+
 def from_torch(module, src_vocab, tgt_vocab=None, **options):
     """A `Transformer` with the layers of a torch.nn.Transformer, which has no embeddings.
+
+    Every layer keeps its own activation, order of norms, epsilon, and dropout probability.
 
     Parameters
     ----------
     module : torch.nn.Transformer
     src_vocab, tgt_vocab, **options
-        What it does not know, as in `Transformer`: max_length, pad_id, tie_weights and
-        output_bias. Embeddings start at random.
+        What it does not know, as in `Transformer`: max_length, pad_id, tie_weights,
+        output_bias and position. Embeddings start at random.
 
     Returns
     -------
     Transformer
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `layer_from_torch` does, and for another option.
     """
-    layer = module.encoder.layers[0]
+    known = ("max_length", "pad_id", "tie_weights", "output_bias", "position")
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{name} ({options[name]!r}) is no option of from_torch, which has "
+                            f"{', '.join(known)}")
+    rotary = options.get("position") == "rotary"
+    encoder = [layer_from_torch(layer, rotary) for layer in module.encoder.layers]
+    decoder = [layer_from_torch(layer, rotary) for layer in module.decoder.layers]
+    rates = [layer.dropout.p for layer in (*encoder, *decoder)]
     model = Transformer(
-        src_vocab, tgt_vocab, module.d_model, module.nhead, len(module.encoder.layers),
-        len(module.decoder.layers), layer.linear1.out_features, layer.dropout.p,
-        layer.activation, norm_first=layer.norm_first,
-        final_norm=module.encoder.norm is not None, **options).to(layer.linear1.weight)
-    for part in model.modules():
-        if isinstance(part, nn.LayerNorm):
-            part.eps = layer.norm1.eps
-    for ours, theirs in ((model.encoder, module.encoder), (model.decoder, module.decoder)):
-        weights = theirs.state_dict().items()
-        weights = {key.replace(".linear", ".feed_forward.linear"): x for key, x in weights}
-        ours.load_state_dict(weights, strict=True)
-    return model
+        src_vocab, tgt_vocab, module.d_model, module.nhead, num_encoder_layers=0,
+        num_decoder_layers=0, dropout=rates[0] if rates else 0.0, **options)
+    model.encoder = Encoder(encoder, copy.deepcopy(module.encoder.norm))
+    model.decoder = Decoder(decoder, copy.deepcopy(module.decoder.norm))
+    return model.to(next(module.parameters())).train()

@@ -730,6 +730,68 @@ def test_torch_with_another_activation():
     torch.testing.assert_close(ours.encoder(x), theirs.encoder(x), rtol=0, atol=1e-10)
 
 
+def test_torch_with_layers_that_differ():
+    """Activation, eps, order of norms, width, and heads are those of each layer."""
+    torch.manual_seed(0)
+    options = dict(dropout=0.0, batch_first=True)
+    layers = [
+        nn.TransformerEncoderLayer(8, 2, 8, activation="gelu", layer_norm_eps=0.1, **options),
+        nn.TransformerEncoderLayer(8, 4, 12, norm_first=True, activation=nn.PReLU(), **options),
+    ]
+    encoder = nn.TransformerEncoder(layers[0], 2, nn.LayerNorm(8, eps=0.3))
+    encoder.layers[1] = layers[1]
+    layer = nn.TransformerDecoderLayer(
+        8, 2, 16, activation=torch.tanh, norm_first=True, layer_norm_eps=0.2, **options
+    )
+    theirs = nn.Transformer(
+        8,
+        2,
+        custom_encoder=encoder,
+        custom_decoder=nn.TransformerDecoder(layer, 3),
+        batch_first=True,
+    ).double()
+    shake(theirs)
+    ours = from_torch(theirs, 20, max_length=9)
+    x, y = (torch.randn(2, n, 8, dtype=torch.float64) for n in (5, 4))
+    mask = ~causal_mask(4)
+    torch.testing.assert_close(
+        ours.decoder(y, ours.encoder(x), "causal"), theirs(x, y, tgt_mask=mask), **EXACT
+    )
+    assert ours.decoder.norm is None and ours.positions.table.dtype == torch.float64
+    given, copied = layers[1].activation, ours.encoder.layers[1].feed_forward.activation
+    assert copied is not given and torch.equal(copied.weight, given.weight)
+
+
+def test_torch_with_what_ours_has_not():
+    theirs = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
+    for options in (dict(norm_first=True), dict(final_norm=False), dict(d_model=4)):
+        with pytest.raises(TypeError, match=rf"{next(iter(options))} .* is no option"):
+            from_torch(theirs, 20, **options)
+    theirs.decoder.layers[0].multihead_attn.add_zero_attn = True
+    with pytest.raises(
+        ValueError, match=r"multihead_attn of the layer must have add_zero_attn"
+    ):
+        from_torch(theirs, 20)
+    theirs.encoder.layers[0] = nn.Linear(8, 8)
+    with pytest.raises(TypeError, match=r"layer \(Linear\) must be a torch.nn.Transformer"):
+        from_torch(theirs, 20)
+    with pytest.raises(RuntimeError, match="bias"):
+        from_torch(nn.Transformer(8, 2, 1, 1, 8, bias=False, batch_first=True), 20)
+
+
+def test_layers_do_not_share_the_parameters_of_an_activation():
+    activation = nn.PReLU()
+    model = small(activation=activation)
+    own = {id(part) for part in model.modules() if isinstance(part, nn.PReLU)}
+    assert len(own) == 5 and id(activation) not in own
+    label_smoothing_loss(model(sentences(2, 5), sentences(2, 4)), sentences(2, 4, seed=2))[
+        0
+    ].backward()
+    layers = [*model.encoder.layers, *model.decoder.layers]
+    grads = [layer.feed_forward.activation.weight.grad.item() for layer in layers]
+    assert len(set(grads)) == 5
+
+
 def test_a_failed_step_leaves_the_cache_as_it_was():
     model, cache = small(), None
     src, tgt = torch.randint(3, 20, (2, 6)), torch.randint(3, 20, (2, 4))
