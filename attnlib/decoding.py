@@ -84,6 +84,8 @@ def greedy(model, src, max_length, *, bos_id=1, eos_id=2, use_cache=True):
     Parameters
     ----------
     model : attnlib.transformer.Transformer
+        Its `encode` and `decode` are called, and not its `forward`: a hook that is to take part
+        belongs on a part of the model.
     src : int Tensor, shape (B, M)
         Source tokens, padding behind them.
     max_length : int
