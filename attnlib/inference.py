@@ -20,7 +20,7 @@ from torch.nn.utils import fuse_conv_bn_eval
 from .attention import attention, fastest_backend
 from .deit import DistilledVisionTransformer
 from .detr import ResNet
-from .gpt import MLP, CausalSelfAttention, grouped_attention
+from .gpt import MLP, CausalSelfAttention, grouped_attention, layer_inputs
 from .multihead import merge_heads, split_heads
 from .position import rotate_halves
 from attnlib.swin import (
@@ -30,7 +30,7 @@ from attnlib.swin import (
 from .swinv2 import MAX_LOGIT_SCALE, WindowAttentionV2, normalize
 from .tnt import TNT
 from attnlib.transformer import (
-    CrossAttention, FeedForward, SelfAttention, Transformer, check_tokens,
+    CrossAttention, FeedForward, SelfAttention, Transformer, check_rows, check_tokens,
 )
 from .vit import Mlp, VisionTransformer
 
@@ -197,10 +197,15 @@ class FastCrossAttention(nn.Module):
 
     def forward(self, x, memory, mask=None, cache=None, layer=0):
         """Tokens (B, N, C) and memory (B, M, C) to tokens; a cache keeps what was read."""
-        old = cache is not None and len(cache)
-        k, v, mask = cache.memory[layer] if old else self.read(memory, mask)
+        source = memory, mask
+        old = None if cache is None else cache.sources.get(layer)
+        if old is not None and old[0] is memory and old[1] is mask:
+            k, v, mask = cache.memory[layer]
+        else:
+            k, v, mask = self.read(memory, mask)
         if cache is not None:
             cache.memory[layer] = k, v, mask
+            cache.sources[layer] = source
         heads = attend(split_heads(self.q(x), self.num_heads), k, v, mask)
         return self.out_proj(merge_heads(heads))
 
@@ -223,6 +228,7 @@ def decode(model, tgt, memory, src_mask=None, cache=None):
     """
     past, n = 0 if cache is None else len(cache), tgt.shape[-1]
     check_tokens("tgt", tgt, model.tgt_embed.num_embeddings, model.max_length, past)
+    check_rows(tgt, memory)
     bias = model.positions.bias("decoder", n, past + n, tgt.device)
     x, mask = model.embed(tgt, model.tgt_embed, past), "causal" if n > 1 else None
     return model.packed_output(model.decoder(x, memory, mask, src_mask, bias, cache))
@@ -233,6 +239,7 @@ class FastCausalAttention(nn.Module):
 
     def __init__(self, layer):
         super().__init__()
+        self.config = layer.config
         self.n_head, self.n_kv_head = layer.n_head, layer.n_kv_head
         self.c_attn, self.c_proj = pack(layer.c_attn), pack(layer.c_proj)
         self.q_norm, self.k_norm = layer.q_norm, layer.k_norm
@@ -240,6 +247,8 @@ class FastCausalAttention(nn.Module):
 
     def forward(self, x, turn=None, mask="causal", cache=None, layer=0):
         """Tokens (B, N, n_embd) to tokens; earlier ones are in the `cache`, if given."""
+        past = 0 if cache is None else cache.tokens_of(layer)
+        turn, mask = layer_inputs(self.config, x, turn, mask, past)
         h, g = self.n_head, self.n_kv_head
         qkv = split_heads(self.c_attn(x), h + 2 * g)  # (B, N, C) -> (B, h + 2 g, N, d)
         qk, v = qkv[:, : h + g], qkv[:, h + g :]

@@ -256,6 +256,20 @@ def test_a_cache_in_pieces():
     same(torch.cat(parts, dim=1), whole)
 
 
+@pytest.mark.parametrize("rows", [[2, 0, 1], [1]])
+def test_a_cache_with_other_sources(rows):
+    model, src, cache = translator(), sentences(), KVCache()
+    fast, tgt = optimize_for_inference(model), sentences(length=4, padding=False)
+    with torch.no_grad():
+        memory, mask = model.encode(src)
+        fast.decode(tgt[:, :3], memory, mask, cache)
+        cache.reorder(torch.tensor(rows))
+        found = fast.decode(tgt[rows, 3:], memory[rows], mask[rows], cache)
+        same(found, model.decode(tgt[rows], memory[rows], mask[rows])[:, 3:])
+        with pytest.raises(ValueError, match="tgt has 1 rows; for 3 sources"):
+            fast.decode(tgt[:1], memory, mask)
+
+
 def test_a_source_of_nothing_but_padding_gives_zeros():
     model, src = translator(), sentences()
     src[1] = 0
