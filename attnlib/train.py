@@ -8,7 +8,6 @@ __all__ = ['learning_rate', 'epochs', 'seeded', 'save_checkpoint', 'load_checkpo
            'write_record', 'find_records', 'read_record', 'print_speed']
 
 # %% ../nbs/91_train.ipynb #imports
-import contextlib
 import datetime
 import functools
 import inspect
@@ -22,6 +21,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from contextlib import ExitStack, contextmanager
 from importlib.resources import files
 from operator import itemgetter
 from pathlib import Path
@@ -114,7 +114,7 @@ def epochs(*tensors, batch_size, seed=0):
     return batches
 
 # %% ../nbs/91_train.ipynb #seeded
-@contextlib.contextmanager
+@contextmanager
 def seeded(seed):
     """Seed PyTorch's generators inside the `with` block; then they go on as before it.
 
@@ -628,7 +628,7 @@ def _accelerator():
     return Accelerator(mixed_precision="bf16" if bf16 else "fp16")
 
 
-@contextlib.contextmanager
+@contextmanager
 def _own_accelerator():
     """An engine as `_accelerator` makes it, while Accelerate's state is its own.
 
@@ -647,7 +647,7 @@ def _own_accelerator():
             state.update(values)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _released(accelerator, model):
     """Afterwards, model and accelerator no longer know of each other.
 
@@ -699,7 +699,7 @@ def _frozen_in_evaluation(model):
     return found
 
 
-@contextlib.contextmanager
+@contextmanager
 def _modes_restored(model):
     """Afterwards each module is in training or evaluation mode as before."""
     modes = {module: module.training for module in model.modules()}
@@ -804,7 +804,7 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
     _check_run(loss_fn, batches, steps, lr, warmup, clip, every, stop_after, schedule,
                parallel)
     checkpoint = None if checkpoint is None else _json_path(checkpoint)
-    with contextlib.ExitStack() as stack:  # what is entered here is undone at the end
+    with ExitStack() as stack:  # what is entered here is undone at the end
         gpus = range(torch.cuda.device_count())
         stack.enter_context(torch.random.fork_rng(devices=gpus))
         stack.enter_context(_modes_restored(model))
