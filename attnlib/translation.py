@@ -21,7 +21,7 @@ from .convert import MARIAN, fuse_qkv, rename_keys
 from .data import (LANGUAGES, PAD, decode, draw_numbers, encode, multi30k, number_words,
                           train_bpe)
 from .decoding import beam_search, greedy
-from .train import epochs, fit, load_checkpoint, save_checkpoint
+from .train import epochs, fit, load_checkpoint, save_checkpoint, seeded
 from .transformer import Transformer, label_smoothing_loss
 
 # %% ../nbs/23_translation.ipynb #directions
@@ -312,6 +312,7 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
     Returns
     -------
     model : Transformer
+        In evaluation mode.
     tokenizer : tokenizers.Tokenizer
     record : dict
         Settings, history, "supervised" and "zero_shot", see `number_scores`.
@@ -325,9 +326,9 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
     tokenizer = number_tokenizer(seen[:3000], vocab_size, known)
     table = number_table(tokenizer, seen, known)
     batches = direction_batches(tokenizer, table, directions, batch_size=batch_size, seed=seed)
-    torch.manual_seed(seed)
-    model = Transformer(vocab_size, None, d_model, max(1, d_model // 48), layers, layers,
-                        4 * d_model, dropout=0.0, norm_first=True, max_length=128)
+    with seeded(seed):
+        model = Transformer(vocab_size, None, d_model, max(1, d_model // 48), layers, layers,
+                            4 * d_model, dropout=0.0, norm_first=True, max_length=128)
 
     def evaluate(model):
         scores = number_scores(model, tokenizer, valid, directions)
@@ -340,7 +341,7 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
                     d_model=d_model, layers=layers, batch_size=batch_size, lr=lr, seed=seed,
                     parameters=sum(p.numel() for p in model.parameters()))
     scores = number_scores(model, tokenizer, held_out, directions)
-    return model, tokenizer, {"settings": settings, "history": history, **scores}
+    return model.eval(), tokenizer, {"settings": settings, "history": history, **scores}
 
 # %% ../nbs/23_translation.ipynb #kinds
 @cache
@@ -499,9 +500,9 @@ def length_run(position, *, longest=5, steps=1500, numbers=30_000, tests=300, d_
             if n not in hidden]
     english, german = number_words(seen, "en"), number_words(seen, "de")
     tokenizer = train_bpe([*english, *german], 150)
-    torch.manual_seed(seed)
-    model = Transformer(150, None, d_model, 4, 2, 2, 2 * d_model, dropout=0.0, norm_first=True,
-                        max_length=128, position=position)
+    with seeded(seed):
+        model = Transformer(150, None, d_model, 4, 2, 2, 2 * d_model, dropout=0.0,
+                            norm_first=True, max_length=128, position=position)
     pairs = epochs(encode(tokenizer, english), encode(tokenizer, german), batch_size=64,
                    seed=seed)
     fit(model, translation_loss, lambda step: tuple(map(trim, pairs(step))), steps=steps,
@@ -543,6 +544,7 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
     Returns
     -------
     model : Transformer
+        In evaluation mode.
     tokenizer : tokenizers.Tokenizer
     record : dict
         "bleu", the "signature" sacrebleu asks to be quoted with it, "best_step", settings,
@@ -565,9 +567,10 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
              for split in ("train", "valid")}
     settings = dict(steps=steps, vocab_size=tokenizer.get_vocab_size(), d_model=d_model,
                     layers=layers, dropout=dropout, batch_size=batch_size, lr=lr, seed=seed)
-    torch.manual_seed(seed)
-    model = Transformer(settings["vocab_size"], None, d_model, max(1, d_model // 64), layers,
-                        layers, 4 * d_model, dropout=dropout, norm_first=True, max_length=256)
+    with seeded(seed):
+        model = Transformer(
+            settings["vocab_size"], None, d_model, max(1, d_model // 64), layers, layers,
+            4 * d_model, dropout=dropout, norm_first=True, max_length=256)
     batches = epochs(*pairs["train"], batch_size=batch_size, seed=seed)
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(checkpoint or Path(temporary) / "run.json")
@@ -592,7 +595,7 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
               "best_step": lowest["step"], "bleu": bleu,
               "signature": str(metric.get_signature()),
               "examples": [list(row) for row in zip(english[:5], said, german)]}
-    return model, tokenizer, record
+    return model.eval(), tokenizer, record
 
 
 def lowest_row(history):

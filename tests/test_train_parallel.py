@@ -308,8 +308,11 @@ def test_folder_of_another_model_is_refused(folder, tmp_path, changes, message):
 
 def test_older_tensors_are_removed_and_nothing_else(tmp_path):
     kept = ["run-2", "run-2.safetensors.d", "run-x.shards", "other-00000001.shards"]
+    kept += ["run-7.shards", "run-00000003.shards"]
     for name in [*kept, "run-00000001.shards"]:
         (tmp_path / name).mkdir()
+    # only this one is the folder of the older checkpoint
+    (tmp_path / "run.json").write_text('{"tensors": "run-00000001.shards"}')
     save_checkpoint(tmp_path / "run.json", {"a": torch.ones(1)}, {"step": 2})
     names = {file.name for file in tmp_path.iterdir()}
     assert names == {*kept, "run.json", "run-00000002.safetensors"}
