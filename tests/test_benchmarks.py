@@ -244,7 +244,9 @@ def test_rows_are_kept_until_the_code_changes(tmp_path, monkeypatch, capsys):
 
         def go():
             for size in (1, 2):
-                found = rows.once({"size": size}, lambda size=size: made.append(size) or [{}])
+                found = rows.once(
+                    {"size": size}, lambda left_out, size=size: made.append(size) or [{}]
+                )
                 assert found == [{"size": size}]
 
         rows.work(go)
@@ -729,7 +731,9 @@ def test_on_a_gpu_swin_takes_part_with_fused_blocks(monkeypatch):
         ("vit", "forward", vision.TINY["vit"]),
     ):
         options = dict(options, num_classes=4)
-        rows = vision.measure(gpu.VISION[name], "float32", kind, 1, "cpu", 1, False, options)
+        rows = vision.measure(
+            gpu.VISION[name], "float32", kind, 1, "cpu", 1, False, options, {}
+        )
         assert "attnlib, optimized" in {row["library"] for row in rows} and len(made) == 1
 
 
