@@ -1,4 +1,6 @@
-"""What slicing costs, and what extracting saves: `python -m benchmarks.autoformer_speed --out FOLDER`.
+"""What slicing costs, and what extracting saves.
+
+    python -m benchmarks.autoformer_speed --out FOLDER
 
 - A training step of the supernet of AutoFormer-T with a random subnet, of the same subnet
   extracted, and of the largest subnet.

@@ -6,10 +6,11 @@
 Compiled are the kernel for decoding, and the four others with and without a mask, a bias and
 the causal mask or ranges, in float32, float16 and bfloat16, for heads of several widths, for
 GPUs from Ampere (sm_80) to Blackwell (sm_100), each with the tile that `attnlib.flash.tiling`
-gives it. What a kernel may not do is said by `broken`. The record is also the memory of what has been compiled: a second
-command goes on where the first one ended. It drops all rows if Triton's version has changed,
-and those whose tile has, or whose code: each row has a hash of what Triton makes of the
-kernel's source before it knows the GPU. A compilation takes about a second of one core.
+gives it. What a kernel may not do is said by `broken`. The record is also the memory of what
+has been compiled: a second command goes on where the first one ended. It drops all rows if
+Triton's version has changed, and those whose tile has, or whose code: each row has a hash of
+what Triton makes of the kernel's source before it knows the GPU. A compilation takes about a
+second of one core.
 """
 
 import argparse
