@@ -44,8 +44,8 @@ def reason(problem):
 
 def free_memory():
     """Give back what calls that have failed still hold."""
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
