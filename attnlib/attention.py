@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['BACKENDS', 'masked_softmax', 'causal_mask', 'padding_mask', 'check_fits', 'AdditiveAttention', 'check_attention',
-           'combined_bias', 'attention_weights', 'reference', 'narrow_bias', 'sdpa', 'cpu_flags', 'has_amx',
-           'fastest_backend', 'current_backend', 'register_backend', 'active_backend', 'attention_backend', 'attention',
-           'MapRecorder', 'record_attention', 'SameBackend', 'checkpoint_contexts', 'checkpoint_block']
+           'combined_bias', 'attention_weights', 'reference', 'narrow_bias', 'sdpa', 'float32_products', 'cpu_flags',
+           'has_amx', 'fastest_backend', 'current_backend', 'register_backend', 'active_backend', 'attention_backend',
+           'attention', 'MapRecorder', 'record_attention', 'SameBackend', 'checkpoint_contexts', 'checkpoint_block']
 
 # %% ../nbs/10_attention.ipynb #imports
 import threading
@@ -315,6 +315,29 @@ def sdpa(q, k, v, mask, bias, scale, dropout_p):
     bias = bias[(None,) * (q.ndim - bias.ndim)]  # with an axis missing PyTorch is slow
     return fused(attn_mask=bias).masked_fill(empty, 0)
 
+# %% ../nbs/10_attention.ipynb #float32-products
+def float32_products(device):
+    """The precision of float32 matrix products on a device, whichever interface has set it.
+
+    Parameters
+    ----------
+    device : torch.device or str
+
+    Returns
+    -------
+    {"ieee", "tf32", "bf16"}
+        "ieee" is float32 itself. The others round the factors, on a GPU to "tf32", on a CPU to
+        "tf32" or "bf16".
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    library = torch.backends.cuda if on_gpu else torch.backends.mkldnn
+    matmul = getattr(library, "matmul", None)
+    if hasattr(matmul, "fp32_precision"):  # before PyTorch 2.9 there was one setting for all
+        found = matmul.fp32_precision
+        return "ieee" if found == "none" else found  # nobody has set it
+    names = dict(highest="ieee", high="tf32", medium="tf32" if on_gpu else "bf16")
+    return names[torch.get_float32_matmul_precision()]
+
 # %% ../nbs/10_attention.ipynb #rule
 @cache
 def cpu_flags():
@@ -365,7 +388,7 @@ def fastest_backend(q, k, bias=None, dropout_p=0.0):
     slow_half = q.dtype.itemsize == 2 and (not has_amx() or (learning and q.requires_grad))
     medium = False
     if q.dtype == torch.float32 and not torch.compiler.is_compiling():  # a compiler cannot ask
-        medium = torch.get_float32_matmul_precision() == "medium"
+        medium = float32_products(q.device) == "bf16"
     return "reference" if no_kernel or slow_half or medium else "sdpa"
 
 # %% ../nbs/10_attention.ipynb #backend

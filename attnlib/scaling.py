@@ -23,6 +23,7 @@ import socket
 import struct
 import tempfile
 import time
+import weakref
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -827,8 +828,14 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 # %% ../nbs/55_scaling.ipynb #ring-attention
+_compared = weakref.WeakKeyDictionary()  # group: the shapes that its ranks have compared
+
+
 def check_shards(q, k, v, balanced, group):
     """Raise unless these are shards of one length on all ranks of a group.
+
+    The ranks compare their shapes and dtypes when a rank has shapes that it has not had before
+    in this group. Afterwards calls with these shapes send nothing and wait for nobody.
 
     Parameters
     ----------
@@ -852,14 +859,19 @@ def check_shards(q, k, v, balanced, group):
     if k.shape[:-2] != v.shape[:-2] or k.dtype != v.dtype:
         raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the same "
                          "leading axes and the same dtype")
-    own = {name: (tuple(x.shape), str(x.dtype)) for name, x in (("q", q), ("k", k), ("v", v))}
+    own = tuple((tuple(x.shape), str(x.dtype)) for x in (q, k, v))
+    group = dist.group.WORLD if group is None else group
+    compared = _compared.setdefault(group, set())
+    if own in compared:
+        return
     all_ranks = [None] * dist.get_world_size(group)
     dist.all_gather_object(all_ranks, own, group=group)
     for rank, theirs in enumerate(all_ranks):
-        for name, found in theirs.items():
-            if found != all_ranks[0][name]:
-                raise ValueError(f"rank {rank} has {name} {found} and rank 0 "
-                                 f"{all_ranks[0][name]}; they must be equal")
+        for name, found, wanted in zip("qkv", theirs, all_ranks[0]):
+            if found != wanted:
+                raise ValueError(f"rank {rank} has {name} {found} and rank 0 {wanted}; they "
+                                 "must be equal")
+    compared.add(own)
 
 
 def ring_attention(q, k, v, *, causal=False, balanced=False, group=None):
@@ -870,6 +882,8 @@ def ring_attention(q, k, v, *, causal=False, balanced=False, group=None):
     q, k, v : Tensor, shapes (..., n, d), (..., n, d), (..., n, d_v)
         The rank's own tokens, as `shard_sequence` gives them; leading axes may broadcast, but
         k and v have the same. Positions, rotary ones say, must be those of the whole sequence.
+        Shapes and dtypes are equal on all ranks, and may change only on all ranks at once:
+        the ranks compare new ones, and do not ask each other again about those they know.
     causal : bool
         Whether tokens see earlier ones only.
     balanced : bool

@@ -142,6 +142,38 @@ def attend(qkv, causal, balanced):
     return [x.detach() for x in (out, q.grad, k.grad, v.grad)]
 
 
+def exchanges():
+    """How often shapes have been exchanged after each of some calls, and whether all agree."""
+    exchange, seen, found = dist.all_gather_object, [], []
+
+    def noted(*arguments, **options):
+        seen.append(1)
+        exchange(*arguments, **options)
+
+    dist.all_gather_object = noted
+    try:
+        other = dist.new_group(range(dist.get_world_size()))
+        for tokens, group in (
+            (6, None),
+            (6, None),
+            (8, None),
+            (6, None),
+            (6, other),
+            (6, other),
+        ):
+            torch.manual_seed(dist.get_rank())
+            q = torch.randn(1, tokens, 8)
+            out = ring_attention(q, q, q, group=group)
+            whole = [torch.empty_like(q) for _ in range(dist.get_world_size())]
+            dist.all_gather(whole, q)
+            keys = torch.cat(whole, 1)
+            torch.testing.assert_close(out, attention(q, keys, keys))
+            found.append(len(seen))
+    finally:
+        dist.all_gather_object = exchange
+    return found
+
+
 def unequal_shards():
     q = torch.randn(1, 4 + (dist.get_rank() == 1), 8)
     ring_attention(q, q, q)
@@ -261,6 +293,11 @@ def test_half_precision_is_as_near_as_its_rounding(four):
     assert out.dtype == torch.bfloat16
     exact = attention(*(x.double() for x in qkv), mask="causal")
     assert (out.double() - exact).abs().max() < 0.02
+
+
+def test_shapes_are_compared_once_in_a_group():
+    with Workers(2) as two:
+        assert two.run(exchanges) == [[1, 1, 2, 2, 3, 3]] * 2
 
 
 def test_each_pair_of_chunks_meets_once():
