@@ -533,8 +533,13 @@ class BeitBlock(nn.Module):
 
 
 def init_beit(model):
-    """Start as the authors do: both output layers of block ℓ are divided by √(2ℓ) (Bao et al.
-    2022, section 2.5).
+    """Start as the authors do for fine-tuning: both output layers of block ℓ are divided by
+    √(2ℓ) (Bao et al. 2022, section 2.5).
+
+    For pre-training the authors start differently: they cut the normal distributions at one
+    standard deviation instead of ±2, and start the patch projection in the same way with a bias
+    of zero, where here it keeps PyTorch's start. The recorded runs of `benchmarks.beit` depend
+    on this start, so `BeitForMaskedImageModeling` keeps it.
 
     Parameters
     ----------
