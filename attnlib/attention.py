@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['HAS_AMX', 'BACKENDS', 'masked_softmax', 'causal_mask', 'padding_mask', 'check_fits', 'AdditiveAttention',
-           'check_attention', 'combined_bias', 'attention_weights', 'reference', 'sdpa', 'has_amx', 'fastest_backend',
-           'register_backend', 'active_backend', 'attention_backend', 'attention', 'record_attention']
+           'check_attention', 'combined_bias', 'attention_weights', 'reference', 'narrow_bias', 'sdpa', 'has_amx',
+           'fastest_backend', 'register_backend', 'active_backend', 'attention_backend', 'attention',
+           'record_attention']
 
 # %% ../nbs/10_attention.ipynb #imports
 from contextlib import contextmanager
@@ -210,13 +211,15 @@ def combined_bias(mask, bias, q, k):
     Returns
     -------
     combined : Tensor, broadcastable to (..., N, M)
-        -inf where the mask is False; zero in a row that has no key at all.
+        -inf where the mask is False; zero in a row that has no key at all. In q's dtype, or in
+        that of the bias if it is wider.
     empty : bool Tensor, broadcastable to (..., N, 1)
         True for such rows, whose output is to be zero.
     """
     if isinstance(mask, str):
         mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
-    bias = q.new_zeros(1) if bias is None else bias.to(q.dtype)
+    bias = q.new_zeros(1) if bias is None else bias
+    bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
     if mask is not None:
         bias = torch.where(mask, bias, -torch.inf)
     if k.shape[-2] == 0:
@@ -246,11 +249,14 @@ def attention_weights(q, k, *, mask=None, bias=None, scale=None):
     """
     check_attention(q, k, k, mask, bias)  # there are no values
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    logits = (q * scale) @ k.mT  # (..., N, d) @ (..., d, M) -> (..., N, M)
     if mask is None and bias is None:
+        logits = (q * scale) @ k.mT  # (..., N, d) @ (..., d, M) -> (..., N, M)
         return logits.softmax(-1)
     bias, empty = combined_bias(mask, bias, q, k)
-    return (logits + bias).softmax(-1).masked_fill(empty, 0)
+    wide = bias.dtype
+    logits = (q.to(wide) * scale) @ k.to(wide).mT  # (..., N, d) @ (..., d, M) -> (..., N, M)
+    weights = (logits + bias).softmax(-1).masked_fill(empty, 0)
+    return weights if wide == q.dtype else weights.to(q.dtype)
 
 # %% ../nbs/10_attention.ipynb #reference
 def reference(q, k, v, mask, bias, scale, dropout_p):
@@ -260,15 +266,46 @@ def reference(q, k, v, mask, bias, scale, dropout_p):
         weights = F.dropout(weights, dropout_p)
     return weights @ v  # (..., N, M) @ (..., M, d_v) -> (..., N, d_v)
 
+# %% ../nbs/10_attention.ipynb #narrow
+def narrow_bias(bias, q):
+    """A bias in q's dtype, with the differences within each row as exact as they can be.
+
+    The kernels add a bias in the dtype of the queries. In bfloat16, 300 and 301 are one number,
+    and in float16, -1e5 is -inf. Softmax does not change when a number is added to a whole row.
+    Therefore each row is first shifted so that its largest entry, which matters most, is zero.
+
+    Parameters
+    ----------
+    bias : Tensor, broadcastable to (..., N, M)
+        From `combined_bias`: no row consists of -inf only.
+    q : Tensor, shape (..., N, d_k)
+
+    Returns
+    -------
+    Tensor, broadcastable to (..., N, M)
+        The bias itself, if its dtype is that of `q` and autocast does not change either.
+    """
+    kind = q.device.type
+    cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    exact = bias.dtype == q.dtype and not cast
+    if exact or bias.shape[-1] == 0:
+        return bias.to(q.dtype)
+    largest = bias.detach().amax(-1, keepdim=True)  # (..., N, 1)
+    return (bias - largest).to(q.dtype)
+
 # %% ../nbs/10_attention.ipynb #sdpa
 def sdpa(q, k, v, mask, bias, scale, dropout_p):
     """Attention by PyTorch's fused kernels; the arguments are those of `attention`."""
+    if scale is not None and scale <= 0:  # a kernel may mask first: 0 · (-inf) is NaN
+        q = -q if scale < 0 else 0 * q
+        scale = -scale if scale < 0 else 1.0
     fused = partial(F.scaled_dot_product_attention, q, k, v, scale=scale, dropout_p=dropout_p)
     if mask is None and bias is None:
         return fused()
     if isinstance(mask, str) and bias is None and q.shape[-2] == k.shape[-2]:
         return fused(is_causal=True)
     bias, empty = combined_bias(mask, bias, q, k)
+    bias = narrow_bias(bias, q)
     bias = bias[(None,) * (q.ndim - bias.ndim)]  # with an axis missing PyTorch is slow
     return fused(attn_mask=bias).masked_fill(empty, 0)
 

@@ -403,9 +403,15 @@ class AutoFormer(Backbone):
         for block in self.blocks:
             block.attn.set_grid(embed.grid_size)
 
-    def resample_state_dict(self, state_dict):
-        """Weights with the absolute positions of a square grid for this model's grid."""
-        return resample_stored(state_dict, "pos_embed", self.patch_embed.grid_size)
+    def resample_state_dict(self, state_dict, img_size=None):
+        """Weights whose absolute positions are interpolated for this model's grid.
+
+        `img_size` is the size of the images that the weights belong to, as in
+        `load_pretrained`.
+        """
+        embed = self.patch_embed
+        old_size = None if img_size is None else embed.grid_of(img_size)
+        return resample_stored(state_dict, "pos_embed", embed.grid_size, old_size=old_size)
 
 # %% ../nbs/44_autoformer.ipynb #super-class
 class SuperTransformer(AutoFormer):

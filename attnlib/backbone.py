@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FORWARD_HOOKS', 'to_2tuple', 'check_counts', 'check_rates', 'is_unchanged', 'is_plain', 'DropPath', 'drop_path_rates',
-           'init_weights', 'classifier', 'feature_take_indices', 'as_map', 'resample_abs_pos_embed',
+           'init_weights', 'classifier', 'feature_take_indices', 'as_map', 'source_grid', 'resample_abs_pos_embed',
            'resample_parameter', 'resample_stored', 'Backbone']
 
 # %% ../nbs/94_backbone.ipynb #imports
@@ -225,6 +225,36 @@ def as_map(x, grid, num_prefix_tokens=0, output_fmt="NCHW"):
     return x, prefix
 
 # %% ../nbs/94_backbone.ipynb #resample
+def source_grid(count, new_size):
+    """Return the grid to which a number of positions most likely belongs.
+
+    Parameters
+    ----------
+    count : int
+        Number of positions of patches.
+    new_size : (int, int)
+        Rows and columns of the grid that needs positions.
+
+    Returns
+    -------
+    (int, int)
+        The new size if it has as many patches; otherwise a square.
+
+    Raises
+    ------
+    ValueError
+        If the number fits neither.
+    """
+    new_size = tuple(new_size)
+    if count == math.prod(new_size):
+        return new_size
+    side = math.isqrt(max(0, count))
+    if side < 1 or side * side != count:
+        raise ValueError(f"old_size (None) must be given as (rows, columns): {count} positions "
+                         f"of patches fit neither the grid {new_size} nor a square")
+    return side, side
+
+
 def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens=1):
     """Learned positions of one grid, interpolated for another (Dosovitskiy et al. 2021, 3.2).
 
@@ -234,7 +264,8 @@ def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens
     new_size : (int, int)
         Rows and columns of the new grid.
     old_size : (int, int), optional
-        (H, W); square by default.
+        (H, W). By default the new size where the number of positions fits it, and otherwise
+        square.
     num_prefix_tokens : int
         The first rows belong to no patch and stay as they are.
 
@@ -246,10 +277,11 @@ def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens
     Raises
     ------
     ValueError
-        If the old grid has not as many patches as there are positions.
+        If the old grid has not as many patches as there are positions, or if it is not given
+        and the positions fit neither the new grid nor a square.
     """
     count = pos_embed.shape[1] - num_prefix_tokens
-    old_size = (math.isqrt(max(0, count)),) * 2 if old_size is None else tuple(old_size)
+    old_size = source_grid(count, new_size) if old_size is None else tuple(old_size)
     if old_size[0] * old_size[1] != count:
         raise ValueError(f"pos_embed has {count} positions of patches; old_size {old_size} has "
                          "another number")
@@ -284,11 +316,11 @@ def resample_parameter(pos_embed, new_size, old_size, num_prefix_tokens=1):
     return nn.Parameter(new, requires_grad=pos_embed.requires_grad)
 
 
-def resample_stored(state_dict, key, grid_size, num_prefix_tokens=1):
-    """A copy of a state dict with the positions under `key` interpolated for a grid.
+def resample_stored(state_dict, key, grid_size, num_prefix_tokens=1, old_size=None):
+    """A copy of a state dict with the position embeddings under `key` interpolated for a grid.
 
-    They are taken for those of a square grid where their number allows it. Weights of another
-    grid with the same number of patches go through `load_state_dict`.
+    Position embeddings that fit the grid stay as they are, unless `old_size` says that they
+    belong to another grid with the same number of patches, such as 12 by 12 and 9 by 16.
 
     Parameters
     ----------
@@ -298,16 +330,23 @@ def resample_stored(state_dict, key, grid_size, num_prefix_tokens=1):
         Rows and columns of the new grid.
     num_prefix_tokens : int
         The first positions belong to no patch and stay as they are.
+    old_size : (int, int), optional
+        Rows and columns of the grid of the stored position embeddings. By default the new grid
+        where their number fits it, and otherwise a square.
 
     Returns
     -------
     dict of str to Tensor
+
+    Raises
+    ------
+    ValueError
+        If the old grid is not given and the position embeddings fit neither the new grid nor a
+        square, or if they do not fit the old grid.
     """
     state_dict, old = dict(state_dict), state_dict.get(key)
     if old is not None and old.ndim == 3:
-        count = old.shape[1] - num_prefix_tokens
-        if count != math.prod(grid_size) or math.isqrt(count) ** 2 == count:
-            state_dict[key] = resample_abs_pos_embed(old, grid_size, None, num_prefix_tokens)
+        state_dict[key] = resample_abs_pos_embed(old, grid_size, old_size, num_prefix_tokens)
     return state_dict
 
 # %% ../nbs/94_backbone.ipynb #backbone

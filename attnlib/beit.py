@@ -642,10 +642,15 @@ class Beit(Backbone):
         for block in self.blocks:
             block.attn.set_window_size(self.patch_embed.grid_size)
 
-    def resample_state_dict(self, state_dict):
+    def resample_state_dict(self, state_dict, img_size=None):
         """Weights made to fit this model: tables of another grid are interpolated, one that all
-        blocks share is copied to each; the norm of a mean starts anew after pre-training."""
-        return adapt_tables(without_pretraining(state_dict, self), self)
+        blocks share is copied to each; the norm of a mean starts anew after pre-training.
+
+        `img_size` is the size of the images that the weights belong to, as in
+        `load_pretrained`.
+        """
+        old_grid = None if img_size is None else self.patch_embed.grid_of(img_size)
+        return adapt_tables(without_pretraining(state_dict, self), self, old_grid)
 
     def no_weight_decay(self):
         """Names of parameters that are not to decay; bias tables are among them."""
@@ -656,26 +661,27 @@ class Beit(Backbone):
 TABLE = "relative_position_bias_table"
 
 
-def adapt_tables(state_dict, model):
+def adapt_tables(state_dict, model, old_grid=None):
     """A state dict whose bias tables of another grid are interpolated for the model's.
-
-    A table with as many rows as the model's is taken as it is.
 
     Parameters
     ----------
     state_dict : dict of str to Tensor
     model : Module
         Its `patch_embed` tells the grid.
+    old_grid : (int, int), optional
+        Rows and columns of patches of the tables in the state dict. By default a table with as
+        many rows as the model's is taken as it is (grids of 8 by 16 and 16 by 8 patches have
+        equally many), and any other one for that of a square grid.
 
     Returns
     -------
     dict of str to Tensor
     """
     grid = model.patch_embed.grid_size
-    rows = math.prod(2 * n - 1 for n in grid) + 3
-    other = {key: resize_beit_table(x, grid) for key, x in state_dict.items()
-             if key.endswith(TABLE) and len(x) != rows}
-    return state_dict | other
+    found = {key: resize_beit_table(x, grid, old_grid) for key, x in state_dict.items()
+             if key.endswith(TABLE)}
+    return state_dict | found
 
 
 def without_pretraining(state_dict, model):
@@ -789,7 +795,7 @@ class BeitForMaskedImageModeling(nn.Module):
         """A `Beit` with these weights, as fine-tuning begins: each block has its own table."""
         model = Beit(**self.config | dict(num_classes=num_classes) | options)
         model.to(self.lm_head.weight)
-        found = model.resample_state_dict(self.state_dict())
+        found = model.resample_state_dict(self.state_dict(), self.patch_embed.img_size)
         model.load_state_dict(model.state_dict() | found)
         return model
 

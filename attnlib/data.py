@@ -14,6 +14,7 @@ import bz2
 import hashlib
 import http.client
 import math
+import re
 import tarfile
 from contextlib import contextmanager
 from importlib.resources import files
@@ -40,9 +41,33 @@ def data_extra():
 # %% ../nbs/90_data.ipynb #number-words
 LANGUAGES = ("en", "de", "nl", "sv", "da", "es", "it", "pt", "pl", "fi", "hu", "tr")
 
+_CORRECTIONS = {  # language: patterns in the names of num2words and what should stand there
+    "de": [(r"einstausend", "eintausend"),
+           (r"eins Millionen", "eine Millionen")],
+    "sv": [(r"etttusen", "ettusen"),
+           (r"förtio", "fyrtio"),
+           (r"miljon(?=\w)(?!er)", "miljon "),
+           (r"miljoner(?=\w)", "miljoner ")],
+    "da": [(r"(?<!halv)treds", "tres"),
+           (r"^en millioner", "en million"),
+           (r"tusind(?=\w)(?!e og )", "tusinde og ")],
+    "es": [(r"veintiuno (?=mil)", "veintiún "),
+           (r"\buno (?=mil)", "un ")],
+    "it": [(r"dicotto", "diciotto"),
+           (r"(?<=\w)tre\b", "tré")],
+    "pt": [(r"(milhão|milhões) e (?=.* mil .|mil .)", r"\1 ")],
+    "fi": [(r"(?<=\w)miljoonaa", " miljoonaa")],
+    "hu": [(r"kettő(?=ezer|millió)", "két"),
+           (r"két$", "kettő")],
+}
+
 
 def number_words(numbers, language):
     """The names of whole numbers.
+
+    They come from the library num2words. Where it breaks a rule of the language, such as in
+    "neunhunderteinstausend", the name is corrected; its spelling, such as Turkish names in one
+    word, is kept.
 
     Parameters
     ----------
@@ -60,15 +85,26 @@ def number_words(numbers, language):
     ValueError
         If the language is not known or a number is out of range.
     """
-    with data_extra():
-        from num2words import num2words
     if language not in LANGUAGES:
         raise ValueError(f"language ({language!r}) must be one of {', '.join(LANGUAGES)}")
     numbers = list(numbers)
     for number in numbers:
         if not 0 <= number < 10**9 or number != int(number):
             raise ValueError(f"numbers ({number}) must be from 0 to 999,999,999, and whole")
-    return [num2words(int(number), lang=language) for number in numbers]
+    return [_number_name(int(number), language) for number in numbers]
+
+
+def _number_name(number, language):
+    with data_extra():
+        from num2words import num2words
+    thousands = number - number % 1000
+    if language == "tr" and 0 < thousands < number:
+        # num2words calls 101,001 and 100,001 by one name; apart, both parts are right
+        return num2words(thousands, lang="tr") + num2words(number % 1000, lang="tr")
+    name = num2words(number, lang=language)
+    for wrong, right in _CORRECTIONS.get(language, []):
+        name = re.sub(wrong, right, name)
+    return name
 
 # %% ../nbs/90_data.ipynb #split-numbers
 def draw_numbers(count, limit, *, seed=0, exclude=()):

@@ -322,6 +322,7 @@ def top_p_filter(logits, p):
     if p == 1:
         return logits  # a sum that rounds to 1 too early would lose the last tokens
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.to(torch.promote_types(ordered.dtype, torch.float32))  # for a long sum
     sums = ordered.softmax(dim=-1).cumsum(dim=-1)
     enough = F.pad(sums, (1, 0))[..., :-1] >= p  # the more probable tokens suffice without this
     return logits.masked_fill(enough.scatter(-1, order, enough), -torch.inf)

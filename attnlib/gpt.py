@@ -501,7 +501,9 @@ def min_p_filter(logits, p):
         raise ValueError(f"min_p ({p}) must be in [0, 1]")
     if p == 0:
         return logits
-    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -torch.inf)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    unlikely = wide < wide.amax(-1, keepdim=True) + math.log(p)
+    return logits.masked_fill(unlikely, -torch.inf)
 
 
 def next_token(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, generator=None):

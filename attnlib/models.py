@@ -144,7 +144,7 @@ def create_model(name, pretrained=False, num_classes=None, in_chans=3, img_size=
         Channels of the images; published first-layer weights are adapted to them.
     img_size : int or (int, int), optional
         Height and width in pixels if they are not those of the name; published positions are
-        resampled.
+        resampled. For weights of a file, `load_pretrained` says which positions are.
     **kwargs
         Further keywords of the model's class, in place of those of the name: `drop_path_rate`,
         `device`, and so on.
@@ -172,7 +172,9 @@ def create_model(name, pretrained=False, num_classes=None, in_chans=3, img_size=
     model = cls(**config | dict(in_chans=in_chans) | given | kwargs)
     model.data_config = data_config(name, img_size)
     if pretrained is not False:
-        load_pretrained(model, hub if pretrained is True else pretrained)
+        trained_size = config.get("img_size", 224) if pretrained is True and img_size else None
+        source = hub if pretrained is True else pretrained
+        load_pretrained(model, source, trained_size)
     return model
 
 # %% ../nbs/93_models.ipynb #read-weights
@@ -374,7 +376,7 @@ FIRST_LAYER = re.compile(r"(patch|pixel)_embed\.proj\.weight")  # timm's names o
 CLASSIFIER = re.compile(r"head(_dist)?\..*")  # ... and of the last layer
 
 
-def load_pretrained(model, source):
+def load_pretrained(model, source, img_size=None):
     """Load published weights into a model, adapted to it; all of them or nothing.
 
     Parameters
@@ -386,6 +388,12 @@ def load_pretrained(model, source):
     source : path, str or dict
         A safetensors file, a file that `torch.save` wrote, a hub repository "owner/name", or
         tensors by name.
+    img_size : int or (int, int), optional
+        Height and width in pixels of the images that the weights belong to. By default position
+        embeddings and bias tables that have the model's shape are loaded as they are, and
+        others are resampled as those of square images. Weights of square images for a model
+        whose grid has another form and equally many patches, such as 12 by 12 and 9 by 16, need
+        this argument.
 
     Returns
     -------
@@ -409,7 +417,8 @@ def load_pretrained(model, source):
     if hasattr(model, "family"):
         found = convert_state_dict(found, model.family)
     if hasattr(model, "resample_state_dict"):
-        found = model.resample_state_dict(found)
+        given = () if img_size is None else (img_size,)
+        found = model.resample_state_dict(found, *given)
     for key in filter(FIRST_LAYER.fullmatch, found):
         if key in wanted and found[key].ndim == wanted[key].ndim == 4:
             found[key] = adapt_input_conv(found[key], wanted[key].shape[1])
@@ -487,7 +496,9 @@ def _scale(image, height, width, config):
 
 
 def open_picture(picture):
-    """A picture as an RGB image of Pillow's.
+    """A picture as an RGB image of Pillow's, upright as its EXIF orientation says.
+
+    Gray values of 16 bits, from 0 to 65,535, are divided by 257, so that white stays white.
 
     Parameters
     ----------
@@ -500,12 +511,13 @@ def open_picture(picture):
     Raises
     ------
     ValueError
-        If it is none of these.
+        If it is none of these, or an image of 32-bit integers or floating-point numbers, whose
+        black and white nobody knows.
     ImportError
         If Pillow is missing.
     """
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ModuleNotFoundError:
         raise ImportError('Pillow is missing: pip install "attnlib[plot]"') from None
     if isinstance(picture, (str, Path)):
@@ -516,6 +528,16 @@ def open_picture(picture):
             raise ValueError(f"picture of shape {array.shape} and dtype {array.dtype} must be "
                              "a path, an image of Pillow's, or (H, W, 3) of uint8")
         picture = Image.fromarray(array)
+    deep = picture.mode.startswith("I;16")
+    # these formats give 16 bits, which some versions of Pillow keep in 32
+    deep = deep or (picture.mode == "I" and picture.format in ("PNG", "PPM"))
+    if picture.mode in ("I", "F") and not deep:
+        raise ValueError(f"picture of mode {picture.mode!r} may have any range of values; "
+                         "scale it to bytes, from 0 for black to 255 for white")
+    picture = ImageOps.exif_transpose(picture)
+    if deep:
+        bytes_of_gray = (np.asarray(picture).astype(np.int64) + 128) // 257
+        picture = Image.fromarray(bytes_of_gray.astype(np.uint8))
     return picture.convert("RGB")
 
 # %% ../nbs/93_models.ipynb #labels

@@ -124,6 +124,9 @@ class RotaryAttention(Attention):
 def use_rotary(model):
     """Give a ViT rotary positions in place of its learned ones, which become zero; in place.
 
+    The layers stay the same objects: an optimizer may hold their parameters, and frozen ones
+    stay frozen. The new attention is in the mode (training or evaluation) of the old one.
+
     Parameters
     ----------
     model : Module
@@ -144,12 +147,13 @@ def use_rotary(model):
                          "the rows and columns (set_input_size changes it)")
     for block in model.blocks:
         old = block.attn
-        block.attn = RotaryAttention(
+        new = RotaryAttention(
             model.patch_embed, model.num_prefix_tokens, model.embed_dim, old.num_heads,
-            old.qkv.bias is not None, old.attn_drop, old.proj_drop.p)
-        block.attn.q_norm, block.attn.k_norm = old.q_norm, old.k_norm
-        block.attn.load_state_dict(old.state_dict())
-        block.attn.to(old.qkv.weight)
+            attn_drop=old.attn_drop, device="meta")
+        for name, layer in old.named_children():
+            setattr(new, name, layer)  # the layers themselves, as trainable as they are
+        new.training = old.training
+        block.attn = new
     nn.init.zeros_(model.pos_embed.requires_grad_(False))
     return model
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['fold_normalization', 'hide', 'rollout_map', 'gradient_map', 'occlusion_map', 'layer_numbers', 'layer_scales', 'mixup',
-           'moving_average', 'fine_tune', 'prepared', 'transfer']
+           'moving_average', 'fine_tune', 'check_pixels', 'prepared', 'transfer']
 
 # %% ../nbs/36_practice.ipynb #imports
 import copy
@@ -45,7 +45,8 @@ def fold_normalization(model, mean, std):
         raise ValueError(f"model pads its first layer with {conv.padding} zeros, which are not "
                          "pixels; mean and std cannot be folded into it")
     if conv.bias is None:  # as in CLIP
-        conv.bias = nn.Parameter(conv.weight.new_zeros(len(conv.weight)))
+        zeros = conv.weight.new_zeros(len(conv.weight))
+        conv.bias = nn.Parameter(zeros, conv.weight.requires_grad)
     mean, std = (torch.as_tensor(x).to(conv.weight).view(1, -1, 1, 1) for x in (mean, std))
     with torch.no_grad():
         conv.weight.div_(std)  # (D, C, P, P) / (1, C, 1, 1)
@@ -145,17 +146,25 @@ def layer_numbers(model):
     """The layer of each parameter of a `model`: 0 before the blocks, 1 to L in them, L + 1 the
     head.
 
-    The norm behind the blocks counts with the last of them, as in timm.
+    As in timm, the norm behind the blocks counts with the last of them, and the merging of
+    patches in a Swin Transformer with the block that follows it.
 
     Returns
     -------
     dict of str to int
     """
-    blocks = [block for stage in model.stages for block in stage]
-    block_of = {p: i for i, block in enumerate(blocks, 1) for p in block.parameters()}
+    blocks = set(model.blocks)
+    layer_of = {}
+    number = 1
+    for stage in model.stages:
+        for layer in stage:
+            for p in layer.parameters():
+                layer_of[p] = number
+            if layer in blocks:
+                number += 1
     behind = {"norm": len(blocks), "fc_norm": len(blocks) + 1}
     behind |= {name.split(".")[0]: len(blocks) + 1 for name in model.classifiers}
-    return {name: behind.get(name.split(".")[0], block_of.get(p, 0))
+    return {name: behind.get(name.split(".")[0], layer_of.get(p, 0))
             for name, p in model.named_parameters()}
 
 
@@ -268,6 +277,31 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
     return averaged.module.eval(), history
 
 # %% ../nbs/36_practice.ipynb #prepared
+def check_pixels(name, images):
+    """Raise unless images hold floating-point numbers from 0, black, to 1, white.
+
+    Parameters
+    ----------
+    name : str
+        What an error calls the images.
+    images : Tensor, shape (n, C, H, W)
+
+    Raises
+    ------
+    TypeError
+        If they are of another dtype, such as bytes.
+    ValueError
+        If a value is outside of this range by more than interpolation explains.
+    """
+    if not images.is_floating_point():
+        raise TypeError(f"{name} of dtype {images.dtype} must be floating point, from 0 to 1; "
+                        "divide bytes by 255")
+    lowest, highest = images.aminmax()
+    if not (lowest >= -0.5 and highest <= 1.5):
+        raise ValueError(f"{name} has values from {lowest:g} to {highest:g}; pixels must be "
+                         "from 0 to 1, not yet standardized")
+
+
 def prepared(images, name, img_size=None):
     """Images as the weights of a name want them.
 
@@ -285,7 +319,15 @@ def prepared(images, name, img_size=None):
     Returns
     -------
     Tensor, shape (n, 3, height, width)
+
+    Raises
+    ------
+    TypeError
+        If the images are not floating point.
+    ValueError
+        If their values are not from 0 to 1.
     """
+    check_pixels("images", images)
     config = data_config(name, img_size)
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
     images = F.interpolate(images, config["input_size"][1:], mode=config["interpolation"],
@@ -311,7 +353,16 @@ def transfer(name, train, test, *, img_size=None, pretrained=True, device="cpu",
         With its averaged weights.
     accuracy : float
         On `test`.
+
+    Raises
+    ------
+    TypeError
+        If images are not floating point.
+    ValueError
+        If their values are not from 0 to 1.
     """
+    for part, (images, _) in (("train", train), ("test", test)):
+        check_pixels(f"{part}: images", images)
     model = create_model(name, pretrained=pretrained, img_size=img_size, device=device)
     model.reset_classifier(int(train[1].max()) + 1)  # a new head, also for as many classes
     model, _ = fine_tune(model, prepared(train[0], name, img_size), train[1], **options)

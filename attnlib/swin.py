@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['WindowLayout', 'SIZES', 'round_up', 'pad_map', 'crop_map', 'merge_patches', 'PatchMerging', 'window_partition',
            'window_reverse', 'window_layout', 'cyclic_shift', 'reverse_cyclic_shift', 'shift_mask',
-           'relative_position_index', 'resampling_matrix', 'resize_rel_pos_bias_table', 'window_bias', 'check_window',
-           'WindowAttention', 'SwinBlock', 'SwinStage', 'padded_size', 'pad_images', 'stage_windows', 'resample_tables',
-           'SwinTransformer', 'token_map', 'pixel_maps']
+           'relative_position_index', 'resampling_matrix', 'source_window', 'resize_rel_pos_bias_table', 'window_bias',
+           'check_window', 'WindowAttention', 'SwinBlock', 'SwinStage', 'padded_size', 'pad_images', 'stage_windows',
+           'resample_tables', 'SwinTransformer', 'token_map', 'pixel_maps']
 
 # %% ../nbs/32_swin.ipynb #imports
+import math
 from collections import OrderedDict, namedtuple
 
 import numpy as np
@@ -247,6 +248,37 @@ def resampling_matrix(old, new):
     return torch.tensor(np.array(rows), dtype=torch.float32).mT
 
 
+def source_window(rows, new_window):
+    """Return the window to which a bias table most likely belongs.
+
+    Parameters
+    ----------
+    rows : int
+        Number of rows of the table.
+    new_window : (int, int)
+        The window that needs a table.
+
+    Returns
+    -------
+    (int, int)
+        The new window if its table has as many rows; otherwise a square one.
+
+    Raises
+    ------
+    ValueError
+        If the number of rows fits neither.
+    """
+    needed = (2 * new_window[0] - 1) * (2 * new_window[1] - 1)
+    if rows == needed:
+        return tuple(new_window)
+    side = math.isqrt(rows)
+    if side * side != rows or side % 2 == 0:
+        raise ValueError(f"old_window (None) must be given as (rows, columns): a table of "
+                         f"{rows} rows fits neither the window {tuple(new_window)}, which "
+                         f"needs {needed}, nor a square one")
+    return side // 2 + 1, side // 2 + 1
+
+
 def resize_rel_pos_bias_table(table, new_window, old_window=None):
     """A bias table of one window, interpolated for another as in timm (which follows BEiT).
 
@@ -255,8 +287,8 @@ def resize_rel_pos_bias_table(table, new_window, old_window=None):
     table : Tensor, shape ((2M - 1)², h)
     new_window : (int, int)
     old_window : (int, int), optional
-        That of the table; by default square where the number of rows allows it, else the new
-        one.
+        That of the table. By default the new window if the table has its number of rows, and
+        otherwise a square one.
 
     Returns
     -------
@@ -265,14 +297,16 @@ def resize_rel_pos_bias_table(table, new_window, old_window=None):
     Raises
     ------
     ValueError
-        If the table has not the rows of its window.
+        If the table does not have the rows of its window, or if that is not given and the
+        table fits neither the new window nor a square one.
     """
-    side, new = round(len(table) ** 0.5), [2 * w - 1 for w in new_window]
-    old = [side, side] if side * side == len(table) else new
-    old = old if old_window is None else [2 * w - 1 for w in old_window]
+    if old_window is None:
+        old_window = source_window(len(table), new_window)
+    new = [2 * w - 1 for w in new_window]
+    old = [2 * w - 1 for w in old_window]
     if old[0] * old[1] != len(table):
-        raise ValueError(f"table has {len(table)} rows; the window {old_window or new_window} "
-                         f"needs {old[0] * old[1]}")
+        raise ValueError(f"table has {len(table)} rows; the window old_window "
+                         f"{tuple(old_window)} needs {old[0] * old[1]}")
     if old == new:
         return table
     y, x = (resampling_matrix(*lengths).to(table.device) for lengths in zip(old, new))
@@ -536,6 +570,9 @@ def stage_windows(model):
 def resample_tables(state_dict, model):
     """A state dict with the bias tables of other windows interpolated for those of a model.
 
+    A table with as many rows as the model's stays as it is, and any other one is taken for that
+    of a square window; `resize_rel_pos_bias_table` resizes tables of other windows.
+
     Parameters
     ----------
     state_dict : dict of str to Tensor
@@ -672,8 +709,12 @@ class SwinTransformer(Backbone):
         for stage, window in zip(self.layers, stage_windows(self)):
             stage.set_window_size(window)
 
-    def resample_state_dict(self, state_dict):
-        """Weights with the bias tables of other windows interpolated for this model's."""
+    def resample_state_dict(self, state_dict, img_size=None):
+        """Weights with the bias tables of other windows interpolated for this model's.
+
+        The tables depend on the windows, whatever the size of the images is: `img_size` is not
+        used.
+        """
         return resample_tables(state_dict, self)
 
     def no_weight_decay(self):

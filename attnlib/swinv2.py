@@ -41,11 +41,14 @@ def normalize(x, length=1.0):
     -------
     Tensor, shape (..., d)
     """
-    smallest = 2e-3 if x.dtype == torch.float16 else 1e-12  # which float16 rounds to zero
     wide = torch.promote_types(x.dtype, torch.float32)
     narrow = wide if x.dtype == torch.float16 else None  # in which float16's squares overflow
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=narrow)
-    return x * (length / norm.to(wide).clamp(min=smallest)).to(x.dtype)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=narrow).to(wide)
+    factor = length / norm.clamp(min=1e-12)
+    if x.dtype == torch.float16:  # for short vectors it has no such large factors
+        factor = factor.masked_fill(norm == 0, 0)  # nor such gradients, for zeros of padding
+        return (x * factor).to(x.dtype)
+    return x * factor.to(x.dtype)
 
 # %% ../nbs/33_swinv2.ipynb #coordinates
 def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None):

@@ -320,9 +320,16 @@ class TNT(Backbone):
         embed.set_input_size(img_size)
         self.patch_pos = resample_parameter(self.patch_pos, embed.grid_size, old_size)
 
-    def resample_state_dict(self, state_dict):
-        """Weights with the sentences' positions for this grid, and the words' as a map."""
-        state_dict = resample_stored(state_dict, "patch_pos", self.pixel_embed.grid_size)
+    def resample_state_dict(self, state_dict, img_size=None):
+        """Weights with the sentences' positions for this grid, and the words' as a map.
+
+        `img_size` is the size of the images that the weights belong to, as in
+        `load_pretrained`.
+        """
+        embed = self.pixel_embed
+        old_size = None if img_size is None else embed.grid_of(img_size)
+        state_dict = resample_stored(state_dict, "patch_pos", embed.grid_size,
+                                     old_size=old_size)
         words = state_dict.get("pixel_pos")
         if words is not None and words.shape == self.pixel_pos.flatten(2).mT.shape:
             state_dict["pixel_pos"] = words.mT.reshape_as(self.pixel_pos)  # was (1, m, c)

@@ -54,10 +54,15 @@ class PatchEmbed(nn.Module):
 
     def set_input_size(self, img_size):
         """Expect images of another size from now on."""
-        check_divides(self.patch_size, to_2tuple(img_size))
+        self.grid_size = self.grid_of(img_size)
         self.img_size = to_2tuple(img_size)
-        self.grid_size = tuple(s // p for s, p in zip(self.img_size, self.patch_size))
         self.num_patches = math.prod(self.grid_size)
+
+    def grid_of(self, img_size):
+        """Return the rows and columns of patches of images of a size, an int or a pair."""
+        img_size = to_2tuple(img_size)
+        check_divides(self.patch_size, img_size)
+        return tuple(s // p for s, p in zip(img_size, self.patch_size))
 
     def forward(self, x):
         """Images (B, C, H, W) to tokens (B, N, D), or to a map (B, H', W', D)."""
@@ -376,10 +381,16 @@ class VisionTransformer(Backbone):
         self.pos_embed = resample_parameter(self.pos_embed, embed.grid_size, old_size,
                                             self.num_prefix_tokens - self.num_bare_tokens)
 
-    def resample_state_dict(self, state_dict):
-        """Weights with the positions of a square grid interpolated for this model's grid."""
-        return resample_stored(state_dict, "pos_embed", self.patch_embed.grid_size,
-                               self.num_prefix_tokens - self.num_bare_tokens)
+    def resample_state_dict(self, state_dict, img_size=None):
+        """Weights whose position embeddings are interpolated for this model's grid.
+
+        `img_size` is the size of the images that the weights belong to, as in
+        `load_pretrained`.
+        """
+        embed = self.patch_embed
+        old_size = None if img_size is None else embed.grid_of(img_size)
+        return resample_stored(state_dict, "pos_embed", embed.grid_size,
+                               self.num_prefix_tokens - self.num_bare_tokens, old_size)
 
 # %% ../nbs/30_vit.ipynb #register
 SIZES = {  # B, L and H: table 1 of the paper; Ti and S: table 1 of Touvron et al. 2021

@@ -44,6 +44,7 @@ from attnlib.data import (
     flickr8k,
 )
 from attnlib.decoding import beam_search, greedy
+from attnlib.models import open_picture
 from attnlib.spatial import (
     Captioner,
     HardAttention,
@@ -433,9 +434,9 @@ class Biased(Bench):
 
 def photographs(paths, size):
     """Photographs (n, 3, size, size), from -1 to 1: the middle square of each."""
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
-    found = [ImageOps.fit(Image.open(path).convert("RGB"), (size, size)) for path in paths]
+    found = [ImageOps.fit(open_picture(path), (size, size)) for path in paths]
     return pixels(torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).float() / 255)
 
 

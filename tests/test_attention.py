@@ -27,6 +27,7 @@ from attnlib.attention import (
     record_attention,
     register_backend,
 )
+from helpers import close
 
 BACKENDS = ["reference", "sdpa", "auto"]
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -570,8 +571,85 @@ def test_a_bias_too_small_for_the_dtype_is_a_mask(backend, dtype):
     bias[2], bias[3, 1:] = torch.finfo(torch.float32).min, torch.finfo(torch.float32).min
     with attention_backend(backend):
         out = attention(q, k, k, bias=bias)
-    assert (out[2] == 0).all() and out.isfinite().all()
+        sums = attention(q, k, torch.ones_like(k), bias=bias)
+    assert out.isfinite().all()
     torch.testing.assert_close(out[3], k[0])
+    torch.testing.assert_close(sums, torch.ones_like(sums), atol=0.01, rtol=0)  # row 2 as well
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_bias_keeps_its_differences_in_half_precision(backend, dtype, masked):
+    """Against float64; a bias that all keys share changes nothing, however large it is."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 9, 16, generator=g).to(dtype) for _ in range(3))
+    mask = causal_mask(9) if masked else None
+    for shared in (0.0, 300.0, -1e5):
+        bias = torch.randn(3, 9, 9, generator=g) + shared
+        logits = q.double() @ k.double().mT / 4 + bias.double()
+        logits = logits if mask is None else logits.masked_fill(~mask, -math.inf)
+        wanted = logits.softmax(-1) @ v.double()
+        with attention_backend(backend):
+            found = attention(q, k, v, mask=mask, bias=bias)
+        assert found.dtype == dtype
+        close(found.double(), wanted, 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa"])
+def test_large_biases_by_hand(backend):
+    """Logits 300 and 301 give the weight 1 / (1 + 1/e); one key gets all weight."""
+    zeros, v = torch.zeros(2, 8), torch.tensor([[0.0], [1.0]]).expand(2, 8)
+    bias, share = torch.tensor([300.0, 301.0]), 1 / (1 + math.exp(-1))
+    with attention_backend(backend):
+        found = [
+            attention(*(x.bfloat16() for x in (zeros, zeros, v)), bias=bias),
+            attention(zeros.half(), zeros[1:].half(), v[1:].half(), bias=torch.tensor([-1e5])),
+        ]
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(attention(zeros, zeros, v, bias=bias))
+    for out, wanted in zip(found, (share, 1, share)):
+        torch.testing.assert_close(
+            out.float(), torch.full((2, 8), float(wanted)), atol=2e-3, rtol=0
+        )
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_the_gradient_of_a_wider_bias(backend):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 5, 8, generator=g).bfloat16() for _ in range(3))
+    bias = (torch.randn(5, 5, generator=g) + 300).requires_grad_()
+    wide = bias.detach().double().requires_grad_()
+    logits = q.double() @ k.double().mT / math.sqrt(8) + wide
+    (logits.softmax(-1) @ v.double()).square().sum().backward()
+    with attention_backend(backend):
+        attention(q, k, v, bias=bias).float().square().sum().backward()
+    assert bias.grad.dtype == torch.float32
+    close(bias.grad.double(), wide.grad, 0.05)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa"])
+@pytest.mark.parametrize("scale", [-0.5, -3.0, 0.0])
+@pytest.mark.parametrize("n", [5, 600])
+def test_a_scale_that_is_not_positive(backend, scale, n):
+    q, k, v = torch.randn(3, 1, 2, n, 4, dtype=torch.float64)
+    q.requires_grad_()
+    for mask in (None, "causal", causal_mask(n)):
+        logits = scale * q @ k.mT
+        logits = logits if mask is None else logits.masked_fill(~causal_mask(n), -math.inf)
+        wanted = logits.softmax(-1) @ v
+        with attention_backend(backend):
+            found = attention(q, k, v, mask=mask, scale=scale)
+            close(attention(q.detach(), k, v, mask=mask, scale=scale), wanted.detach(), 1e-12)
+        close(found, wanted, 1e-12)
+        gradients = [torch.autograd.grad(out.square().sum(), q)[0] for out in (found, wanted)]
+        close(*gradients, 1e-10)
+
+
+def test_a_bias_of_tensors_without_values():
+    q = torch.empty(2, 3, 5, 8, device="meta", dtype=torch.bfloat16)
+    with attention_backend("sdpa"):
+        assert attention(q, q, q, bias=torch.empty(5, 5, device="meta")).shape == q.shape
 
 
 def test_a_bias_without_axes_shifts_nothing():

@@ -2,12 +2,15 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
+from attnlib import models
+from attnlib.autoformer import AutoFormer
 from attnlib.backbone import (
     Backbone,
     DropPath,
@@ -17,8 +20,11 @@ from attnlib.backbone import (
     resample_abs_pos_embed,
     resample_parameter,
 )
-from helpers import BACKBONES, backbone, close, images
+from attnlib.models import load_pretrained
+from attnlib.vit import VisionTransformer
+from helpers import BACKBONES, backbone, build, close, images
 
+TINY = dict(embed_dim=12, depth=1, num_heads=1, num_classes=2)
 every = pytest.mark.parametrize("name", BACKBONES)
 tokens = pytest.mark.parametrize("name", ["vit", "deit", "tnt"])
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -246,6 +252,54 @@ def test_positions_are_kept_where_the_grid_is():
     assert resample_abs_pos_embed(pos[:, :12], (4, 4), (2, 6), 0).shape == (1, 16, 6)
 
 
+NINE_BY_SIXTEEN = {  # 144 patches, as many as 12 by 12 has
+    "vit": partial(build, "vit"),
+    "deit": partial(build, "deit"),
+    "tnt": partial(build, "tnt"),
+    "beit": partial(build, "beit"),
+    "autoformer": partial(
+        AutoFormer, patch_size=8, embed_dim=24, num_heads=(2,), mlp_ratio=(2,), head_dim=8
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NINE_BY_SIXTEEN)
+def test_weights_of_the_models_own_grid_are_loaded_as_they_are(name):
+    """Every tensor keeps its values, although the number of patches is a square."""
+    torch.manual_seed(0)
+    trained, model = (NINE_BY_SIXTEEN[name](img_size=(72, 128)) for _ in range(2))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.normal_()
+    load_pretrained(model, trained.state_dict())
+    for key, x in trained.state_dict().items():
+        assert torch.equal(model.state_dict()[key], x), key
+
+
+@pytest.mark.parametrize("name", NINE_BY_SIXTEEN)
+def test_weights_of_another_grid_are_resampled_if_it_is_given(name):
+    """As `set_input_size` resamples them, also where no square could be meant."""
+    for old_size, new_size in (((96, 96), (72, 128)), ((16, 64), (64, 16)), ((16, 40), (24, 16))):
+        trained, model = (NINE_BY_SIXTEEN[name](img_size=s) for s in (old_size, new_size))
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.normal_()
+        load_pretrained(model, trained.state_dict(), img_size=old_size)
+        trained.set_input_size(new_size)
+        for key, x in trained.state_dict().items():
+            assert torch.equal(model.state_dict()[key], x), key
+
+
+def test_published_positions_fit_the_size_asked_for(monkeypatch):
+    """The size that published weights belong to is that of the name: 14 by 14 patches."""
+    monkeypatch.setitem(models.MODELS, "small", (VisionTransformer, "owner/small", TINY))
+    published = VisionTransformer(**TINY)
+    monkeypatch.setattr(models, "unwrap_state_dict", lambda source: published.state_dict())
+    model = models.create_model("small", pretrained=True, img_size=(112, 448))
+    wanted = resample_abs_pos_embed(published.pos_embed, (7, 28), (14, 14))
+    assert torch.equal(model.pos_embed, wanted)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -262,7 +316,7 @@ def test_positions_are_kept_where_the_grid_is():
         ),
         (
             lambda: resample_abs_pos_embed(torch.zeros(1, 16, 6), (4, 4)),
-            r"15 positions of patches; old_size \(3, 3\)",
+            r"old_size \(None\) must be given as \(rows, columns\): 15 positions",
         ),
     ],
 )

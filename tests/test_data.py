@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from number_names import RULES
 
 from attnlib import data
 from attnlib.data import (
@@ -41,6 +42,49 @@ def test_number_words():
     assert number_words([321, 0], "de") == ["dreihunderteinundzwanzig", "null"]
     assert number_words([92], "da") == ["tooghalvfems"]
     assert len(LANGUAGES) >= 10
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_names_follow_the_rules_of_each_language(language):
+    """All names below 1,000, all whole thousands, and a thousand mixed numbers."""
+    numbers = [*range(1000), *range(1000, 10**6, 1000)]
+    numbers += [1000 * count + (617 * count) % 1000 for count in range(1, 1000, 2)]
+    numbers += draw_numbers(250, 10**9, seed=5)
+    one_and_more = [0, 1, 2, 21, 22, 100, 101, 118, 201]
+    for count in one_and_more:
+        millions = 10**6 * count
+        numbers += [millions + 1000 * a + b for a in one_and_more[:6] for b in one_and_more]
+    expected = [RULES[language](number) for number in numbers]
+    assert number_words(numbers, language) == expected
+
+
+@pytest.mark.parametrize(
+    "number, language, name",
+    [
+        (901_000, "de", "neunhunderteintausend"),
+        (101_000_000, "de", "einhunderteine Millionen"),
+        (1000, "sv", "ettusen"),
+        (40, "sv", "fyrtio"),
+        (1_000_001, "sv", "en miljon ett"),
+        (2_000_002, "sv", "två miljoner två"),
+        (60, "da", "tres"),
+        (50, "da", "halvtreds"),
+        (1_000_000, "da", "en million"),
+        (101_001, "da", "ethundrede og ettusinde og et"),
+        (21_000, "es", "veintiún mil"),
+        (31_000_000, "es", "treinta y un millones"),
+        (118, "it", "centodiciotto"),
+        (3_000_003, "it", "tre milioni e tre"),
+        (1_000_023, "it", "un milione e ventitré"),
+        (2_001_202, "pt", "dois milhões mil duzentos e dois"),
+        (2_000_000, "fi", "kaksi miljoonaa"),
+        (102, "hu", "százkettő"),
+        (22_000, "hu", "huszonkétezer"),
+        (101_001, "tr", "yüzbirbinbir"),
+    ],
+)
+def test_names_that_num2words_gets_wrong(number, language, name):
+    assert number_words([number], language) == [name]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

@@ -403,6 +403,19 @@ def test_filters_leave_their_input_alone():
     assert torch.equal(z, copy)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_top_p_in_half_precision_keeps_what_float64_keeps(dtype, p):
+    """The number of tokens, up to ties with the last; a vocabulary so large that sums round."""
+    generator = torch.Generator().manual_seed(0)
+    z = torch.stack([torch.randn(20_000, generator=generator), torch.zeros(20_000)]).to(dtype)
+    out = top_p_filter(z, p)
+    assert out.dtype == dtype
+    sums = z.double().sort(descending=True).values.softmax(-1).cumsum(-1)
+    wanted = (sums < p).sum(-1) + 1
+    assert ((out > -math.inf).sum(-1) - wanted).abs().max() <= 1
+
+
 def test_top_p_one_keeps_the_least_token():
     z = torch.tensor([0.0, -30.0, -90.0])  # in float32 the first probability is 1
     assert torch.equal(top_p_filter(z, 1.0), z)

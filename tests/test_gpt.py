@@ -348,6 +348,14 @@ def test_min_p_keeps_the_best(p, seed):
     assert (shares[kept] >= (p - 1e-5) * shares.amax(1, keepdim=True).expand(3, 9)[kept]).all()
 
 
+@pytest.mark.parametrize("dtype, p", [(torch.float16, 0.09), (torch.bfloat16, 0.03)])
+def test_min_p_in_half_precision_keeps_what_float64_keeps(dtype, p):
+    logits = torch.linspace(290, 300, 41)[None].to(dtype)
+    kept = min_p_filter(logits, p) > -math.inf
+    shares = logits.double().softmax(-1)
+    assert torch.equal(kept, shares >= p * shares.amax(1, keepdim=True))
+
+
 # --- optimized --------------------------------------------------------------------------------
 
 

@@ -98,7 +98,7 @@ def test_adapted_weights_equal_timms(published, changes):
     ).eval()
     ours = fresh(**changes)
     start = copy_of(ours)
-    kept = load_pretrained(ours, path)
+    kept = load_pretrained(ours, path, img_size=224)
     assert kept == (["head.weight", "head.bias"] if changes.get("num_classes") else [])
     for key, x in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[key], start[key] if key in kept else x), key
@@ -592,6 +592,55 @@ def test_a_picture_may_be_a_path_an_image_or_an_array(tmp_path):
     for wrong in (picture[..., 0], picture.astype(float), np.zeros((3, 8, 8), np.uint8)):
         with pytest.raises(ValueError, match="picture of shape"):
             transform(wrong)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+def test_gray_pictures_of_sixteen_bits(tmp_path, suffix):
+    gray = np.random.default_rng(0).integers(0, 65536, (24, 40)).astype(np.uint16)
+    gray[0, :4] = 0, 65535, 255 * 257, 128 * 257
+    path = tmp_path / f"picture.{suffix}"
+    if suffix == "pgm":  # which has the more significant byte first
+        path.write_bytes(b"P5 40 24 65535 " + gray.astype(">u2").tobytes())
+    else:
+        Image.fromarray(gray).save(path)
+    wanted = np.rint(gray / 65535 * 255).astype(np.uint8)
+    kinds = [path, Image.open(path), Image.fromarray(gray)]
+    for picture in kinds:
+        found = np.asarray(models.open_picture(picture))
+        assert np.array_equal(found, np.stack([wanted] * 3, axis=2))
+    turned = Image.fromarray(gray)
+    turned.getexif()[0x0112] = 6
+    assert models.open_picture(turned).size == (24, 40)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pictures_of_an_unknown_range_are_refused(tmp_path, mode):
+    picture = Image.new(mode, (8, 8), 1)
+    picture.save(tmp_path / "picture.tif")
+    for kind in (picture, tmp_path / "picture.tif"):
+        with pytest.raises(ValueError, match=f"picture of mode '{mode}' may have any range"):
+            models.open_picture(kind)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_upright(tmp_path, orientation):
+    stored = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    y_of_first = {1: 0, 2: 0, 3: -1, 4: -1}  # EXIF 2.3, table 4: where row 0, column 0 belongs
+    if orientation <= 4:
+        wanted = stored if y_of_first[orientation] == 0 else stored[::-1]
+        wanted = wanted[:, ::-1] if orientation in (2, 3) else wanted
+    else:
+        wanted = stored.transpose(1, 0, 2)
+        wanted = wanted[:, ::-1] if orientation in (6, 7) else wanted
+        wanted = wanted[::-1] if orientation in (7, 8) else wanted
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(stored).save(tmp_path / "picture.png", exif=exif)
+    for kind in (tmp_path / "picture.png", Image.open(tmp_path / "picture.png")):
+        found = models.open_picture(kind)
+        assert np.array_equal(np.asarray(found), wanted)
+        again = models.open_picture(found)  # which is upright
+        assert np.array_equal(np.asarray(again), wanted)
 
 
 def test_labels():

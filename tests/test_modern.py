@@ -227,6 +227,22 @@ def test_a_rotary_model():
         use_rotary(build("vit", dynamic_img_size=True))
 
 
+def test_rotary_positions_keep_what_is_frozen_and_the_mode():
+    model = build("vit", attn_drop_rate=0.5).eval().requires_grad_(False)
+    model.blocks[0].attn.proj.weight.requires_grad_(True)
+    before = dict(model.named_parameters())
+    use_rotary(model)
+    assert not any(part.training for part in model.modules())
+    x = images().float()
+    assert torch.equal(model(x), model(x))  # no dropout of the weights
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is p for name, p in before.items())  # an optimizer may hold them
+    trainable = [name for name, p in after.items() if p.requires_grad]
+    assert trainable == ["blocks.0.attn.proj.weight"]
+    assert all(part.training for part in use_rotary(build("vit")).modules())
+
+
 # --- bad input --------------------------------------------------------------------------------
 
 

@@ -76,6 +76,17 @@ def test_rates_are_timms(name, cls, pool):
         assert found[key] == pytest.approx(pair), key
 
 
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
+def test_layers_of_a_swin_transformer_are_timms(name):
+    with torch.device("meta"):
+        theirs, ours = timm.create_model(name), create_model(name)
+    groups = param_groups_layer_decay(theirs, layer_decay=0.6)
+    scales = {p: group["lr_scale"] for group in groups for p in group["params"]}
+    wanted = {name: scales[p] for name, p in theirs.named_parameters()}
+    assert layer_scales(ours, 0.6) == pytest.approx(wanted)
+    assert max(layer_numbers(ours).values()) == 2 + 2 + 6 + 2 + 1  # and the head
+
+
 def test_every_parameter_has_a_layer():
     swin = SwinTransformer(
         32, 4, num_classes=3, embed_dim=8, depths=(1, 2), num_heads=(1, 2), window_size=4
@@ -166,6 +177,14 @@ def test_folded_normalization(mean, std):
     assert all(torch.equal(a, before[key]) for key, a in model.state_dict().items())
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_bias_that_is_folded_in_is_as_trainable_as_its_layer(frozen):
+    model = small(pre_norm=True)  # whose first layer has no bias
+    model.patch_embed.requires_grad_(not frozen)
+    folded = fold_normalization(model, (0.5,) * 3, (0.5,) * 3)
+    assert folded.patch_embed.proj.bias.requires_grad == (not frozen)
+
+
 def test_a_padded_first_layer_is_refused():
     model = small()
     model.patch_embed.proj.padding = (1, 1)
@@ -208,6 +227,26 @@ def test_prepared_is_preprocessed():
     x = (picture.permute(2, 0, 1) / 255)[None]
     assert torch.allclose(prepared(x, name), preprocess(config)(picture.numpy()), atol=1e-5)
     assert prepared(x, name, 32).shape == (1, 3, 32, 32)
+
+
+@pytest.mark.parametrize(
+    "images, error, message",
+    [
+        (torch.full((2, 3, 8, 8), 200, dtype=torch.uint8), TypeError, "dtype torch.uint8"),
+        (torch.full((2, 3, 8, 8), 200.0), ValueError, "values from 200 to 200"),
+        (torch.full((2, 3, 8, 8), -2.0), ValueError, "values from -2 to -2"),
+        (torch.full((2, 3, 8, 8), torch.nan), ValueError, "values from nan"),
+    ],
+)
+def test_images_that_are_not_from_zero_to_one_are_refused(images, error, message):
+    right, y = (torch.rand(2, 3, 8, 8), torch.arange(2)), torch.arange(2)
+    options = dict(img_size=16, pretrained=False, steps=1, lr=1e-3, batch_size=1)
+    with pytest.raises(error, match=f"images.* {message}"):
+        prepared(images, "vit_collages")
+    with pytest.raises(error, match=f"train: images.* {message}"):
+        transfer("vit_collages", (images, y), right, **options)
+    with pytest.raises(error, match=f"test: images.* {message}"):
+        transfer("vit_collages", right, (images, y), **options)
 
 
 def test_transfer_learns_a_task_at_another_size():

@@ -308,8 +308,23 @@ def test_weights_of_another_window_are_resampled():
     torch.testing.assert_close(new, resize_rel_pos_bias_table(old.detach(), (8, 8)))
     constant = resize_rel_pos_bias_table(torch.ones(13 * 13, 2), (5, 9))
     torch.testing.assert_close(constant, torch.ones(9 * 17, 2))
-    with pytest.raises(ValueError, match=r"table has 168 rows; the window \(7, 7\) needs 169"):
+    with pytest.raises(ValueError, match=r"old_window \(None\) .* 168 rows .* needs 169"):
         resize_rel_pos_bias_table(torch.ones(168, 2), (7, 7))
+    with pytest.raises(ValueError, match=r"table has 168 rows; .* old_window \(7, 7\) needs 169"):
+        resize_rel_pos_bias_table(torch.ones(168, 2), (9, 9), (7, 7))
+
+
+def test_a_table_that_fits_is_loaded_as_it_is():
+    """A window of 13 by 5 tokens has 25 · 9 = 15 · 15 offsets, as many as one of 8 by 8."""
+    table = torch.randn(225, 2)
+    assert resize_rel_pos_bias_table(table, (13, 5)) is table
+    assert resize_rel_pos_bias_table(table, (8, 8)) is table
+    resized = resize_rel_pos_bias_table(table, (13, 5), (8, 8))
+    assert resized.shape == table.shape and not torch.equal(resized, table)
+    model = SwinTransformer(img_size=(104, 40), window_size=(13, 5), **SMALL)
+    stored = {key: x.clone() for key, x in model.state_dict().items()}
+    load_pretrained(model, stored)
+    assert all(torch.equal(x, stored[key]) for key, x in model.state_dict().items())
 
 
 # --- the peers ------------------------------------------------------------------------------

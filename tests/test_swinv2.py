@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,6 +109,28 @@ def test_normalize_in_every_precision():
     with torch.no_grad():
         half = backbone("swinv2", img_size=64, window_size=5).eval().half()
         assert torch.isfinite(half(images(1, 64).half())).all()  # with padding of length zero
+
+
+def test_short_vectors_are_normalized_in_float16():
+    torch.manual_seed(0)
+    for size in (1e-6, 1e-4, 1e-3, 1.0, 3e4):
+        x = (size * torch.randn(5, 8).sign()).half()
+        wanted = 10 * F.normalize(x.double(), dim=-1)
+        torch.testing.assert_close(normalize(x, 10.0).double(), wanted, atol=0, rtol=2e-3)
+    zero = torch.zeros(2, 8, dtype=torch.half, requires_grad=True)  # padding
+    normalize(zero, torch.tensor([[100.0], [1.0]])).sum().backward()
+    assert torch.equal(zero.grad, torch.zeros_like(zero))
+
+
+def test_a_float16_layer_with_short_queries_and_keys():
+    torch.manual_seed(0)
+    layer = WindowAttentionV2(16, 2, 4, qkv_bias=False).double()
+    with torch.no_grad():
+        layer.qkv.weight[:32].mul_(1e-3)
+        half = copy.deepcopy(layer).half()
+        x = torch.randn(1, 4, 4, 16).half()
+        wanted = copy.deepcopy(half).double()(x.double())
+        close(half(x).double(), wanted, 0.01 * wanted.abs().max())
 
 
 def test_coordinates_and_extrapolation():

@@ -50,10 +50,12 @@ def test_positions_of_a_state_dict_are_resampled_as_timm_does():
     theirs.load_state_dict(wanted)
     close(ours(images(1, 64).float()), theirs(images(1, 64).float()), 1e-5)
     wide = build("tnt", img_size=(16, 64))  # as many patches as the square has, in another grid
-    found = wide.resample_state_dict(state_dict)["patch_pos"]
+    found = wide.resample_state_dict(state_dict, img_size=32)["patch_pos"]
     assert found.shape == (1, 17, 24) and not torch.equal(found, state_dict["patch_pos"])
+    found = wide.resample_state_dict(state_dict)["patch_pos"]
+    assert torch.equal(found, state_dict["patch_pos"])
     odd = build("tnt", img_size=(16, 40))
-    with pytest.raises(ValueError, match="10 positions of patches"):
+    with pytest.raises(ValueError, match=r"old_size \(None\) must be given.* 10 positions"):
         ours.resample_state_dict(odd.state_dict())
 
 

@@ -137,6 +137,49 @@ def test_shared_model_trains_like_a_whole_one(ranks, tmp_path, whole):
     assert max(own for _, own in notes) < 1.03 * total / ranks + 4 * 16  # rows that are left
 
 
+def rows_of(step):
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+    return x, 3 * x.roll(1, 1) + x.square()  # which ranks see differently
+
+
+def squares(model, batch):
+    x, y = batch
+    return (model(x) - y).square().sum(), y.numel()
+
+
+def train_with_batch_norm(folder):
+    """Runs in a process, which then writes down its own buffers."""
+    for name, parallel, stops in (
+        ("whole", "ddp", (None,)),
+        ("shared", "fsdp", (None,)),
+        ("resumed", "fsdp", (10, None)),
+    ):
+        for stop in stops:
+            torch.manual_seed(0)
+            norm = nn.BatchNorm1d(8)
+            first = nn.Linear(4, 8, bias=False)  # a bias would have no gradient but noise
+            model = nn.Sequential(first, norm, nn.ReLU(), nn.Linear(8, 4))
+            path = folder / f"{name}.json"
+            options = dict(checkpoint=path, parallel=parallel, stop_after=stop)
+            fit(model, squares, rows_of, **RUN, **options, accelerator=Accelerator(cpu=True))
+            torch.save(dict(norm.named_buffers()), folder / f"{name}.rank{dist.get_rank()}")
+
+
+@SHARDED
+def test_buffers_that_change_are_those_of_the_first_process(tmp_path):
+    assert together(2, tmp_path, train_with_batch_norm, tmp_path) == [0, 0]
+    stored = {}
+    for name in ("whole", "shared", "resumed"):
+        stored[name], _ = load_checkpoint(tmp_path / f"{name}.json")
+    for name in ("shared", "resumed"):
+        for rank in range(2):  # neither has drifted
+            for key, x in torch.load(tmp_path / f"{name}.rank{rank}").items():
+                assert torch.equal(x, stored[name][f"model.1.{key}"]), (name, rank, key)
+    for key, x in stored["shared"].items():
+        torch.testing.assert_close(x, stored["whole"][key], rtol=1e-3, atol=1e-5)
+        assert torch.equal(x, stored["resumed"][key]), key
+
+
 @SHARDED
 def test_mean_of_means_is_another_loss(tmp_path, whole):
     """Control: what the sum and the count of `loss_fn` prevent."""

@@ -43,15 +43,19 @@ def test_positions_of_a_state_dict_are_resampled_as_timm_does():
         24,
     )
     assert state_dict["pos_embed"].shape == (1, 17, 24)
-    # as many patches as the square has, in another grid
+    # as many patches as the square has, in another grid: whose they are must be said
     wide, theirs = pair("vit", img_size=(16, 64))
     theirs.pretrained_cfg = dict(input_size=(3, 32, 32))
     wanted = timm.models.vision_transformer.checkpoint_filter_fn(dict(state_dict), theirs)
-    assert torch.equal(wide.resample_state_dict(state_dict)["pos_embed"], wanted["pos_embed"])
+    found = wide.resample_state_dict(state_dict, img_size=32)
+    assert torch.equal(found["pos_embed"], wanted["pos_embed"])
+    assert not torch.equal(found["pos_embed"], state_dict["pos_embed"])
+    found = wide.resample_state_dict(wide.state_dict())
+    assert torch.equal(found["pos_embed"], wide.pos_embed)
     # ten patches are no square: these positions can only be its own
     odd = build("vit", img_size=(16, 40))
     assert torch.equal(odd.resample_state_dict(odd.state_dict())["pos_embed"], odd.pos_embed)
-    with pytest.raises(ValueError, match="10 positions of patches"):
+    with pytest.raises(ValueError, match=r"old_size \(None\) must be given.* 10 positions"):
         ours.resample_state_dict(odd.state_dict())
 
 
