@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['TABLE', 'SIZES', 'conv_encoder', 'conv_decoder', 'check_vocabulary', 'DiscreteVAE', 'dvae_loss', 'perplexity',
-           'gather_rows', 'VectorQuantizer', 'VQAutoencoder', 'check_masked', 'block_mask', 'beit_position_index',
-           'resize_beit_table', 'bias_table', 'position_bias', 'BeitAttention', 'BeitBlock', 'init_beit', 'Beit',
-           'adapt_tables', 'without_pretraining', 'BeitPositionBias', 'BeitForMaskedImageModeling', 'check_mask',
-           'masked_loss', 'FeatureEncoder']
+           'gather_rows', 'VectorQuantizer', 'VQAutoencoder', 'check_masked', 'block_mask', 'random_rectangle',
+           'hide_rectangle', 'beit_position_index', 'resize_beit_table', 'bias_table', 'position_bias', 'BeitAttention',
+           'BeitBlock', 'init_beit', 'Beit', 'adapt_tables', 'without_pretraining', 'BeitPositionBias',
+           'BeitForMaskedImageModeling', 'check_mask', 'masked_loss', 'FeatureEncoder']
 
 # %% ../nbs/41_beit.ipynb #imports
 import math
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 from .attention import attention
 from attnlib.backbone import (
-    Backbone, DropPath, check_rates, classifier, drop_path_rates, init_weights, to_2tuple,
+    Backbone, DropPath, check_counts, check_rates, classifier, drop_path_rates, init_weights,
+    to_2tuple,
 )
 from .mae import check_encoder_options, load_encoder
 from .models import register_model
@@ -298,16 +299,21 @@ def check_masked(num_masked, num_patches):
 def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=None):
     """A mask of random rectangles that may overlap (Bao et al. 2022, algorithm 1).
 
+    As in the authors' code, a rectangle is drawn again if it would hide too many patches, and
+    the drawing ends after ten vain attempts in a row. If too few are hidden by then, smaller
+    rectangles follow, which the authors' code does not have.
+
     Parameters
     ----------
     grid_size : (int, int)
         Rows and columns of patches.
     num_masked : int
-        How many to hide at most; sometimes it is a few less.
+        The most patches to hide. The mask may hide fewer, at most `min_patches` fewer and at
+        most a quarter fewer.
     min_patches : int
-        The smallest area that a rectangle is drawn with.
+        The smallest area that a rectangle is drawn with, or `num_masked` if that is smaller.
     min_aspect : float
-        The smallest ratio of height to width; its inverse is the largest.
+        The smallest ratio of height to width, in (0, 1]; its inverse is the largest.
     rng : random.Random, optional
         Where the numbers come from; the module `random` by default.
 
@@ -318,24 +324,79 @@ def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=None):
     Raises
     ------
     ValueError
-        If nothing or everything would be hidden.
+        If nothing or everything would be hidden, `min_patches` is less than 1, or `min_aspect`
+        is outside its range.
     """
-    (height, width), rng = grid_size, rng or random
+    height, width = grid_size
     check_masked(num_masked, height * width)
-    mask, left, tries = torch.zeros(height, width, dtype=torch.bool), num_masked, 0
-    while left > 0 and tries < 10:  # give up after ten vain tries
-        area = rng.uniform(min_patches, left)
-        aspect = math.exp(rng.uniform(math.log(min_aspect), -math.log(min_aspect)))
-        h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        tries += 1
-        if h < height and w < width:
-            top, start = rng.randint(0, height - h), rng.randint(0, width - w)
-            block = mask[top : top + h, start : start + w]
-            new = h * w - int(block.sum())
-            if 0 < new <= left:
-                block[:] = True
-                left, tries = left - new, 0
+    check_counts(min_patches=min_patches)
+    if not 0 < min_aspect <= 1:
+        raise ValueError(f"min_aspect ({min_aspect}) must be in (0, 1]")
+    rng = rng or random
+    smallest = min(min_patches, num_masked)
+    mask = torch.zeros(height, width, dtype=torch.bool)
+    left = num_masked
+    vain = 0
+    while left > 0 and vain < 10:
+        h, w = random_rectangle(rng.uniform(smallest, left), min_aspect, rng)
+        fits = h < height and w < width
+        new = hide_rectangle(mask, h, w, left, rng) if fits else 0
+        left -= new
+        vain = 0 if new else vain + 1
+    few = min(min_patches, num_masked // 4)
+    while left > few:
+        h, w = random_rectangle(rng.uniform(1, left), min_aspect, rng)
+        h = min(max(h, 1), height)
+        w = min(max(w, 1), width)
+        left -= hide_rectangle(mask, h, w, left, rng)
     return mask
+
+
+def random_rectangle(area, min_aspect, rng):
+    """Draw the sides of a rectangle.
+
+    Parameters
+    ----------
+    area : float
+        In patches; the sides are rounded to whole patches.
+    min_aspect : float
+        The smallest ratio of height to width; its inverse is the largest.
+    rng : random.Random
+
+    Returns
+    -------
+    height, width : int
+    """
+    aspect = math.exp(rng.uniform(math.log(min_aspect), -math.log(min_aspect)))
+    return round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+
+
+def hide_rectangle(mask, height, width, most, rng):
+    """Hide a rectangle at a random place of a mask, unless it would hide too many patches.
+
+    Parameters
+    ----------
+    mask : bool Tensor, shape (H', W')
+        True where a patch is hidden; it is changed.
+    height, width : int
+        Sides of the rectangle.
+    most : int
+        The most patches that may be hidden in addition.
+    rng : random.Random
+
+    Returns
+    -------
+    int
+        How many more patches are hidden now; 0 if the mask is as it was.
+    """
+    top = rng.randint(0, mask.shape[0] - height)
+    start = rng.randint(0, mask.shape[1] - width)
+    block = mask[top : top + height, start : start + width]
+    new = height * width - int(block.sum())
+    if new > most:
+        return 0
+    block[:] = True
+    return new
 
 # %% ../nbs/41_beit.ipynb #position-index
 def beit_position_index(window_size, device=None):
@@ -508,8 +569,13 @@ class BeitBlock(nn.Module):
 
 
 def init_beit(model):
-    """Start as the authors do: both output layers of block ℓ are divided by √(2ℓ) (Bao et al.
-    2022, section 2.5).
+    """Start as the authors do for fine-tuning: both output layers of block ℓ are divided by
+    √(2ℓ) (Bao et al. 2022, section 2.5).
+
+    For pre-training the authors start differently: they cut the normal distributions at one
+    standard deviation instead of ±2, and start the patch projection in the same way with a bias
+    of zero, where here it keeps PyTorch's start. The recorded runs of `benchmarks.beit` depend
+    on this start, so `BeitForMaskedImageModeling` keeps it.
 
     Parameters
     ----------

@@ -173,7 +173,8 @@ def patchify(images, patch_size):
     """
     size = to_2tuple(patch_size)
     check_divides(size, tuple(images.shape[2:]))
-    x = cut(images, size).unflatten(0, (len(images), -1))  # -> (B, N, C, p, q)
+    count = (images.shape[2] // size[0]) * (images.shape[3] // size[1])
+    x = cut(images, size).unflatten(0, (len(images), count))  # -> (B, N, C, p, q)
     return x.permute(0, 1, 3, 4, 2).flatten(2)  # -> (B, N, p q C)
 
 
@@ -281,11 +282,14 @@ class MaskedAutoencoder(nn.Module):
         return self.decoder_pred(x[:, 1:])  # (B, N, d) -> (B, N, p q C)
 
     def forward_loss(self, images, prediction, mask):
-        """The mean squared error of the hidden patches, for predicted pixels (B, N, p·q·C)."""
+        """The mean squared error of the hidden patches, for predicted pixels (B, N, p·q·C).
+
+        It is 0 where no patch is hidden.
+        """
         target = patchify(images, self.patch_size)
         target = normalized(target) if self.norm_pix_loss else target
         error = (prediction - target).square().mean(-1)  # (B, N, p q C) -> (B, N)
-        return (error * mask).sum() / mask.sum()
+        return (error * mask).sum() / mask.sum().clamp(min=1)
 
     def forward(self, images, mask_ratio=0.75, noise=None):
         """The loss, the prediction (B, N, p·q·C) and the mask (B, N), 1 where hidden."""
@@ -391,6 +395,9 @@ def stack(depth, *arguments, **options):
 def init_weights(module):
     """As the authors initialize a `module`: by Xavier's uniform distribution, the patch
     projection as if it were a linear layer.
+
+    One thing differs: all biases start at zero, whereas the authors leave that of the patch
+    projection as PyTorch draws it.
     """
     if isinstance(module, (nn.Linear, nn.Conv2d)):
         nn.init.xavier_uniform_(module.weight.flatten(1))
@@ -523,8 +530,9 @@ def last_block(block, x, m):
 def lean_loss(model, images, noise, mask_ratio=0.75):
     """The loss of a `MaskedAutoencoder`, without what it does not need.
 
-    Pixels are predicted for hidden patches only, and only visible patches are projected. The
-    value and the gradients are those of ``model(images, mask_ratio, noise)[0]``.
+    Pixels are predicted for hidden patches only, and only visible patches are projected: put
+    side by side, they are a narrower image. The value and the gradients are those of
+    ``model(images, mask_ratio, noise)[0]``.
 
     Parameters
     ----------
@@ -538,13 +546,19 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
     Returns
     -------
     Tensor, scalar
+
+    Raises
+    ------
+    ValueError
+        If `mask_ratio` hides none or all of the patches.
     """
     patches, order = patchify(images, model.patch_size), noise.argsort(1)
     k = random_masking(noise, mask_ratio)[0].shape[1]
+    check_hidden(mask_ratio, noise.shape[1] - k, noise.shape[1])
     keep, gone = order[:, :k], order[:, k:]
-    proj = model.patch_embed.proj
-    weight = proj.weight.permute(0, 2, 3, 1).flatten(1)  # (D, C, p, q) -> (D, p q C)
-    seen = F.linear(patches.take_along_dim(keep[..., None], 1), weight, proj.bias)
+    visible = patches.take_along_dim(keep[..., None], 1)  # (B, k, p q C)
+    row = unpatchify(visible, (1, k), model.patch_size)  # (B, C, p, k q)
+    seen = model.patch_embed.proj(row)[:, :, 0].mT  # (B, D, 1, k) -> (B, k, D)
     first, places = model.cls_token + model.pos_embed[:, :1], model.pos_embed[0, 1:]
     x = torch.cat([first.expand(len(seen), -1, -1), seen + places[keep]], 1)
     first, seen = model.decoder_embed(model.norm(model.blocks(x))).split([1, k], 1)
@@ -556,4 +570,5 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
     prediction = model.decoder_pred(model.decoder_norm(x))  # (B, m, p q C)
     target = patches.take_along_dim(gone[..., None], 1)
     target = normalized(target) if model.norm_pix_loss else target
-    return (prediction - target).square().mean()
+    error = (prediction - target).square()
+    return error.sum() / max(1, error.numel())

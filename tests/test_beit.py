@@ -456,6 +456,18 @@ def test_masks_are_the_authors(sizes):
         assert torch.equal(found, wanted), seed
 
 
+@pytest.mark.parametrize(
+    "grid, count, smallest",
+    [((14, 14), 10, 16), ((4, 4), 8, 16), ((1, 20), 5, 2), ((2, 2), 2, 1), ((14, 14), 190, 16)],
+)
+def test_masks_hide_almost_as_many_as_asked_for(grid, count, smallest):
+    """On a grid that holds no block of the smallest area, too."""
+    rng = random.Random(0)
+    for _ in range(100):
+        hidden = int(block_mask(grid, count, smallest, rng=rng).sum())
+        assert count - min(smallest, count // 4) <= hidden <= count
+
+
 def test_where_blocks_fall():
     rng = random.Random(0)
     drawn = torch.stack([block_mask((14, 14), 75, rng=rng) for _ in range(1500)])
@@ -582,6 +594,8 @@ def test_it_learns_to_guess():
         (lambda: BeitForMaskedImageModeling(vocab_size=1), r"num_embeddings \(1\) must be"),
         (lambda: block_mask((4, 4), 0), r"num_masked \(0\) must be an integer from 1 to 15"),
         (lambda: block_mask((4, 4), 16), r"num_masked \(16\) must be an integer from 1 to 15"),
+        (lambda: block_mask((4, 4), 6, 0), r"min_patches \(0\) must be an integer of at least"),
+        (lambda: block_mask((4, 4), 6, 2, 0.0), r"min_aspect \(0.0\) must be in \(0, 1\]"),
         (lambda: Beit(**SMALL | dict(img_size=30)), r"patch_size \(8, 8\) must divide"),
         (lambda: Beit(**SMALL, global_pool="max"), r"global_pool \('max'\) must be one of"),
         (lambda: Beit(**SMALL | dict(num_heads=5)), r"dim \(24\) must be divisible by"),

@@ -20,6 +20,7 @@ from attnlib.mae import (
     harmonic_fill,
     hidden_pixels,
     kernel_fill,
+    lean_loss,
     linear_fill,
     masked_loss,
     normalized,
@@ -249,6 +250,32 @@ def test_a_mask_hides_the_share_that_it_is_told(count, hundredths, seed):
     assert ((noise > largest_kept) == mask.bool()).all()
 
 
+def test_nothing_hidden_and_no_images_cost_nothing():
+    model, x = small(), images()
+    prediction = torch.randn(2, 16, 192, requires_grad=True)
+    loss = model.forward_loss(x, prediction, torch.zeros(2, 16))
+    loss.backward()
+    assert loss == 0 and (prediction.grad == 0).all()
+    none, noise = x[:0], torch.rand(0, 16)
+    assert model(none, noise=noise)[0] == 0 and lean_loss(model, none, noise) == 0
+    assert patchify(none, 8).shape == (0, 16, 192)
+    assert unpatchify(patchify(none, 8), (4, 4), 8).shape == none.shape
+
+
+@pytest.mark.parametrize("options", [{}, dict(norm_pix_loss=True, patch_size=(4, 8))])
+def test_the_lean_loss_is_the_loss(options):
+    model, x = small(**options), images()
+    noise = torch.rand(2, model.patch_embed.num_patches)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    loss = model(x, 0.6, noise)[0]
+    lean = lean_loss(model, x, noise, 0.6)
+    close(lean, loss)
+    for found, wanted in zip(
+        torch.autograd.grad(lean, trained), torch.autograd.grad(loss, trained)
+    ):
+        close(found, wanted)
+
+
 def test_all_subsets_are_drawn_alike():
     torch.manual_seed(0)
     _, mask = random_masking(torch.rand(60_000, 6), 0.6)  # 2 of 6 stay
@@ -391,6 +418,8 @@ def test_what_does_not_fit():
         model(images(), 0.99)
     with pytest.raises(ValueError, match=r"mask_ratio \(0.0\) hides none of 16 patches"):
         model(images(), 0.0)
+    with pytest.raises(ValueError, match=r"mask_ratio \(0.0\) hides none of 16 patches"):
+        lean_loss(model, images(), torch.rand(2, 16), 0.0)
     for shape in (2, 15), (3, 16), (2, 16, 1):
         with pytest.raises(ValueError, match=re.escape(f"noise of shape {shape} must have")):
             model(images(), noise=torch.rand(shape))

@@ -32,6 +32,7 @@ from attnlib.scaling import (
     unshard_sequence,
     visits,
 )
+from attnlib.spatial import RewardBaseline
 from attnlib.transformer import Transformer
 from attnlib.vit import Attention, Mlp, VisionTransformer
 
@@ -45,6 +46,17 @@ def four():
 
 
 # --- what the workers run ---------------------------------------------------------------------
+
+
+def updated_baseline(lengths):
+    """The means after an update by one of several ranks, whose captions differ in length."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    reward = torch.randn(3, lengths[rank], generator=generator)
+    words = torch.rand(3, lengths[rank], generator=generator) < 0.7
+    baseline = RewardBaseline(6)
+    baseline.update(reward, words)
+    return baseline.means, reward, words
 
 
 def reduce_in_groups(n):
@@ -211,6 +223,16 @@ def test_states_are_shared_and_losses_are_those_of_one_process(four):
     assert sum(states for _, states, _ in shares) == 16 * parameters
     for other, states, _ in shares:
         assert abs(other - loss) < 1e-5 and states == 4 * parameters
+
+
+def test_processes_share_a_baseline(four):
+    """The running means of `reinforce_loss` are those of the rewards of all ranks together."""
+    found = four.run(updated_baseline, [4, 5, 3, 4])
+    assert all(torch.equal(means, found[0][0]) for means, _, _ in found)
+    for t in range(6):
+        rewards = [x[:, t][words[:, t]] for _, x, words in found if t < x.shape[1]]
+        wanted = 0.1 * torch.cat(rewards).mean() if rewards else torch.tensor(0.0)
+        torch.testing.assert_close(found[0][0][t], wanted, rtol=0, atol=1e-6)
 
 
 # --- matrices ---------------------------------------------------------------------------------
