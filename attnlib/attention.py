@@ -246,7 +246,7 @@ def attention_weights(q, k, *, mask=None, bias=None, scale=None):
     """
     check_attention(q, k, k, mask, bias)  # there are no values
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    logits = (q * scale) @ k.mT  # (..., N, d) @ (..., d, M) -> (..., N, M)
+    logits = (q * scale) @ k.transpose(-2, -1)  # (..., N, d) @ (..., d, M) -> (..., N, M)
     if mask is None and bias is None:
         return logits.softmax(-1)
     bias, empty = combined_bias(mask, bias, q, k)

@@ -184,6 +184,7 @@ def test_without_a_network_the_way_out_is_named(picture, monkeypatch):
     def fail(*_, **__):
         raise OSError("no network")
 
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fail)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     problem = refused("classify", "vit_tiny_patch16_224", picture)
     assert "no network" in problem and "--weights FILE" in problem
