@@ -99,7 +99,8 @@ def window_partition(x, window_size, num_heads=1):
     height, width = window_size
     x = x.unflatten(-3, (-1, height)).unflatten(-2, (-1, width))  # -> (..., Y, y, X, x, h d)
     x = x.unflatten(-1, (num_heads, -1))  # -> (..., Y, y, X, x, h, d)
-    x = x.movedim((-5, -3), (-3, -2))  # -> (..., Y, X, h, y, x, d)
+    n = x.ndim  # ONNX's exporter needs axes that count from the front
+    x = x.movedim((n - 5, n - 3), (n - 3, n - 2))  # -> (..., Y, X, h, y, x, d)
     return x.flatten(-6, -4).flatten(-3, -2)  # -> (..., Y X h, y x, d)
 
 
@@ -119,7 +120,8 @@ def window_reverse(windows, window_size, size):
     counts = [s // w for s, w in zip(size, window_size)]
     x = windows.unflatten(-3, (*counts, -1)).unflatten(-2, window_size)
     # (..., Y X h, y x, d) -> (..., Y, X, h, y, x, d)
-    x = x.movedim((-3, -2), (-5, -3))  # -> (..., Y, y, X, x, h, d)
+    n = x.ndim
+    x = x.movedim((n - 3, n - 2), (n - 5, n - 3))  # -> (..., Y, y, X, x, h, d)
     return x.flatten(-2).flatten(-5, -4).flatten(-3, -2)  # -> (..., Y y, X x, h d)
 
 # %% ../nbs/32_swin.ipynb #layout
