@@ -429,14 +429,9 @@ class Backbone(nn.Module):
 
     def place_norm(self):
         """Move the last norm to `fc_norm` if the head sees a mean, and otherwise to `norm`."""
-        first_is_last = isinstance(self.fc_norm, nn.Identity)
-        norm = self.norm if first_is_last else self.fc_norm
-        if self.global_pool == "avg":
-            self.norm = nn.Identity()
-            self.fc_norm = norm
-        else:
-            self.norm = norm
-            self.fc_norm = nn.Identity()
+        is_after = isinstance(self.norm, nn.Identity)
+        if is_after != (self.global_pool == "avg"):
+            self.norm, self.fc_norm = self.fc_norm, self.norm
 
     def reset_classifier(self, num_classes, global_pool=None):
         """Make a new head for `num_classes` classes (none if 0), and possibly another pooling.
