@@ -383,7 +383,7 @@ def fastest_backend(q, k, bias=None, dropout_p=0.0):
     """
     if q.device.type != "cpu" or k.shape[-2] > 512:
         return "sdpa"
-    learning = torch.is_grad_enabled()
+    learning = torch.is_grad_enabled() and not torch.jit.is_tracing()  # a trace has one form
     no_kernel = dropout_p > 0 or (learning and bias is not None and bias.requires_grad)
     slow_half = q.dtype.itemsize == 2 and (not has_amx() or (learning and q.requires_grad))
     medium = False

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TABLE', 'SIZES', 'conv_encoder', 'conv_decoder', 'check_vocabulary', 'DiscreteVAE', 'dvae_loss', 'perplexity',
            'gather_rows', 'VectorQuantizer', 'VQAutoencoder', 'check_masked', 'block_mask', 'random_rectangle',
-           'hide_rectangle', 'beit_position_index', 'resize_beit_table', 'bias_table', 'position_bias', 'BeitAttention',
-           'BeitBlock', 'init_beit', 'Beit', 'adapt_tables', 'without_pretraining', 'BeitPositionBias',
+           'hide_rectangle', 'beit_position_index', 'resize_beit_table', 'bias_table', 'position_bias', 'renew_index',
+           'BeitAttention', 'BeitBlock', 'init_beit', 'Beit', 'adapt_tables', 'without_pretraining', 'BeitPositionBias',
            'BeitForMaskedImageModeling', 'check_mask', 'masked_loss', 'FeatureEncoder']
 
 # %% ../nbs/41_beit.ipynb #imports
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from .attention import attention
 from attnlib.backbone import (
-    Backbone, DropPath, check_counts, check_rates, classifier, drop_path_rates, init_weights,
+    Backbone, DropPath, check_counts, check_rates, classifier, drop_path_rates, hidden_width, init_weights,
     to_2tuple,
 )
 from .mae import check_encoder_options, load_encoder
@@ -475,6 +475,22 @@ def position_bias(table, index):
     bias = table.T.index_select(1, index.flatten())  # (h, rows) -> (h, (1 + N)²)
     return bias.unflatten(1, index.shape)  # -> (h, 1 + N, 1 + N)
 
+def renew_index(module, incompatible_keys=None):
+    """Compute the index of a bias table again, because a state dict does not hold it.
+
+    It runs after each `load_state_dict`. A model that was made on the device "meta" or emptied
+    by `to_empty` has no index before.
+
+    Parameters
+    ----------
+    module : Module
+        `BeitAttention` or `BeitPositionBias`.
+    incompatible_keys : optional
+        What PyTorch passes to such a hook; it is not used.
+    """
+    device = next(module.parameters()).device
+    module.relative_position_index = beit_position_index(module.window_size, device)
+
 # %% ../nbs/41_beit.ipynb #attention-class
 class BeitAttention(nn.Module):
     """Self-attention with a bias for each offset; queries and values have a bias, keys none.
@@ -501,6 +517,7 @@ class BeitAttention(nn.Module):
         self.relative_position_bias_table = bias_table(window_size, num_heads, **options)
         index = beit_position_index(window_size, device)
         self.register_buffer("relative_position_index", index, persistent=False)
+        self.register_load_state_dict_post_hook(renew_index)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False, **options)
         self.proj = nn.Linear(dim, dim, **options)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -555,7 +572,7 @@ class BeitBlock(nn.Module):
         self.attn = BeitAttention(dim, num_heads, window_size, qkv_bias, attn_drop, proj_drop,
                                   **options)
         self.norm2 = LayerNorm(dim, **options)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop, **options)
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.drop_path = DropPath(drop_path)
         self.gamma_1 = self.gamma_2 = 1.0
         if init_values:
@@ -649,7 +666,8 @@ class Beit(Backbone):
         rates = drop_path_rates(drop_path_rate, depth)
         self.blocks = nn.Sequential(*(block(drop_path=rate) for rate in rates))
         norm, none = LayerNorm(embed_dim, **options), nn.Identity()
-        self.norm, self.fc_norm = (none, norm) if global_pool == "avg" else (norm, none)
+        self.norm, self.fc_norm = norm, none
+        self.place_norm()
         self.head = classifier(embed_dim, num_classes, **options)
         init_beit(self)
         if num_classes:
@@ -674,9 +692,11 @@ class Beit(Backbone):
 
     def set_input_size(self, img_size):
         """Accept images of another size from now on: the tables are interpolated, once."""
-        self.patch_embed.set_input_size(img_size)
+        embed = self.patch_embed
+        embed.set_input_size(img_size)
         for block in self.blocks:
-            block.attn.set_window_size(self.patch_embed.grid_size)
+            block.attn.set_window_size(embed.grid_size)
+        self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
     def resample_state_dict(self, state_dict, img_size=None):
         """Weights made to fit this model: tables of another grid are interpolated, one that all
@@ -761,6 +781,8 @@ class BeitPositionBias(nn.Module):
         self.relative_position_bias_table = bias_table(window_size, num_heads, device, dtype)
         index = beit_position_index(window_size, device)
         self.register_buffer("relative_position_index", index, persistent=False)
+        self.register_load_state_dict_post_hook(renew_index)
+        self.window_size = window_size
 
     def forward(self):
         """The bias of all blocks, (h, 1 + N, 1 + N)."""

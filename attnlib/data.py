@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from .backbone import torchvision_import
+
 # %% ../nbs/90_data.ipynb #extras
 @contextmanager
 def data_extra():
@@ -1186,7 +1188,7 @@ def cifar(name="cifar10", split="train", folder=None):
     ValueError
         If there is no such set or split.
     ImportError
-        If torchvision is missing.
+        If torchvision is missing or does not fit PyTorch.
     ConnectionError
         If the archive is neither there nor can be fetched; the message says where to put it by
         hand.
@@ -1195,7 +1197,8 @@ def cifar(name="cifar10", split="train", folder=None):
         raise ValueError(f"name ({name!r}) must be 'cifar10' or 'cifar100'")
     _check_split(split)
     try:
-        from torchvision import datasets
+        with torchvision_import():
+            from torchvision import datasets
     except ModuleNotFoundError:
         raise ImportError(f"{name} is read by torchvision, which is missing: "
                           "pip install torchvision") from None

@@ -20,7 +20,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention, record_attention
-from .backbone import check_counts, check_rates, is_plain
+from attnlib.backbone import (
+    check_counts, check_naturals, check_rates, is_plain, torchvision_import,
+)
 from .models import register_model
 from .multihead import MultiHeadAttention, merge_heads, split_heads
 from .position import position_angles
@@ -111,10 +113,11 @@ def detection_extra():
     Raises
     ------
     ImportError
-        Names the extra.
+        Names the extra, or says that torchvision does not fit PyTorch.
     """
     try:
-        yield
+        with torchvision_import():
+            yield
     except ModuleNotFoundError as error:
         missing = f'{error.name} is missing: pip install "attnlib[detection]"'
         raise ImportError(missing) from error
@@ -574,7 +577,9 @@ class DETR(nn.Module):
                  in_chans=3):
         super().__init__()
         check_counts(num_classes=num_classes, num_queries=num_queries,
-                     num_decoder_layers=num_decoder_layers)
+                     num_decoder_layers=num_decoder_layers, embed_dim=embed_dim,
+                     dim_feedforward=dim_feedforward, in_chans=in_chans)
+        check_naturals(num_encoder_layers=num_encoder_layers)
         check_rates(dropout=dropout)
         if isinstance(backbone, str):
             backbone = ResNet(backbone, dilation, in_chans)
@@ -604,7 +609,7 @@ class DETR(nn.Module):
         seen = x.new_ones(1, *x.shape[-2:], dtype=torch.bool) if mask is None else mask
         positions = sine_positions(seen, x.shape[1], self.temperature).to(x)  # (B, N, C)
         mask = None if mask is None else mask.flatten(1)[:, None, None]  # (B, 1, 1, N)
-        x = x.flatten(2).mT  # (B, C, h, w) -> (B, C, N) -> (B, N, C)
+        x = x.flatten(2).transpose(1, 2)  # (B, C, h, w) -> (B, C, N) -> (B, N, C)
         for layer in self.encoder:
             x = layer(x, positions, mask)
         return x, x + positions, mask
@@ -629,7 +634,8 @@ class DETR(nn.Module):
             mask = F.interpolate(mask[:, None].float(), projected.shape[-2:])[:, 0].bool()
         memory, keys, key_mask = self.encode(projected, mask)
         decoded, anchors = self.decode(memory, keys, key_mask, **options)
-        memory = memory.mT.unflatten(2, projected.shape[-2:])  # (B, N, C) -> (B, C, h, w)
+        memory = memory.transpose(1, 2)  # (B, N, C) -> (B, C, N)
+        memory = memory.unflatten(2, projected.shape[-2:])  # -> (B, C, h, w)
         return Features(decoded, memory, maps, projected, mask, anchors)
 
     def forward_head(self, decoded, anchors=None):

@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention
-from .backbone import check_rates, to_2tuple
+from .backbone import check_counts, check_rates, to_2tuple
 from .data import data_extra
 from .models import register_model
 from .multihead import merge_heads, split_heads
@@ -239,6 +239,8 @@ class MaskedAutoencoder(nn.Module):
                  num_heads=12, decoder_embed_dim=512, decoder_depth=8, decoder_num_heads=16,
                  mlp_ratio=4.0, norm_pix_loss=False, *, device=None, dtype=None):
         super().__init__()
+        check_counts(depth=depth, decoder_embed_dim=decoder_embed_dim,
+                     decoder_depth=decoder_depth)
         self.norm_pix_loss, options = norm_pix_loss, dict(device=device, dtype=dtype)
         self.encoder_options = dict(img_size=img_size, patch_size=patch_size,
                                     in_chans=in_chans, embed_dim=embed_dim, depth=depth,

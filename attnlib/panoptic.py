@@ -122,8 +122,9 @@ class AttentionMaps(nn.Module):
         `mask` (B, h, w) is True where there is image.
         """
         q = split_heads(self.q_linear(queries), self.num_heads)  # (B, heads, Q, d)
-        k = split_heads(self.k_linear(memory.flatten(2).mT), self.num_heads)  # (B, heads, N, d)
-        logits = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, heads, Q, N)
+        k = self.k_linear(memory.flatten(2).transpose(1, 2))  # (B, C, h, w) -> (B, N, C)
+        k = split_heads(k, self.num_heads)  # (B, heads, N, d)
+        logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, heads, Q, N)
         if mask is not None:
             logits = logits.masked_fill(~mask.flatten(1)[:, None, None], -torch.inf)
         logits = logits.transpose(1, 2)  # (B, Q, heads, N)

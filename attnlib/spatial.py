@@ -133,7 +133,8 @@ class Captioner(nn.Module):
 
     def encode(self, images):
         """Images (B, 3, H, W) to places (B, L, D) and a mask (B, 1, 1, L), True everywhere."""
-        places = self.encoder(images).flatten(2).mT.contiguous()  # (B, D, H, W) -> (B, L, D)
+        places = self.encoder(images).flatten(2)  # (B, D, H, W) -> (B, D, L)
+        places = places.transpose(1, 2).contiguous()  # -> (B, L, D)
         return places, places.new_ones(places.shape[0], 1, 1, places.shape[1]).bool()
 
     def start(self, places):
@@ -522,7 +523,7 @@ class AttentionGate(nn.Module):
         if features.shape[:2] != g.shape:
             raise ValueError(f"g of shape {tuple(g.shape)} must have batch and width of the "
                              f"features, {tuple(features.shape[:2])}")
-        places, g = features.flatten(2).mT, g[:, None]  # (B, HW, D), (B, 1, D)
+        places, g = features.flatten(2).transpose(1, 2), g[:, None]  # (B, HW, D), (B, 1, D)
         if self.u is None:
             weights = attention_weights(g, places, scale=1.0)
         else:

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 from .attention import active_backend, attention, checkpoint_block
-from .backbone import DropPath, check_rates, to_2tuple
+from .backbone import DropPath, check_rates, hidden_width, to_2tuple
 from .models import register_model
 from .multihead import check_heads
 from attnlib.swin import (
@@ -72,7 +72,9 @@ def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None):
         x = torch.arange(1 - length, length, device=device) / max((trained or length) - 1, 1)
         return x.sign() * (8 * x.abs() + 1).log2() / 3  # log₂ 8 = 3
 
-    return torch.cartesian_prod(*map(axis, window_size, pretrained_window_size))
+    axes = map(axis, window_size, pretrained_window_size)
+    offsets = torch.meshgrid(*axes, indexing="ij")  # rows and columns, (2M - 1, 2M - 1) each
+    return torch.stack(offsets, dim=-1).flatten(0, 1)
 
 # %% ../nbs/33_swinv2.ipynb #check-pretrained
 def check_pretrained_window(window_size):
@@ -275,7 +277,7 @@ class SwinBlockV2(nn.Module):
         self.attn = WindowAttentionV2(dim, num_heads, window_size, shift_size, qkv_bias,
                                       attn_drop, proj_drop, small_maps, **options)
         self.norm1 = nn.LayerNorm(dim, **options)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop, **options)
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.norm2 = nn.LayerNorm(dim, **options)
         self.drop_path = DropPath(drop_path)
         for norm in (self.norm1, self.norm2):

@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention, record_attention
-from .backbone import check_rates
+from .backbone import check_counts, check_rates
 from .multihead import MultiHeadAttention, merge_heads
 from .position import (LearnedPositionalEmbedding, RelativePositionBias, alibi_bias,
                               apply_rotary, sinusoidal_encoding)
@@ -92,13 +92,14 @@ class FeedForward(nn.Module):
     Raises
     ------
     ValueError
-        If there is no activation of that name.
+        If there is no activation of that name, or a width is not an integer of at least 1.
     """
 
     def __init__(self, d_model, dim_feedforward, activation="relu"):
         super().__init__()
         if activation not in ACTIVATIONS and not callable(activation):
             raise ValueError(f"activation ({activation!r}) must be one of {list(ACTIVATIONS)}")
+        check_counts(d_model=d_model, dim_feedforward=dim_feedforward)
         self.linear1 = nn.Linear(d_model, dim_feedforward)
         self.linear2 = nn.Linear(dim_feedforward, d_model)
         if isinstance(activation, nn.Module):
@@ -461,6 +462,7 @@ class Transformer(nn.Module):
         check_settings(pad_id, dropout, dict(src_vocab=src_vocab, tgt_vocab=tgt_vocab),
                        dict(num_encoder_layers=num_encoder_layers,
                             num_decoder_layers=num_decoder_layers))
+        check_counts(max_length=max_length)
         self.d_model, self.max_length, self.pad_id = d_model, max_length, pad_id
         self.src_embed = nn.Embedding(src_vocab, d_model)
         self.tgt_embed = self.src_embed if shared else nn.Embedding(tgt_vocab, d_model)
