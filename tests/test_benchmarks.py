@@ -280,7 +280,8 @@ def test_all_files_with_tests_for_cuda_are_checked():
         for path in (ROOT / "tests").glob("test_*.py")
         if any(needle in path.read_text(encoding="utf-8") for needle in needles)
     }
-    elsewhere = "benchmarks", "kernels", "kernel_memory"  # compiled or interpreted on a CPU
+    # compiled or interpreted on a CPU
+    elsewhere = "benchmarks", "gpu_rehearsal", "kernels", "kernel_memory"
     found -= {f"tests/test_{name}.py" for name in elsewhere}
     assert found == set(gpu.CHECKS + gpu.KERNELS)
 
