@@ -256,11 +256,11 @@ def attention_weights(q, k, *, mask=None, bias=None, scale=None):
     check_attention(q, k, k, mask, bias)  # there are no values
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is None and bias is None:
-        logits = (q * scale) @ k.mT  # (..., N, d) @ (..., d, M) -> (..., N, M)
+        logits = (q * scale) @ k.transpose(-2, -1)  # (..., N, d) @ (..., d, M) -> (..., N, M)
         return logits.softmax(-1)
     bias, empty = combined_bias(mask, bias, q, k)
     wide = bias.dtype
-    logits = (q.to(wide) * scale) @ k.to(wide).mT  # (..., N, d) @ (..., d, M) -> (..., N, M)
+    logits = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)  # (..., N, M)
     weights = (logits + bias).softmax(-1).masked_fill(empty, 0)
     return weights if wide == q.dtype else weights.to(q.dtype)
 
@@ -356,7 +356,6 @@ def cpu_flags():
     return frozenset()
 
 
-@torch.compiler.assume_constant_result  # a compiler cannot read files
 def has_amx():
     """Return whether this CPU has units that multiply tiles of bfloat16 (AMX).
 
@@ -385,7 +384,10 @@ def fastest_backend(q, k, bias=None, dropout_p=0.0):
         return "sdpa"
     learning = torch.is_grad_enabled() and not torch.jit.is_tracing()  # a trace has one form
     no_kernel = dropout_p > 0 or (learning and bias is not None and bias.requires_grad)
-    slow_half = q.dtype.itemsize == 2 and (not has_amx() or (learning and q.requires_grad))
+    slow_half = False
+    if q.dtype.itemsize == 2:
+        tiles = not torch.compiler.is_compiling() and has_amx()  # a compiler reads no files
+        slow_half = not tiles or (learning and q.requires_grad)
     medium = False
     if q.dtype == torch.float32 and not torch.compiler.is_compiling():  # a compiler cannot ask
         medium = float32_products(q.device) == "bf16"

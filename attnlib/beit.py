@@ -21,8 +21,8 @@ import torch.nn.functional as F
 
 from .attention import attention
 from attnlib.backbone import (
-    Backbone, DropPath, check_counts, check_rates, classifier, drop_path_rates, hidden_width, init_weights,
-    to_2tuple,
+    Backbone, DropPath, check_counts, check_rates, classifier, drop_path_rates, hidden_width,
+    init_weights, to_2tuple,
 )
 from .mae import check_encoder_options, load_encoder
 from .models import register_model

@@ -13,8 +13,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves
 
-from attnlib.attention import attention_backend, current_backend, record_attention, reference
 from attnlib import models
+from attnlib.attention import attention_backend, current_backend, record_attention, reference
 from attnlib.autoformer import AutoFormer, ClassicalSharing, small_supernet
 from attnlib.backbone import (
     Backbone,
