@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from attnlib.attention import attention_backend, current_backend, record_attention, reference
 from attnlib import models
+from attnlib.attention import attention_backend, current_backend, record_attention, reference
 from attnlib.autoformer import AutoFormer
 from attnlib.backbone import (
     Backbone,
