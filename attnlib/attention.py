@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['BACKENDS', 'masked_softmax', 'causal_mask', 'padding_mask', 'check_fits', 'AdditiveAttention', 'check_attention',
-           'combined_bias', 'attention_weights', 'reference', 'narrow_bias', 'sdpa', 'cpu_flags', 'has_amx',
-           'fastest_backend', 'current_backend', 'register_backend', 'active_backend', 'attention_backend', 'attention',
-           'MapRecorder', 'record_attention', 'SameBackend', 'checkpoint_contexts', 'checkpoint_block']
+           'combined_bias', 'attention_weights', 'reference', 'narrow_bias', 'sdpa', 'float32_products', 'cpu_flags',
+           'has_amx', 'fastest_backend', 'current_backend', 'register_backend', 'active_backend', 'attention_backend',
+           'attention', 'MapRecorder', 'record_attention', 'SameBackend', 'checkpoint_contexts', 'checkpoint_block']
 
 # %% ../nbs/10_attention.ipynb #imports
 import threading
@@ -256,11 +256,11 @@ def attention_weights(q, k, *, mask=None, bias=None, scale=None):
     check_attention(q, k, k, mask, bias)  # there are no values
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is None and bias is None:
-        logits = (q * scale) @ k.mT  # (..., N, d) @ (..., d, M) -> (..., N, M)
+        logits = (q * scale) @ k.transpose(-2, -1)  # (..., N, d) @ (..., d, M) -> (..., N, M)
         return logits.softmax(-1)
     bias, empty = combined_bias(mask, bias, q, k)
     wide = bias.dtype
-    logits = (q.to(wide) * scale) @ k.to(wide).mT  # (..., N, d) @ (..., d, M) -> (..., N, M)
+    logits = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)  # (..., N, M)
     weights = (logits + bias).softmax(-1).masked_fill(empty, 0)
     return weights if wide == q.dtype else weights.to(q.dtype)
 
@@ -315,6 +315,29 @@ def sdpa(q, k, v, mask, bias, scale, dropout_p):
     bias = bias[(None,) * (q.ndim - bias.ndim)]  # with an axis missing PyTorch is slow
     return fused(attn_mask=bias).masked_fill(empty, 0)
 
+# %% ../nbs/10_attention.ipynb #float32-products
+def float32_products(device):
+    """The precision of float32 matrix products on a device, whichever interface has set it.
+
+    Parameters
+    ----------
+    device : torch.device or str
+
+    Returns
+    -------
+    {"ieee", "tf32", "bf16"}
+        "ieee" is float32 itself. The others round the factors, on a GPU to "tf32", on a CPU to
+        "tf32" or "bf16".
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    library = torch.backends.cuda if on_gpu else torch.backends.mkldnn
+    matmul = getattr(library, "matmul", None)
+    if hasattr(matmul, "fp32_precision"):  # before PyTorch 2.9 there was one setting for all
+        found = matmul.fp32_precision
+        return "ieee" if found == "none" else found  # nobody has set it
+    names = dict(highest="ieee", high="tf32", medium="tf32" if on_gpu else "bf16")
+    return names[torch.get_float32_matmul_precision()]
+
 # %% ../nbs/10_attention.ipynb #rule
 @cache
 def cpu_flags():
@@ -333,7 +356,6 @@ def cpu_flags():
     return frozenset()
 
 
-@torch.compiler.assume_constant_result  # a compiler cannot read files
 def has_amx():
     """Return whether this CPU has units that multiply tiles of bfloat16 (AMX).
 
@@ -360,12 +382,15 @@ def fastest_backend(q, k, bias=None, dropout_p=0.0):
     """
     if q.device.type != "cpu" or k.shape[-2] > 512:
         return "sdpa"
-    learning = torch.is_grad_enabled()
+    learning = torch.is_grad_enabled() and not torch.jit.is_tracing()  # a trace has one form
     no_kernel = dropout_p > 0 or (learning and bias is not None and bias.requires_grad)
-    slow_half = q.dtype.itemsize == 2 and (not has_amx() or (learning and q.requires_grad))
+    slow_half = False
+    if q.dtype.itemsize == 2:
+        tiles = not torch.compiler.is_compiling() and has_amx()  # a compiler reads no files
+        slow_half = not tiles or (learning and q.requires_grad)
     medium = False
     if q.dtype == torch.float32 and not torch.compiler.is_compiling():  # a compiler cannot ask
-        medium = torch.get_float32_matmul_precision() == "medium"
+        medium = float32_products(q.device) == "bf16"
     return "reference" if no_kernel or slow_half or medium else "sdpa"
 
 # %% ../nbs/10_attention.ipynb #backend

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['SPACES', 'WIDTHS', 'RELEASED', 'Subnet', 'Space', 'sample', 'Linear', 'LayerNorm', 'relative_index',
-           'RelativePositions', 'Attention', 'Block', 'AutoFormer', 'SuperTransformer', 'extract', 'ClassicalSharing',
-           'parameter_count', 'operations', 'mutate', 'crossover', 'budget', 'draw', 'search', 'random_search',
-           'chosen', 'at_places', 'small_supernet', 'random_subnet', 'uniform_loss', 'sandwich_loss']
+           'RelativePositions', 'Attention', 'renew_grid', 'Block', 'AutoFormer', 'SuperTransformer', 'extract',
+           'ClassicalSharing', 'parameter_count', 'operations', 'mutate', 'crossover', 'budget', 'draw', 'search',
+           'random_search', 'scores_of', 'chosen', 'at_places', 'small_supernet', 'random_subnet', 'uniform_loss',
+           'sandwich_loss']
 
 # %% ../nbs/44_autoformer.ipynb #imports
 import itertools
+import math
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +22,8 @@ import torch.nn.functional as F
 
 from .attention import attention
 from attnlib.backbone import (
-    Backbone, DropPath, check_counts, drop_path_rates, init_weights, resample_parameter,
-    resample_stored,
+    Backbone, DropPath, check_counts, check_naturals, drop_path_rates, hidden_width,
+    init_weights, resample_parameter, resample_stored,
 )
 from .models import register_model
 from .multihead import merge_heads
@@ -175,7 +177,7 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, (C,), self.weight[:C], self.bias[:C], self.eps)
 
 # %% ../nbs/44_autoformer.ipynb #relative
-def relative_index(grid_size, max_distance=14):
+def relative_index(grid_size, max_distance=14, device=None):
     """For each axis, which row of its table belongs to each pair of a token and a place.
 
     Parameters
@@ -184,6 +186,7 @@ def relative_index(grid_size, max_distance=14):
         Rows H' and columns W' of patches; the class token stands before the N' = H'·W' patches.
     max_distance : int
         Longer distances count as this one.
+    device : torch.device, optional
 
     Returns
     -------
@@ -193,13 +196,16 @@ def relative_index(grid_size, max_distance=14):
     places : bool Tensor, shape (1 + N', 2 + H' + W')
         True at each token's row and column; the class token has its own row and column.
     """
-    own = torch.cartesian_prod(*map(torch.arange, grid_size)).T  # (2, N'): row, column
+    sides = [torch.arange(size, device=device) for size in grid_size]
+    own = torch.meshgrid(*sides, indexing="ij")  # row and column of each patch, (H', W') each
     index, places = [], []
-    for size, place in zip(grid_size, own):
-        distance = torch.arange(size) - place[:, None]  # (N', H') or (N', W')
+    for side, place in zip(sides, own):
+        place = place.flatten()  # (N',)
+        distance = side - place[:, None]  # (N', H') or (N', W')
         distance = distance.clamp(-max_distance, max_distance) + max_distance + 1
         index.append(F.pad(distance, (1, 0, 1, 0)))  # zeros for the class token
-        places.append(F.pad(place + 1, (1, 0))[:, None] == torch.arange(size + 1))
+        every = torch.arange(len(side) + 1, device=device)
+        places.append(F.pad(place + 1, (1, 0))[:, None] == every)
     return *index, torch.cat(places, dim=1)
 
 
@@ -246,12 +252,15 @@ class Attention(nn.Module):
         self.rel_k = RelativePositions(head_dim, max_distance, **options)
         self.rel_v = RelativePositions(head_dim, max_distance, **options)
         self.set_grid(grid_size)
+        self.register_load_state_dict_post_hook(renew_grid)
 
     def set_grid(self, grid_size):
         """Expect so many rows and columns of patches from now on."""
-        for name, index in zip(("rows", "columns", "places"),
-                               relative_index(grid_size, self.max_distance)):
-            self.register_buffer(name, index.to(self.qkv.weight.device), persistent=False)
+        self.grid_size = grid_size
+        device = self.qkv.weight.device
+        indices = relative_index(grid_size, self.max_distance, device)
+        for name, index in zip(("rows", "columns", "places"), indices):
+            self.register_buffer(name, index, persistent=False)
 
     def project(self, x, num_heads):
         """Queries, keys and values (B, h, N, d) of tokens (B, N, C)."""
@@ -264,7 +273,8 @@ class Attention(nn.Module):
     def forward(self, x, num_heads=None):
         """Tokens (B, N, C) to tokens, by the first `num_heads` heads; by all if not given."""
         C, d = x.shape[-1], self.head_dim
-        q, k, v = self.project(x, num_heads or self.num_heads)  # (B, h, N, d) each
+        num_heads = self.num_heads if num_heads is None else num_heads
+        q, k, v = self.project(x, num_heads)  # (B, h, N, d) each
         places = self.places.to(q).expand(*q.shape[:2], -1, -1)  # (B, h, N, P)
         R_k, R_v = self.rel_k(self.rows, self.columns), self.rel_v(self.rows, self.columns)
         q = torch.cat([q, torch.einsum("bhnd,npd->bhnp", q, R_k)], dim=-1)  # (B, h, N, d + P)
@@ -272,6 +282,20 @@ class Attention(nn.Module):
         x, share = attention(q, k, v, scale=d**-0.5).split([d, self.places.shape[1]], dim=-1)
         x = x + torch.einsum("bhnp,npd->bhnd", share, R_v)  # (B, h, N, d)
         return self.proj(merge_heads(x), C)  # -> (B, N, h d) -> (B, N, C)
+
+def renew_grid(layer, incompatible_keys=None):
+    """Compute the indices of an `Attention` again, because a state dict does not hold them.
+
+    It runs after each `load_state_dict`. A model that was made on the device "meta" or emptied
+    by `to_empty` has no indices before.
+
+    Parameters
+    ----------
+    layer : Attention
+    incompatible_keys : optional
+        What PyTorch passes to such a hook; it is not used.
+    """
+    layer.set_grid(layer.grid_size)
 
 # %% ../nbs/44_autoformer.ipynb #block
 class Block(nn.Module):
@@ -295,15 +319,17 @@ class Block(nn.Module):
         self.norm1 = LayerNorm(dim, **device_dtype)
         self.attn = Attention(dim, num_heads, **options, **device_dtype)
         self.norm2 = LayerNorm(dim, **device_dtype)
-        self.fc1 = Linear(dim, int(dim * mlp_ratio), **device_dtype)
-        self.fc2 = Linear(int(dim * mlp_ratio), dim, **device_dtype)
+        hidden = hidden_width(dim, mlp_ratio)
+        self.fc1 = Linear(dim, hidden, **device_dtype)
+        self.fc2 = Linear(hidden, dim, **device_dtype)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x, num_heads=None, mlp_ratio=None):
         """Tokens (B, N, C) to tokens; with all heads and the whole MLP if not given."""
         C = x.shape[-1]
+        mlp_ratio = self.mlp_ratio if mlp_ratio is None else mlp_ratio
         x = x + self.drop_path(self.attn(self.norm1(x), num_heads))
-        hidden = F.gelu(self.fc1(self.norm2(x), int(C * (mlp_ratio or self.mlp_ratio))))
+        hidden = F.gelu(self.fc1(self.norm2(x), hidden_width(C, mlp_ratio)))
         return x + self.drop_path(self.fc2(hidden, C))
 
 # %% ../nbs/44_autoformer.ipynb #autoformer-class
@@ -366,13 +392,17 @@ class AutoFormer(Backbone):
             nn.init.trunc_normal_(token, std=0.02)
 
     def reset_classifier(self, num_classes, global_pool=None):
-        """A new head for `num_classes` classes (none if 0), and possibly another pooling."""
+        """Make a new head for `num_classes` classes (none if 0), and possibly another pooling.
+        """
+        check_naturals(num_classes=num_classes)
         self.set_pool(self.global_pool if global_pool is None else global_pool)
         self.num_classes, like = num_classes, self.pos_embed
         options = dict(device=like.device, dtype=like.dtype)
-        self.head = (Linear(self.num_features, num_classes, **options)
+        self.head = (Linear(self.embed_dim, num_classes, **options)
                      if num_classes else nn.Identity())
         init_weights(self.head)
+        self.head.train(self.training)
+        self.update_config(num_classes=num_classes)
 
     def embed(self, x, embed_dim=None):
         """Images (B, C, H, W) to tokens (B, 1 + N', embed_dim), of full width by default."""
@@ -380,7 +410,8 @@ class AutoFormer(Backbone):
         check_images(x, self.patch_embed.in_chans, self.patch_embed.img_size)
         x = F.conv2d(x, proj.weight[:embed_dim], proj.bias[:embed_dim], proj.stride)
         cls_token = self.cls_token[..., :embed_dim].expand(x.shape[0], -1, -1)
-        x = torch.cat([cls_token, x.flatten(2).mT], dim=1)  # (B, D, H', W') -> (B, 1 + N', D)
+        x = x.flatten(2).transpose(1, 2)  # (B, D, H', W') -> (B, N', D)
+        x = torch.cat([cls_token, x], dim=1)  # -> (B, 1 + N', D)
         return x + self.pos_embed[..., :embed_dim]
 
     def forward_features(self, x):
@@ -402,6 +433,7 @@ class AutoFormer(Backbone):
         self.pos_embed = resample_parameter(self.pos_embed, embed.grid_size, old_size)
         for block in self.blocks:
             block.attn.set_grid(embed.grid_size)
+        self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
     def resample_state_dict(self, state_dict, img_size=None):
         """Weights whose absolute positions are interpolated for this model's grid.
@@ -444,6 +476,12 @@ class SuperTransformer(AutoFormer):
         super().__init__(img_size, patch_size, in_chans, num_classes, head_dim=head_dim,
                          **options, **vars(largest) | dict(embed_dim=embed_dim))
         self.space = space
+        self.num_features = largest.embed_dim  # the stored weights may be wider
+
+    def embed(self, x, embed_dim=None):
+        """Images (B, C, H, W) to tokens (B, 1 + N', embed_dim), by default of the largest
+        network."""
+        return super().embed(x, embed_dim or self.space.largest().embed_dim)
 
     def forward(self, x, subnet=None):
         """Logits (B, num_classes) of images, by one of the networks; the largest by default."""
@@ -729,7 +767,7 @@ def search(score, supernet, *, population=50, generations=20, parents=10, crosso
     Raises
     ------
     ValueError
-        If no network is within the limits, or none was found.
+        If no network is within the limits, none was found, or a score is NaN.
     """
     rng, space, fits, seen = random.Random(seed), supernet.space, budget(supernet, **limits), {}
     for _ in range(generations):
@@ -742,7 +780,7 @@ def search(score, supernet, *, population=50, generations=20, parents=10, crosso
                           crossovers, fits, {*seen, *fresh})
         fresh += draw(lambda: sample(space, rng), population - len(fresh), fits,
                       {*seen, *fresh})
-        seen |= {subnet: score(subnet) for subnet in fresh}
+        seen |= scores_of(fresh, score)
     return chosen(seen, limits)
 
 
@@ -764,10 +802,41 @@ def random_search(score, supernet, *, evaluations=1000, seed=0, **limits):
     best : Subnet
     history : list of (Subnet, float)
         As of `search`.
+
+    Raises
+    ------
+    ValueError
+        As of `search`.
     """
     rng, fits = random.Random(seed), budget(supernet, **limits)
     drawn = draw(lambda: sample(supernet.space, rng), evaluations, fits, {})
-    return chosen({subnet: score(subnet) for subnet in drawn}, limits)
+    return chosen(scores_of(drawn, score), limits)
+
+
+def scores_of(subnets, score):
+    """The score of each network.
+
+    Parameters
+    ----------
+    subnets : iterable of Subnet
+    score : callable
+        From a Subnet to a number.
+
+    Returns
+    -------
+    dict of Subnet to float
+
+    Raises
+    ------
+    ValueError
+        If a score is NaN, which is neither larger nor smaller than others.
+    """
+    scores = {}
+    for subnet in subnets:
+        scores[subnet] = score(subnet)
+        if math.isnan(scores[subnet]):
+            raise ValueError(f"score returned nan for {subnet}; it must be a number")
+    return scores
 
 
 def chosen(scores, limits):

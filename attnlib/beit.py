@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['TABLE', 'SIZES', 'conv_encoder', 'conv_decoder', 'check_vocabulary', 'DiscreteVAE', 'dvae_loss', 'perplexity',
-           'VectorQuantizer', 'VQAutoencoder', 'check_masked', 'block_mask', 'beit_position_index', 'resize_beit_table',
-           'bias_table', 'position_bias', 'BeitAttention', 'BeitBlock', 'init_beit', 'Beit', 'adapt_tables',
-           'without_pretraining', 'BeitPositionBias', 'BeitForMaskedImageModeling', 'check_mask', 'masked_loss',
-           'FeatureEncoder']
+           'gather_rows', 'VectorQuantizer', 'VQAutoencoder', 'check_masked', 'block_mask', 'random_rectangle',
+           'hide_rectangle', 'beit_position_index', 'resize_beit_table', 'bias_table', 'position_bias', 'renew_index',
+           'BeitAttention', 'BeitBlock', 'init_beit', 'Beit', 'adapt_tables', 'without_pretraining', 'BeitPositionBias',
+           'BeitForMaskedImageModeling', 'check_mask', 'masked_loss', 'FeatureEncoder']
 
 # %% ../nbs/41_beit.ipynb #imports
 import math
@@ -15,13 +15,16 @@ import random
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention
 from attnlib.backbone import (
-    Backbone, DropPath, check_rates, classifier, drop_path_rates, init_weights, to_2tuple,
+    Backbone, DropPath, check_counts, check_rates, classifier, drop_path_rates, hidden_width,
+    init_weights, to_2tuple,
 )
+from .mae import check_encoder_options, load_encoder
 from .models import register_model
 from .multihead import check_heads, merge_heads, split_heads
 from .swin import relative_position_index, resize_rel_pos_bias_table
@@ -155,10 +158,35 @@ def perplexity(tokens, num_embeddings):
     return torch.special.entr(share).sum().exp().item()
 
 # %% ../nbs/41_beit.ipynb #quantizer
+def gather_rows(x):
+    """The rows of all processes, in their order; they may have unequally many.
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, D)
+        Of this process.
+
+    Returns
+    -------
+    Tensor, shape (sum of all M, D)
+    """
+    ranks = dist.get_world_size()
+    own = torch.tensor([len(x)], device=x.device)
+    lengths = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(lengths, own)
+    lengths = [length.item() for length in lengths]
+    padded = F.pad(x, (0, 0, 0, max(lengths) - len(x)))
+    parts = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:length] for part, length in zip(parts, lengths)])
+
+
 class VectorQuantizer(nn.Module):
     """The nearest of K unit vectors (van den Oord et al. 2017, 3.1; Peng et al. 2022).
 
     The codes are not parameters: each is moved towards the mean of the vectors that chose it.
+    Of several processes that train together, all have the same codes, and the vectors of all
+    move them.
 
     Parameters
     ----------
@@ -205,16 +233,25 @@ class VectorQuantizer(nn.Module):
         """Move each code that was chosen towards the mean of the vectors that chose it."""
         chosen = F.one_hot(tokens, len(self.embedding)).to(z.dtype)  # (M, K)
         count = chosen.sum(0)[:, None]
-        mean = F.normalize(chosen.T @ z / count.clamp(min=1), dim=-1)  # (K, M) @ (M, D)
+        total = chosen.T @ z  # (K, M) @ (M, D)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(count)
+            dist.all_reduce(total)
+        mean = F.normalize(total / count.clamp(min=1), dim=-1)
         moved = F.normalize(decay * self.embedding + (1 - decay) * mean, dim=-1)
         self.embedding = torch.where(count > 0, moved, self.embedding)
 
     def start(self, z):
-        """Codes from the vectors of a batch, by spherical k-means."""
+        """Codes from the vectors of a batch, of all processes, by spherical k-means."""
+        together = dist.is_available() and dist.is_initialized()
+        if together:
+            z = gather_rows(z)
         if len(z) < len(self.embedding):
             raise ValueError(f"the first batch has {len(z)} vectors; k-means needs at least "
                              f"num_embeddings ({len(self.embedding)})")
         rows = torch.randperm(len(z), device=z.device)[:len(self.embedding)]
+        if together:
+            dist.broadcast(rows, 0)
         self.embedding = z[rows]
         for _ in range(self.kmeans_steps):
             self.move(z, self.tokens(z), 0.0)
@@ -262,16 +299,21 @@ def check_masked(num_masked, num_patches):
 def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=None):
     """A mask of random rectangles that may overlap (Bao et al. 2022, algorithm 1).
 
+    As in the authors' code, a rectangle is drawn again if it would hide too many patches, and
+    the drawing ends after ten vain attempts in a row. If too few are hidden by then, smaller
+    rectangles follow, which the authors' code does not have.
+
     Parameters
     ----------
     grid_size : (int, int)
         Rows and columns of patches.
     num_masked : int
-        How many to hide at most; sometimes it is a few less.
+        The most patches to hide. The mask may hide fewer, at most `min_patches` fewer and at
+        most a quarter fewer.
     min_patches : int
-        The smallest area that a rectangle is drawn with.
+        The smallest area that a rectangle is drawn with, or `num_masked` if that is smaller.
     min_aspect : float
-        The smallest ratio of height to width; its inverse is the largest.
+        The smallest ratio of height to width, in (0, 1]; its inverse is the largest.
     rng : random.Random, optional
         Where the numbers come from; the module `random` by default.
 
@@ -282,24 +324,79 @@ def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=None):
     Raises
     ------
     ValueError
-        If nothing or everything would be hidden.
+        If nothing or everything would be hidden, `min_patches` is less than 1, or `min_aspect`
+        is outside its range.
     """
-    (height, width), rng = grid_size, rng or random
+    height, width = grid_size
     check_masked(num_masked, height * width)
-    mask, left, tries = torch.zeros(height, width, dtype=torch.bool), num_masked, 0
-    while left > 0 and tries < 10:  # give up after ten vain tries
-        area = rng.uniform(min_patches, left)
-        aspect = math.exp(rng.uniform(math.log(min_aspect), -math.log(min_aspect)))
-        h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        tries += 1
-        if h < height and w < width:
-            top, start = rng.randint(0, height - h), rng.randint(0, width - w)
-            block = mask[top : top + h, start : start + w]
-            new = h * w - int(block.sum())
-            if 0 < new <= left:
-                block[:] = True
-                left, tries = left - new, 0
+    check_counts(min_patches=min_patches)
+    if not 0 < min_aspect <= 1:
+        raise ValueError(f"min_aspect ({min_aspect}) must be in (0, 1]")
+    rng = rng or random
+    smallest = min(min_patches, num_masked)
+    mask = torch.zeros(height, width, dtype=torch.bool)
+    left = num_masked
+    vain = 0
+    while left > 0 and vain < 10:
+        h, w = random_rectangle(rng.uniform(smallest, left), min_aspect, rng)
+        fits = h < height and w < width
+        new = hide_rectangle(mask, h, w, left, rng) if fits else 0
+        left -= new
+        vain = 0 if new else vain + 1
+    few = min(min_patches, num_masked // 4)
+    while left > few:
+        h, w = random_rectangle(rng.uniform(1, left), min_aspect, rng)
+        h = min(max(h, 1), height)
+        w = min(max(w, 1), width)
+        left -= hide_rectangle(mask, h, w, left, rng)
     return mask
+
+
+def random_rectangle(area, min_aspect, rng):
+    """Draw the sides of a rectangle.
+
+    Parameters
+    ----------
+    area : float
+        In patches; the sides are rounded to whole patches.
+    min_aspect : float
+        The smallest ratio of height to width; its inverse is the largest.
+    rng : random.Random
+
+    Returns
+    -------
+    height, width : int
+    """
+    aspect = math.exp(rng.uniform(math.log(min_aspect), -math.log(min_aspect)))
+    return round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+
+
+def hide_rectangle(mask, height, width, most, rng):
+    """Hide a rectangle at a random place of a mask, unless it would hide too many patches.
+
+    Parameters
+    ----------
+    mask : bool Tensor, shape (H', W')
+        True where a patch is hidden; it is changed.
+    height, width : int
+        Sides of the rectangle.
+    most : int
+        The most patches that may be hidden in addition.
+    rng : random.Random
+
+    Returns
+    -------
+    int
+        How many more patches are hidden now; 0 if the mask is as it was.
+    """
+    top = rng.randint(0, mask.shape[0] - height)
+    start = rng.randint(0, mask.shape[1] - width)
+    block = mask[top : top + height, start : start + width]
+    new = height * width - int(block.sum())
+    if new > most:
+        return 0
+    block[:] = True
+    return new
 
 # %% ../nbs/41_beit.ipynb #position-index
 def beit_position_index(window_size, device=None):
@@ -378,6 +475,22 @@ def position_bias(table, index):
     bias = table.T.index_select(1, index.flatten())  # (h, rows) -> (h, (1 + N)²)
     return bias.unflatten(1, index.shape)  # -> (h, 1 + N, 1 + N)
 
+def renew_index(module, incompatible_keys=None):
+    """Compute the index of a bias table again, because a state dict does not hold it.
+
+    It runs after each `load_state_dict`. A model that was made on the device "meta" or emptied
+    by `to_empty` has no index before.
+
+    Parameters
+    ----------
+    module : Module
+        `BeitAttention` or `BeitPositionBias`.
+    incompatible_keys : optional
+        What PyTorch passes to such a hook; it is not used.
+    """
+    device = next(module.parameters()).device
+    module.relative_position_index = beit_position_index(module.window_size, device)
+
 # %% ../nbs/41_beit.ipynb #attention-class
 class BeitAttention(nn.Module):
     """Self-attention with a bias for each offset; queries and values have a bias, keys none.
@@ -404,6 +517,7 @@ class BeitAttention(nn.Module):
         self.relative_position_bias_table = bias_table(window_size, num_heads, **options)
         index = beit_position_index(window_size, device)
         self.register_buffer("relative_position_index", index, persistent=False)
+        self.register_load_state_dict_post_hook(renew_index)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False, **options)
         self.proj = nn.Linear(dim, dim, **options)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -458,7 +572,7 @@ class BeitBlock(nn.Module):
         self.attn = BeitAttention(dim, num_heads, window_size, qkv_bias, attn_drop, proj_drop,
                                   **options)
         self.norm2 = LayerNorm(dim, **options)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop, **options)
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.drop_path = DropPath(drop_path)
         self.gamma_1 = self.gamma_2 = 1.0
         if init_values:
@@ -472,8 +586,13 @@ class BeitBlock(nn.Module):
 
 
 def init_beit(model):
-    """Start as the authors do: both output layers of block ℓ are divided by √(2ℓ) (Bao et al.
-    2022, section 2.5).
+    """Start as the authors do for fine-tuning: both output layers of block ℓ are divided by
+    √(2ℓ) (Bao et al. 2022, section 2.5).
+
+    For pre-training the authors start differently: they cut the normal distributions at one
+    standard deviation instead of ±2, and start the patch projection in the same way with a bias
+    of zero, where here it keeps PyTorch's start. The recorded runs of `benchmarks.beit` depend
+    on this start, so `BeitForMaskedImageModeling` keeps it.
 
     Parameters
     ----------
@@ -547,7 +666,8 @@ class Beit(Backbone):
         rates = drop_path_rates(drop_path_rate, depth)
         self.blocks = nn.Sequential(*(block(drop_path=rate) for rate in rates))
         norm, none = LayerNorm(embed_dim, **options), nn.Identity()
-        self.norm, self.fc_norm = (none, norm) if global_pool == "avg" else (norm, none)
+        self.norm, self.fc_norm = norm, none
+        self.place_norm()
         self.head = classifier(embed_dim, num_classes, **options)
         init_beit(self)
         if num_classes:
@@ -572,9 +692,11 @@ class Beit(Backbone):
 
     def set_input_size(self, img_size):
         """Accept images of another size from now on: the tables are interpolated, once."""
-        self.patch_embed.set_input_size(img_size)
+        embed = self.patch_embed
+        embed.set_input_size(img_size)
         for block in self.blocks:
-            block.attn.set_window_size(self.patch_embed.grid_size)
+            block.attn.set_window_size(embed.grid_size)
+        self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
     def resample_state_dict(self, state_dict, img_size=None):
         """Weights made to fit this model: tables of another grid are interpolated, one that all
@@ -659,6 +781,8 @@ class BeitPositionBias(nn.Module):
         self.relative_position_bias_table = bias_table(window_size, num_heads, device, dtype)
         index = beit_position_index(window_size, device)
         self.register_buffer("relative_position_index", index, persistent=False)
+        self.register_load_state_dict_post_hook(renew_index)
+        self.window_size = window_size
 
     def forward(self):
         """The bias of all blocks, (h, 1 + N, 1 + N)."""
@@ -692,7 +816,8 @@ class BeitForMaskedImageModeling(nn.Module):
         options = dict(device=device, dtype=dtype)
         self.config = dict(img_size=img_size, patch_size=patch_size, in_chans=in_chans,
                            embed_dim=embed_dim, depth=depth, num_heads=num_heads,
-                           mlp_ratio=mlp_ratio, init_values=init_values, **options)
+                           mlp_ratio=mlp_ratio, init_values=init_values, qkv_bias=True,
+                           **options)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **options)
         self.cls_token, self.mask_token = (
             nn.Parameter(torch.zeros(1, 1, embed_dim, **options)) for _ in range(2))
@@ -725,12 +850,23 @@ class BeitForMaskedImageModeling(nn.Module):
         check_mask(mask, (len(x), self.patch_embed.num_patches))
         return self.lm_head(self.forward_features(x, mask)[:, 1:][mask])
 
+    def no_weight_decay(self):
+        """Names of parameters that are not to decay: tokens, and the table of biases."""
+        return {"cls_token", "mask_token", f"rel_pos_bias.{TABLE}"}
+
     def encoder(self, num_classes=0, **options):
-        """A `Beit` with these weights, as fine-tuning begins: each block has its own table."""
-        model = Beit(**self.config | dict(num_classes=num_classes) | options)
-        model.to(self.lm_head.weight)
+        """A `Beit` with these weights, as fine-tuning begins: each block has its own table.
+
+        Raises
+        ------
+        ValueError
+            If `options` ask for another network than the one that was trained.
+        """
+        check_encoder_options(options, self.config)
+        like = dict(device=self.lm_head.weight.device, dtype=self.lm_head.weight.dtype)
+        model = Beit(**self.config | dict(num_classes=num_classes) | like | options)
         found = model.resample_state_dict(self.state_dict(), self.patch_embed.img_size)
-        model.load_state_dict(model.state_dict() | found)
+        load_encoder(model, found)
         return model
 
 # %% ../nbs/41_beit.ipynb #masked-loss

@@ -1,15 +1,17 @@
 # Made by `python -m tools.stubs` from cli.py: do not edit.
 import os
 import torch
+from .swin import SwinTransformer
 from collections.abc import Sequence
 from typing import Any
-__all__ = ['TOP1', 'REPORTED', 'LICENSES', 'UNKNOWN', 'ORANGE', 'NAME', 'describe', 'looked_at', 'draw_map', 'answer', 'beside_timm', 'middle', 'print_models', 'print_facts', 'print_classes', 'print_times', 'parser', 'main']
+__all__ = ['TOP1', 'REPORTED', 'LICENSES', 'UNKNOWN', 'ORANGE', 'NAME', 'describe', 'looked_at', 'last_window', 'draw_map', 'answer', 'beside_timm', 'middle', 'print_models', 'print_facts', 'print_classes', 'print_times', 'parser', 'main']
 TOP1: dict[Any, Any]
 REPORTED: dict[Any, Any]
 LICENSES: tuple[Any, ...]
 UNKNOWN: str
 def describe(name: str) -> dict[str, str]: ...
 def looked_at(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor: ...
+def last_window(model: SwinTransformer, x: torch.Tensor) -> torch.Tensor: ...
 ORANGE: torch.Tensor
 def draw_map(model: torch.nn.Module, x: torch.Tensor, path: str | os.PathLike[str]) -> None: ...
 def answer(name: str, picture: str | os.PathLike[str], weights: str | os.PathLike[str] | None = ..., k: int = ..., map: str | os.PathLike[str] | None = ...) -> list[tuple[str, float]]: ...

@@ -731,11 +731,14 @@ def matmul_precision(name):
     """
     if name not in PRECISIONS:
         raise ValueError(f"name ({name!r}) must be one of {', '.join(map(repr, PRECISIONS))}")
-    previous = torch.get_float32_matmul_precision()
     backends = [b for b in (getattr(torch.backends.mkldnn, "matmul", None),
                             torch.backends.cuda.matmul)
                 if hasattr(b, "fp32_precision")]  # what newer versions keep for each library
     finer = [b.fp32_precision for b in backends]
+    try:
+        previous = torch.get_float32_matmul_precision()
+    except RuntimeError:  # a library has a setting of its own, which this question refuses
+        previous = "highest"
     torch.set_float32_matmul_precision(name)
     try:
         yield

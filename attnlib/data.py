@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from .backbone import torchvision_import
+
 # %% ../nbs/90_data.ipynb #extras
 @contextmanager
 def data_extra():
@@ -1133,7 +1135,8 @@ def flickr8k(folder, split="train"):
     -------
     paths : list of Path
     captions : list of list of str
-        Those of each photograph: words in lower case, without punctuation.
+        Those of each photograph: words in lower case, without punctuation before, after, or
+        between them. Hyphens and apostrophes within words stay, as in "t-shirt" and "'s".
 
     Raises
     ------
@@ -1152,7 +1155,11 @@ def flickr8k(folder, split="train"):
                                     "of Flickr8k, and Flicker8k_Dataset with its photographs")
     for line in lists[0].read_text(encoding="utf-8").splitlines():
         name, _, text = line.partition("\t")
-        words = [word.lower() for word in text.split() if word.isalnum()]
+        words = []
+        for word in text.lower().split():
+            word = word.strip('.,;:!?"()[]')
+            if any(letter.isalnum() for letter in word):
+                words.append(word)
         texts.setdefault(name.partition("#")[0], []).append(" ".join(words))
     names = lists[1].read_text(encoding="utf-8").split()
     return [folder / "Flicker8k_Dataset" / name for name in names], [texts[n] for n in names]
@@ -1181,7 +1188,7 @@ def cifar(name="cifar10", split="train", folder=None):
     ValueError
         If there is no such set or split.
     ImportError
-        If torchvision is missing.
+        If torchvision is missing or does not fit PyTorch.
     ConnectionError
         If the archive is neither there nor can be fetched; the message says where to put it by
         hand.
@@ -1190,7 +1197,8 @@ def cifar(name="cifar10", split="train", folder=None):
         raise ValueError(f"name ({name!r}) must be 'cifar10' or 'cifar100'")
     _check_split(split)
     try:
-        from torchvision import datasets
+        with torchvision_import():
+            from torchvision import datasets
     except ModuleNotFoundError:
         raise ImportError(f"{name} is read by torchvision, which is missing: "
                           "pip install torchvision") from None

@@ -7,6 +7,7 @@ __all__ = ['next_log_probs', 'generate', 'greedy', 'check_count', 'check_decodin
            'top_k_filter', 'top_p_filter', 'sample']
 
 # %% ../nbs/22_decoding.ipynb #imports
+import copy
 import math
 
 import torch
@@ -83,6 +84,8 @@ def greedy(model, src, max_length, *, bos_id=1, eos_id=2, use_cache=True):
     Parameters
     ----------
     model : attnlib.transformer.Transformer
+        Its `encode` and `decode` are called, and not its `forward`: a hook that is to take part
+        belongs on a part of the model.
     src : int Tensor, shape (B, M)
         Source tokens, padding behind them.
     max_length : int
@@ -156,21 +159,40 @@ class KVCache:
     ----------
     length : int
         How many tokens all layers have read.
+    filled : dict of int to int
+        How many tokens each layer has read; more than `length` while a call is running.
     room : dict of int to Tensor, shape (2, B, h, at least length, d)
         Each layer's keys and values, and spare room behind them.
     memory : dict of int to (Tensor, Tensor)
         Each layer's keys and values of the encoder's output, (B, h, M, d).
+    sources : dict of int to Tensor, shape (B, M, d_model)
+        The encoder's output from which these were computed.
     """
 
     def __init__(self):
         self.length, self.room, self.memory = 0, {}, {}
+        self.filled, self.sources = {}, {}
 
     def __len__(self):
         return self.length
 
+    def __deepcopy__(self, memo):
+        """A copy with its own room; what belongs to the memory never changes and is shared."""
+        other = copy.copy(self)
+        other.room = copy.deepcopy(self.room, memo)
+        other.filled = dict(self.filled)
+        other.memory = dict(self.memory)
+        other.sources = dict(self.sources)
+        return other
+
+    def tokens_of(self, layer):
+        """The number of tokens that a layer has read."""
+        return self.filled.get(layer, 0)
+
     def update(self, layer, k, v):
         """Put new keys and values (B, h, N, d) behind a layer's others; returns all of them."""
-        past, end = self.length, self.length + k.shape[2]
+        past = self.tokens_of(layer)
+        end = past + k.shape[2]
         old = room = self.room.get(layer)
         if old is not None and old.shape[1] != k.shape[0]:
             raise ValueError(f"cache has {old.shape[1]} rows and cannot take {k.shape[0]}")
@@ -179,14 +201,23 @@ class KVCache:
             if past:
                 room[:, :, :, :past] = old[:, :, :, :past]
         room[0, :, :, past:end], room[1, :, :, past:end] = k, v
+        self.filled[layer] = end
         return room[0, :, :, :end], room[1, :, :, :end]
+
+    def rewind(self):
+        """Forget what a call that failed has put behind the first `length` tokens."""
+        self.filled = dict.fromkeys(self.room, self.length)
 
     def advance(self, count):
         """All layers have read `count` tokens more."""
         self.length += count
 
     def reorder(self, rows):
-        """Let row i of every layer continue row `rows[i]`; the memory's rows stay."""
+        """Let row i of every layer continue row `rows[i]`.
+
+        The memory is not reordered. If rows now have other sources, pass ``memory[rows]`` to
+        the next call of ``model.decode``, with the mask of these rows.
+        """
         self.room = {layer: room[:, rows] for layer, room in self.room.items()}
 
 # %% ../nbs/22_decoding.ipynb #beam-step

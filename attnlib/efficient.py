@@ -233,7 +233,7 @@ def iterated_inverse(a, steps):
     Parameters
     ----------
     a : Tensor, shape (..., m, m)
-        Rows sum to one.
+        Rows sum to one, or are zero.
     steps : int
         The paper takes 6.
 
@@ -242,7 +242,8 @@ def iterated_inverse(a, steps):
     Tensor, shape (..., m, m)
     """
     one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    z = a.mT / a.sum(-2).amax(-1)[..., None, None]  # for each matrix on its own
+    largest = a.sum(-2).amax(-1)[..., None, None]  # of each matrix on its own
+    z = a.mT / largest.masked_fill(largest == 0, 1)  # a matrix of zeros is its own inverse
     for _ in range(steps):
         y = a @ z
         z = z @ (13 * one - y @ (15 * one - y @ (7 * one - y))) / 4

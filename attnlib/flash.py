@@ -30,7 +30,8 @@ except ModuleNotFoundError as error:
 
 from torch.utils.flop_counter import register_flop_formula
 
-from .attention import check_attention, reference, register_backend, sdpa
+from .attention import (check_attention, float32_products, reference, register_backend,
+                        sdpa)
 
 # %% ../nbs/51_flash.ipynb #merge
 def merge_partials(first, second):
@@ -497,18 +498,31 @@ def _bias_kernel(Q, K, V, Mask, Bias, Ranges, GradOut, Lse, Delta, Order, Sums,
                  ONE_COL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                  BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):
-    """The gradient dS of one tile, summed over some of the heads that share their bias."""
-    across = tl.cdiv(M, BLOCK_N)
-    tiles = tl.cdiv(N, BLOCK_M) * across
+    """A tile of the bias's gradient: dS, summed over some of the heads that share the bias.
+
+    Where the bias has one row, the tile is summed over all blocks of queries as well; where it
+    has one column, over all blocks of keys.
+    """
+    down, across = tl.cdiv(N, BLOCK_M), tl.cdiv(M, BLOCK_N)
+    summed_down = down if ONE_ROW else 1
+    summed_across = across if ONE_COL else 1
+    own_across = across // summed_across
+    tiles = down // summed_down * own_across
     tile, job = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    i, j = tile // across * BLOCK_M, tile % across * BLOCK_N
-    rows, cols = i + tl.arange(0, BLOCK_M), j + tl.arange(0, BLOCK_N)
+    first_row, first_col = tile // own_across * BLOCK_M, tile % own_across * BLOCK_N
+    summed = summed_down * summed_across  # tiles of dS of each head
+    if ONE_ROW and ONE_COL:  # 32 bits may not be enough
+        summed = tl.cast(summed, tl.int64)
+    last = repeats * summed
+    if CAUSAL and not ONE_ROW and not ONE_COL:  # a tile that no query sees is zero
+        last = tl.where(first_col > first_row + BLOCK_M - 1 + M - N, 0, last)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    last = repeats
-    if CAUSAL:
-        last = tl.where(j > i + BLOCK_M - 1 + M - N, 0, repeats)  # a tile that nobody sees
-    for repeat in range(job % splits, last, splits):
-        z = tl.load(Order + job // splits * repeats + repeat)
+    for step in range(job % splits, last, splits):
+        part = tl.cast(step % summed, tl.int32)
+        i = first_row + part // summed_across * BLOCK_M
+        j = first_col + part % summed_across * BLOCK_N
+        rows, cols = i + tl.arange(0, BLOCK_M), j + tl.arange(0, BLOCK_N)
+        z = tl.load(Order + job // splits * repeats + step // summed)
         q = _tile(_head(Q, z, H, sqb, sqh), i, N, sqn, sqd, BLOCK_M, D, BLOCK_D, True)
         keys, values = (_head(K, z // GROUP, H // GROUP, skb, skh),
                         _head(V, z // GROUP, H // GROUP, svb, svh))
@@ -525,23 +539,55 @@ def _bias_kernel(Q, K, V, Mask, Bias, Ranges, GradOut, Lse, Delta, Order, Sums,
                           cols[None, :], mask, bias, low, high, scale, N, M, smn, smm, sbn, sbm,
                           CAUSAL, True, PRECISION)
         total += ds
-    _store_sums(Sums, total, job.to(tl.int64), i, j, N, M, ONE_ROW, ONE_COL, BLOCK_M, BLOCK_N)
+    _store_sums(Sums, total, job.to(tl.int64), first_row, first_col, N, M, ONE_ROW, ONE_COL,
+                BLOCK_M, BLOCK_N, PRECISION)
 
 
 @triton.jit
 def _store_sums(Sums, x, job, i, j, N, M, ONE_ROW: tl.constexpr, ONE_COL: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
     """Write a tile, or its sum over the rows or columns of which the bias has only one."""
     rows, cols = i + tl.arange(0, BLOCK_M), j + tl.arange(0, BLOCK_N)
     height, width = N, M
     if ONE_ROW:
-        x, rows = tl.sum(x, 0, keep_dims=True), i // BLOCK_M + tl.arange(0, 1)
-        height = tl.cdiv(N, BLOCK_M)
+        x, rows, height = tl.sum(x, 0, keep_dims=True), tl.arange(0, 1), 1
     if ONE_COL:
-        x, cols = tl.sum(x, 1, keep_dims=True), j // BLOCK_N + tl.arange(0, 1)
-        width = tl.cdiv(M, BLOCK_N)
+        x, cols, width = tl.sum(x, 1, keep_dims=True), tl.arange(0, 1), 1
     pointers = Sums + (job * height + rows[:, None]) * width + cols[None, :]
+    x = rounded(x, Sums.dtype.element_ty, PRECISION)
     tl.store(pointers, x, mask=(rows < height)[:, None] & (cols < width)[None, :])
+
+# %% ../nbs/51_flash.ipynb #kernel-decode
+@triton.jit(do_not_specialize=["H", "N", "M", "splits"])
+def _decode_kernel(Q, K, V, Parts, Lse, scale, H, N, M, splits,
+                   sqb, sqh, sqn, sqd, skb, skh, skn, skd, svb, svh, svn, svd,
+                   D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                   PRECISION: tl.constexpr):
+    """Output and log-sum-exp of a block of queries of one head, over a part of its keys."""
+    job, i = _block(N, BLOCK_M, False)  # the parts of a head follow each other
+    z, part = job // splits, tl.cast(job % splits, tl.int64)
+    first = tl.cast(part * M // splits, tl.int32)
+    last = tl.cast((part + 1) * M // splits, tl.int32)
+    whole = first + (last - first) // BLOCK_N * BLOCK_N
+    K, V = _head(K, z, H, skb, skh), _head(V, z, H, svb, svh)
+    q = _tile(_head(Q, z, H, sqb, sqh), i, N, sqn, sqd, BLOCK_M, D, BLOCK_D, True)
+    acc, total = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    scale = scale * LOG2E
+    acc, total, peak = _forward_loop(  # whole blocks of keys, then the rest
+        acc, total, peak, q, K, V, None, None, None, first, whole, scale, i, N, last,
+        skn, skd, svn, svd, 0, 0, 0, 0, False, False, D, DV,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION)
+    acc, total, peak = _forward_loop(
+        acc, total, peak, q, K, V, None, None, None, whole, last, scale, i, N, last,
+        skn, skd, svn, svd, 0, 0, 0, 0, False, True, D, DV,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION)
+    start = tl.cast(job, tl.int64) * N
+    out = acc / total[:, None]  # a part has at least one key
+    _store(Parts + start * DV, out, i, N, DV, 1, BLOCK_M, DV, BLOCK_DV, PRECISION)
+    rows = i + tl.arange(0, BLOCK_M)
+    tl.store(Lse + start + rows, peak + tl.log2(total), mask=rows < N)
 
 # %% ../nbs/51_flash.ipynb #tiles
 # kernel: {(bytes of a number, padded width): (BLOCK_M, BLOCK_N, warps, stages)}
@@ -554,6 +600,8 @@ TILES = {
             (4, 64): (32, 32, 4, 2), (4, 128): (32, 32, 8, 1)},
     "bias": {(2, 64): (64, 64, 8, 2), (2, 128): (64, 32, 8, 2), (2, 256): (16, 32, 4, 2),
              (4, 64): (16, 32, 4, 2), (4, 128): (16, 32, 8, 1)},
+    "decode": {(2, 64): (16, 64, 4, 3), (2, 128): (16, 64, 4, 2), (2, 256): (16, 32, 4, 2),
+               (4, 64): (16, 32, 4, 2), (4, 128): (16, 32, 4, 2)},
 }
 WITH_EXTRA = {  # beside tiles of a mask or of a bias, which take registers
     "forward": {(2, 64): (128, 64, 8, 2), (2, 128): (128, 32, 8, 2)},
@@ -568,7 +616,7 @@ def tiling(kernel, width, v_width, element_size, extra=False, shared=None):
 
     Parameters
     ----------
-    kernel : {"forward", "query", "key", "bias"}
+    kernel : {"forward", "query", "key", "bias", "decode"}
     width, v_width : int
         Of queries and keys, and of values.
     element_size : int
@@ -594,7 +642,7 @@ def product_precision(x):
         return "interpreted"
     if x.dtype != torch.float32:
         return "ieee"
-    if torch.get_float32_matmul_precision() != "highest":
+    if float32_products(x.device) != "ieee":
         return "tf32"
     return "tf32x3" if torch.cuda.get_device_capability(x.device) >= (8, 0) else "ieee"
 
@@ -619,7 +667,8 @@ def _known_options(cut, kernel, widths, dtype, extra, group, device, _):
     more = dict(GROUP=group, PRECISION=product_precision(torch.empty(0, dtype=dtype,
                                                                      device=device)))
     if more["PRECISION"] == "interpreted":  # small tiles, so that small examples have several
-        rows, cols = (16, 32) if kernel == "key" else (32, 16)
+        small = dict(key=(16, 32), decode=(16, 16))
+        rows, cols = small.get(kernel, (32, 16))
         return cut(kernel, *widths, 2) | more | dict(BLOCK_M=rows, BLOCK_N=cols)
     chip = torch.cuda.get_device_properties(device)
     shared = getattr(chip, "shared_memory_per_block_optin", None)
@@ -628,7 +677,8 @@ def _known_options(cut, kernel, widths, dtype, extra, group, device, _):
 
 def _options(kernel, q, k, v, extra):
     """How a kernel is launched on these tensors."""
-    precision = torch.get_float32_matmul_precision()  # by which product_precision goes
+    # product_precision goes by it for float32 alone
+    precision = float32_products(q.device) if q.dtype == torch.float32 else None
     return _known_options(tiling, kernel, (q.shape[-1], v.shape[-1]), q.dtype, extra,
                           q.shape[1] // k.shape[1], q.device, precision)
 
@@ -747,22 +797,31 @@ def _sharing(bias, batch, heads):
 
 
 def _bias_gradient(inputs, grad, lse, delta, causal, scale, enough=1024):
-    """The gradient of a bias (B or 1, h or 1, N or 1, M or 1), summed over tiles first."""
+    """The gradient of a bias (B or 1, h or 1, N or 1, M or 1).
+
+    Where the bias has fewer than `enough` tiles, several programs share each of them, and their
+    sums are added afterwards; else each program writes its tile of the gradient itself.
+    """
     q, k, v, mask, bias, _ = inputs
     given, bias = bias.shape, bias[(None,) * (4 - bias.ndim)]
     (batch, heads, n, _), m, options = q.shape, k.shape[2], _options("bias", q, k, v, True)
     order = _sharing(bias, batch, heads)
-    matrices, shared = order.shape
+    matrices, repeats = order.shape
+    height, width = bias.shape[2:]
     down, across = triton.cdiv(n, options["BLOCK_M"]), triton.cdiv(m, options["BLOCK_N"])
-    splits = min(shared, triton.cdiv(enough, matrices * down * across))  # enough for a GPU
-    height, width = n if bias.shape[2] > 1 else down, m if bias.shape[3] > 1 else across
-    sums = q.new_empty(matrices, splits, height, width, dtype=torch.float32)
-    _start(_bias_kernel, matrices * splits * down * across,
-           (*inputs, grad, lse, delta, order, sums), (scale, heads, n, m, shared, splits),
-           (q, k, v, grad), mask, bias, CAUSAL=causal, ONE_ROW=bias.shape[2] == 1,
-           ONE_COL=bias.shape[3] == 1, **options)
-    one = [axis for axis in (2, 3) if bias.shape[axis] == 1]
-    return sums.sum([1, *one]).view(given).to(bias.dtype)
+    one_row, one_col = height == 1, width == 1
+    tiles = matrices * (1 if one_row else down) * (1 if one_col else across)
+    summed = repeats * (down if one_row else 1) * (across if one_col else 1)
+    splits = min(summed, triton.cdiv(enough, tiles))  # enough programs for a GPU
+    dtype = bias.dtype if splits == 1 else torch.float32
+    sums = q.new_empty(matrices, splits, height, width, dtype=dtype)
+    _start(_bias_kernel, splits * tiles,
+           (*inputs, grad, lse, delta, order, sums), (scale, heads, n, m, repeats, splits),
+           (q, k, v, grad), mask, bias, CAUSAL=causal, ONE_ROW=one_row, ONE_COL=one_col,
+           **options)
+    if splits == 1:
+        return sums.view(given)
+    return sums.sum(1).view(given).to(bias.dtype)
 
 # %% ../nbs/51_flash.ipynb #operator-autograd
 class _Flash(torch.autograd.Function):
@@ -1126,7 +1185,7 @@ def _structure(text):
 
 # %% ../nbs/51_flash.ipynb #compile-for
 KERNELS = dict(forward=_forward_kernel, query=_query_kernel, key=_key_kernel,
-               bias=_bias_kernel)
+               bias=_bias_kernel, decode=_decode_kernel)
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of a program
 
 
@@ -1139,12 +1198,12 @@ def compile_for(kernel, capability, dtype=torch.bfloat16, width=64, causal=False
 
     Parameters
     ----------
-    kernel : {"forward", "query", "key", "bias"}
+    kernel : {"forward", "query", "key", "bias", "decode"}
     capability : int
         80 for an A100, 90 for an H100 or H200, and so on.
     dtype, width, causal, mask, bias, ranges, group
         What the kernel is compiled for; `group` heads share a key. The kernel "bias" needs a
-        bias.
+        bias, and "decode" takes none of these options.
 
     Returns
     -------
@@ -1163,7 +1222,7 @@ def compile_for(kernel, capability, dtype=torch.bfloat16, width=64, causal=False
     options |= {name: 1 for name in names if re.fullmatch("s.[dm]", name)}  # strides in a row
     numbers = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     types = {name: numbers if name[0].isupper() else "i32" for name in names}
-    types |= dict(Mask="*u8", Order="*i64", Lse="*fp32", Delta="*fp32", Sums="*fp32",
+    types |= dict(Mask="*u8", Order="*i64", Lse="*fp32", Delta="*fp32", Parts="*fp32",
                   Ranges="*i32", KeyRanges="*i32", scale="fp32", H="i32", N="i32", M="i32")
     options = {name: value for name, value in options.items() if name in names}
     return compile_kernel(function, capability, types, options, "s..", **launch_options)
@@ -1205,6 +1264,37 @@ def predicted_times(card, batch, heads, n, d, causal=False, bias=False, backward
                  bytes=(tensors * tensor + 2 * bias * heads * n * n) / memory)
             for count, tensors in kernels]
 
+# %% ../nbs/51_flash.ipynb #operator-decode
+def _decode(q, k, v, splits, scale):
+    """Outputs (B, h, splits, N, d_v) of all parts of the keys, and log-sum-exp, in base 2."""
+    (batch, heads, n, _), m = q.shape, k.shape[2]
+    parts, lse = _decode_room(q, k, v, splits)
+    options = dict(_options("decode", q, k, v, False))
+    del options["GROUP"]  # q has as many heads as k
+    strides = [stride for x in (q, k, v) for stride in x.stride()]
+    programs = triton.cdiv(n, options["BLOCK_M"]) * batch * heads * splits
+    launch(_decode_kernel, programs, q.device, q, k, v, parts, lse, scale, heads, n, m, splits,
+           *strides, **options)
+    return parts, lse
+
+
+def _decode_room(q, k, v, splits, *_):
+    batch, heads, n, _ = q.shape
+    parts = q.new_empty(batch, heads, splits, n, v.shape[-1], dtype=torch.float32)
+    return parts, parts.new_empty(parts.shape[:-1])
+
+
+torch.library.define("attnlib::flash_decode", "(Tensor q, Tensor k, Tensor v, int splits, "
+                     "float scale) -> (Tensor, Tensor)")
+torch.library.impl("attnlib::flash_decode", ("cpu", "cuda"), _decode)
+torch.library.register_fake("attnlib::flash_decode", _decode_room)
+_flash_decode = torch.ops.attnlib.flash_decode.default
+
+
+@register_flop_formula(torch.ops.attnlib.flash_decode)
+def _decode_flops(q, k, v, *args, **kwargs):
+    return 2 * q[:3].numel() * k[2] * (q[3] + v[3])
+
 # %% ../nbs/51_flash.ipynb #decode
 @torch.no_grad()
 def flash_decode(q, k, v, *, splits=None, scale=None):
@@ -1215,8 +1305,8 @@ def flash_decode(q, k, v, *, splits=None, scale=None):
     q : Tensor, shape (B, h, N, d_k)
         N is small, and mostly 1.
     k, v : Tensor, shapes (B, h_kv, M, d_k) and (B, h_kv, M, d_v)
-        A cache with h_kv heads, of which h is a multiple. As slices of a longer one they are
-        not copied.
+        A cache with h_kv heads, of which h is a multiple. It is read through its strides and
+        never copied: a slice of a longer cache, or a transposed one, serves as it is.
     splits : int, optional
         Parts of the keys; by default at least 256 keys each, and 256 programs together.
     scale : float, optional
@@ -1241,17 +1331,9 @@ def flash_decode(q, k, v, *, splits=None, scale=None):
     splits = max(1, min(m // 256, 256 // (batch * own))) if splits is None else splits
     if not 1 <= splits <= m:
         raise ValueError(f"splits ({splits}) must be from 1 to the number of keys ({m})")
-    scale, size = d**-0.5 if scale is None else scale, m // splits
-    rows = q.reshape(batch * own, 1, -1, d)  # (B, h, N, d) -> (B h_kv, 1, h / h_kv N, d)
-    parts = []
-    for start, end, count in ((0, size * splits, splits), (size * splits, m, 1)):
-        if start < end:  # the second part is what the first leaves over
-            keys, values = (x[:, :, start:end].flatten(0, 1).unflatten(1, (count, -1))
-                            for x in (k, v))  # (B h_kv, count, keys, d)
-            rows_of_all = rows.expand(-1, count, -1, -1)
-            parts.append(_flash_forward(rows_of_all, keys, values, None, None, None, False,
-                                        scale))
-    out, lse = (torch.cat(own, 1) for own in zip(*parts))  # (B h_kv, parts, rows, d_v)
-    weights = torch.softmax(lse * 0.6931471805599453, 1)  # L is in base 2
-    out = (weights[..., None] * out.float()).sum(1).to(q.dtype)  # eq-flash-merge, all at once
-    return out.view(batch, heads, n, width)  # (B h_kv, h / h_kv N, d_v) -> (B, h, N, d_v)
+    scale = d**-0.5 if scale is None else float(scale)
+    rows = q.unflatten(1, (own, -1)).flatten(2, 3)  # (B, h, N, d) -> (B, h_kv, h / h_kv N, d)
+    parts, lse = _flash_decode(rows, k, v, splits, scale)  # (B, h_kv, splits, rows, d_v)
+    weights = torch.softmax(lse * 0.6931471805599453, 2)  # L is in base 2
+    out = (weights[..., None] * parts).sum(2).to(q.dtype)  # eq-flash-merge, all at once
+    return out.view(batch, heads, n, width)  # (B, h_kv, h / h_kv N, d_v) -> (B, h, N, d_v)

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['CHOICES', 'SCALINGS', 'OF_2019', 'LLAMA_3', 'LLAMA_31', 'QWEN', 'PUBLISHED', 'GPTConfig', 'check_config', 'rotation',
-           'slowdown', 'token_positions', 'decoder_mask', 'for_groups', 'grouped_attention', 'CausalSelfAttention',
-           'MLP', 'make_norm', 'Block', 'init_weights', 'check_prompt', 'check_prompts', 'pad_left', 'min_p_filter',
-           'next_token', 'config_of', 'check_published', 'read_transformers', 'GPT', 'text_batches', 'text_loss',
-           'text_bits']
+           'slowdown', 'boolean_mask', 'token_positions', 'decoder_mask', 'for_groups', 'grouped_attention',
+           'layer_inputs', 'CausalSelfAttention', 'MLP', 'make_norm', 'Block', 'init_weights', 'check_prompt',
+           'check_prompts', 'pad_left', 'min_p_filter', 'next_token', 'config_of', 'check_published',
+           'read_transformers', 'GPT', 'text_batches', 'text_loss', 'text_bits']
 
 # %% ../nbs/24_gpt.ipynb #imports
+import inspect
 import math
 from dataclasses import dataclass
 
@@ -209,6 +210,37 @@ def slowdown(frequencies, rope_type, factor, low_freq_factor=1.0, high_freq_fact
     return keep + (1 - keep) / factor
 
 # %% ../nbs/24_gpt.ipynb #mask
+def boolean_mask(attention_mask):
+    """An attention mask as a boolean Tensor.
+
+    A mask that is not boolean is searched for other values than 0 and 1; on a GPU the search
+    waits for the GPU.
+
+    Parameters
+    ----------
+    attention_mask : Tensor
+        1 or True for tokens, 0 or False for padding.
+
+    Returns
+    -------
+    bool Tensor
+
+    Raises
+    ------
+    ValueError
+        If the mask holds another value, as a mask does that is to be added to the logits.
+    """
+    if attention_mask.dtype == torch.bool:
+        return attention_mask
+    mask = attention_mask.bool()
+    if not torch.compiler.is_compiling():
+        wrong = attention_mask[attention_mask != mask]
+        if len(wrong) > 0:
+            raise ValueError(f"attention_mask holds {wrong[0].item()}; it must be boolean, or "
+                             "1 for tokens and 0 for padding")
+    return mask
+
+
 def token_positions(n, past=0, attention_mask=None, device=None):
     """Positions of the last n of past + n tokens; padding is not counted.
 
@@ -216,7 +248,7 @@ def token_positions(n, past=0, attention_mask=None, device=None):
     ----------
     n, past : int
     attention_mask : Tensor, shape (B, past + n), optional
-        0 or False at padding, which stands on the left.
+        0 or False at padding.
     device : torch.device or str, optional
         Of the result where there is no mask.
 
@@ -226,7 +258,7 @@ def token_positions(n, past=0, attention_mask=None, device=None):
     """
     if attention_mask is None:
         return torch.arange(past, past + n, device=device)
-    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past:]
+    return (boolean_mask(attention_mask).long().cumsum(1) - 1).clamp(min=0)[:, past:]
 
 
 def decoder_mask(n, m, window=None, attention_mask=None, device=None):
@@ -236,6 +268,7 @@ def decoder_mask(n, m, window=None, attention_mask=None, device=None):
     ----------
     n, m : int
     window : int, optional
+        Padding does not count.
     attention_mask : Tensor, shape (B, m), optional
         1 or True for tokens, 0 or False for padding.
 
@@ -248,10 +281,14 @@ def decoder_mask(n, m, window=None, attention_mask=None, device=None):
         return "causal" if n > 1 else None
     offsets = relative_positions(n, m, device=device)  # j - i, (n, m)
     mask = offsets <= 0
-    if window is not None:
-        mask = mask & (offsets > -window)
     if attention_mask is not None:
-        mask = mask & attention_mask.bool()[:, None, None, :]  # (n, m), (B, 1, 1, m)
+        attention_mask = boolean_mask(attention_mask)
+        mask = mask & attention_mask[:, None, None, :]  # (n, m), (B, 1, 1, m)
+    if window is not None:
+        if attention_mask is not None:
+            positions = token_positions(m, 0, attention_mask)  # (B, m)
+            offsets = positions[:, None, None, :] - positions[:, None, m - n :, None]
+        mask = mask & (offsets > -window)  # (n, m) or (B, 1, n, m)
     return mask
 
 # %% ../nbs/24_gpt.ipynb #grouped
@@ -321,6 +358,34 @@ def grouped_attention(q, k, v, mask=None, dropout_p=0.0, bias=None):
     return attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p)
 
 # %% ../nbs/24_gpt.ipynb #attention
+def layer_inputs(config, x, turn, mask, past):
+    """Rotation and mask of a layer, completed where the caller leaves them to the layer.
+
+    Parameters
+    ----------
+    config : GPTConfig
+    x : Tensor, shape (B, N, n_embd)
+    turn : (Tensor, Tensor), optional
+        From `rotation`; by default computed if the configuration has rotary positions.
+    mask : bool Tensor or "causal", optional
+        "causal" includes the window of the configuration.
+    past : int
+        Number of tokens before those of x.
+
+    Returns
+    -------
+    turn : (Tensor, Tensor), or None
+    mask : bool Tensor or "causal", or None
+    """
+    n = x.shape[1]
+    if turn is None and config.position == "rotary":
+        positions = token_positions(n, past, device=x.device)
+        turn = rotation(config, positions, x.dtype)
+    if isinstance(mask, str) and mask == "causal":
+        mask = decoder_mask(n, past + n, config.window, device=x.device)
+    return turn, mask
+
+
 class CausalSelfAttention(nn.Module):
     """Attention to earlier tokens, with the options of a `GPTConfig`.
 
@@ -331,6 +396,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
+        self.config = config
         self.n_head, self.n_kv_head, d = config.n_head, config.kv_heads, config.head_width
         bias = config.bias if config.qkv_bias is None else config.qkv_bias
         self.c_attn = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * d, bias)
@@ -340,7 +406,12 @@ class CausalSelfAttention(nn.Module):
         self.dropout, self.resid_dropout = config.dropout, nn.Dropout(config.dropout)
 
     def forward(self, x, turn=None, mask="causal", cache=None, layer=0):
-        """Map (B, N, n_embd) to the same shape; a `cache` holds earlier keys and values."""
+        """Map (B, N, n_embd) to the same shape; a `cache` holds earlier keys and values.
+
+        See `layer_inputs` for `turn` and `mask`.
+        """
+        past = 0 if cache is None else cache.tokens_of(layer)
+        turn, mask = layer_inputs(self.config, x, turn, mask, past)
         h, g = self.n_head, self.n_kv_head
         qkv = split_heads(self.c_attn(x), h + 2 * g)  # (B, N, C) -> (B, h + 2 g, N, d)
         q, k, v = qkv.split((h, g, g), dim=1)  # (B, h, N, d), twice (B, g, N, d)
@@ -485,7 +556,7 @@ def check_prompts(tokens, max_new_tokens, attention_mask, config, eos_id=None):
     check_prompt(tokens, attention_mask, config, more=max_new_tokens - 1)
     if attention_mask is None:
         return
-    mask = attention_mask.bool()
+    mask = boolean_mask(attention_mask)
     bad = (mask[:, :-1] & ~mask[:, 1:]).any(1) | ~mask[:, -1]
     if bad.any():
         raise ValueError("attention_mask has padding on the right of a token, or nothing else, "
@@ -750,6 +821,8 @@ class GPT(nn.Module):
         """The input of the last matrix: (B, N) to (B, N, n_embd); arguments as `forward`."""
         past, n = 0 if cache is None else len(cache), tokens.shape[-1]
         check_prompt(tokens, attention_mask, self.config, past)
+        if attention_mask is not None:
+            attention_mask = boolean_mask(attention_mask)
         positions = token_positions(n, past, attention_mask, tokens.device)  # (N) or (B, N)
         mask = decoder_mask(n, past + n, self.config.window, attention_mask, tokens.device)
         x, turn = self.wte(tokens), None
@@ -758,37 +831,52 @@ class GPT(nn.Module):
         elif self.config.position == "rotary":
             turn = rotation(self.config, positions, x.dtype)
         x = self.drop(x)
+        if cache is not None:
+            cache.rewind()
         for layer, block in enumerate(self.h):
             x = block(x, turn, mask, cache, layer)
         if cache is not None:
             cache.advance(n)
         return self.ln_f(x)
 
-    def forward(self, tokens, attention_mask=None, cache=None):
+    def forward(self, tokens, attention_mask=None, cache=None, last_only=False):
         """Logits (B, N, vocab_size) of the token that follows each of the tokens (B, N).
 
         The `attention_mask` (B, earlier + N) is 0 or False at padding. With a `cache`
-        (`attnlib.decoding.KVCache`), pass new tokens only; the cache has the earlier ones.
+        (`attnlib.decoding.KVCache`), pass new tokens only; the cache has the earlier ones. With
+        `last_only` there are only the logits (B, 1, vocab_size) after the last token.
         """
-        return self.lm_head(self.features(tokens, attention_mask, cache))
+        x = self.features(tokens, attention_mask, cache)
+        if last_only:
+            x = x[:, -1:]
+        return self.lm_head(x)
 
     @torch.no_grad()
     def stream(self, tokens, max_new_tokens, *, attention_mask=None, eos_id=None, **sampling):
-        """As `generate`, but yields the new tokens (B,) one step at a time."""
+        """As `generate`, but yields the new tokens (B,) one step at a time.
+
+        The model is in evaluation mode during a step, and between steps in its own mode.
+        """
         check_prompts(tokens, max_new_tokens, attention_mask, self.config, eos_id)
         cache, ended = KVCache(), torch.zeros_like(tokens[:, 0], dtype=torch.bool)
-        with evaluation(self):
-            for _ in range(max_new_tokens):
-                x = self.features(tokens, attention_mask, cache)[:, -1]
-                tokens = next_token(self.lm_head(x), **sampling)[:, None]  # (B, V) -> (B, 1)
-                if attention_mask is not None:
-                    attention_mask = F.pad(attention_mask, (0, 1), value=1)
-                if eos_id is not None:
-                    tokens = tokens.masked_fill(ended[:, None], eos_id)
-                    ended |= tokens[:, 0] == eos_id
-                yield tokens[:, 0]
-                if eos_id is not None and ended.all():
-                    return
+        if attention_mask is not None:
+            attention_mask = boolean_mask(attention_mask)
+        # a subclass may replace `forward` by one that always computes all logits
+        known = inspect.signature(self.forward).parameters
+        options = dict(last_only=True) if "last_only" in known else {}
+        parts = list(self.modules())
+        for _ in range(max_new_tokens):
+            with evaluation(self, parts):
+                logits = self(tokens, attention_mask=attention_mask, cache=cache, **options)
+            tokens = next_token(logits[:, -1], **sampling)[:, None]  # (B, V) -> (B, 1)
+            if attention_mask is not None:
+                attention_mask = F.pad(attention_mask, (0, 1), value=1)
+            if eos_id is not None:
+                tokens = tokens.masked_fill(ended[:, None], eos_id)
+                ended |= tokens[:, 0] == eos_id
+            yield tokens[:, 0]
+            if eos_id is not None and ended.all():
+                return
 
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None,
                  min_p=None, *, attention_mask=None, eos_id=None, generator=None):
@@ -819,8 +907,8 @@ class GPT(nn.Module):
         Raises
         ------
         ValueError
-            If a number is out of its range, the text gets longer than `block_size`, or padding
-            stands on the right.
+            If a number is out of its range, the text gets longer than `block_size`, padding
+            stands on the right, or the mask holds other values than 0 and 1.
         """
         sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         new = self.stream(tokens, max_new_tokens, attention_mask=attention_mask, eos_id=eos_id,

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['pieces', 'harmonic_fill', 'hidden_pixels', 'random_masking', 'patchify', 'unpatchify', 'normalized',
-           'MaskedAutoencoder', 'positions', 'stack', 'init_weights', 'check_noise', 'check_hidden', 'kernel_fill',
-           'linear_fill', 'masked_loss', 'last_block', 'lean_loss']
+           'MaskedAutoencoder', 'check_encoder_options', 'load_encoder', 'positions', 'stack', 'init_weights',
+           'check_noise', 'check_hidden', 'kernel_fill', 'linear_fill', 'masked_loss', 'last_block', 'lean_loss']
 
 # %% ../nbs/40_mae.ipynb #imports
 import torch
@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention
-from .backbone import check_rates, to_2tuple
+from .backbone import check_counts, check_rates, to_2tuple
 from .data import data_extra
 from .models import register_model
 from .multihead import merge_heads, split_heads
@@ -173,7 +173,8 @@ def patchify(images, patch_size):
     """
     size = to_2tuple(patch_size)
     check_divides(size, tuple(images.shape[2:]))
-    x = cut(images, size).unflatten(0, (len(images), -1))  # -> (B, N, C, p, q)
+    count = (images.shape[2] // size[0]) * (images.shape[3] // size[1])
+    x = cut(images, size).unflatten(0, (len(images), count))  # -> (B, N, C, p, q)
     return x.permute(0, 1, 3, 4, 2).flatten(2)  # -> (B, N, p q C)
 
 
@@ -238,10 +239,13 @@ class MaskedAutoencoder(nn.Module):
                  num_heads=12, decoder_embed_dim=512, decoder_depth=8, decoder_num_heads=16,
                  mlp_ratio=4.0, norm_pix_loss=False, *, device=None, dtype=None):
         super().__init__()
+        check_counts(depth=depth, decoder_embed_dim=decoder_embed_dim,
+                     decoder_depth=decoder_depth)
         self.norm_pix_loss, options = norm_pix_loss, dict(device=device, dtype=dtype)
         self.encoder_options = dict(img_size=img_size, patch_size=patch_size,
                                     in_chans=in_chans, embed_dim=embed_dim, depth=depth,
-                                    num_heads=num_heads, mlp_ratio=mlp_ratio, **options)
+                                    num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=True,
+                                    **options)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **options)
         self.patch_size, grid = self.patch_embed.patch_size, self.patch_embed.grid_size
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim, **options))
@@ -280,11 +284,14 @@ class MaskedAutoencoder(nn.Module):
         return self.decoder_pred(x[:, 1:])  # (B, N, d) -> (B, N, p q C)
 
     def forward_loss(self, images, prediction, mask):
-        """The mean squared error of the hidden patches, for predicted pixels (B, N, p·q·C)."""
+        """The mean squared error of the hidden patches, for predicted pixels (B, N, p·q·C).
+
+        It is 0 where no patch is hidden.
+        """
         target = patchify(images, self.patch_size)
         target = normalized(target) if self.norm_pix_loss else target
         error = (prediction - target).square().mean(-1)  # (B, N, p q C) -> (B, N)
-        return (error * mask).sum() / mask.sum()
+        return (error * mask).sum() / mask.sum().clamp(min=1)
 
     def forward(self, images, mask_ratio=0.75, noise=None):
         """The loss, the prediction (B, N, p·q·C) and the mask (B, N), 1 where hidden."""
@@ -299,14 +306,68 @@ class MaskedAutoencoder(nn.Module):
         """A `VisionTransformer` with the encoder's weights, a copy; without classes by default.
 
         A mean over patches (``global_pool="avg"``) has a norm of its own, which starts anew.
+
+        Raises
+        ------
+        ValueError
+            If `options` ask for another network than the one that was trained.
         """
-        model = VisionTransformer(**self.encoder_options | dict(num_classes=0) | options)
-        wanted = model.state_dict()
-        model.load_state_dict({key: x for key, x in self.state_dict().items() if key in wanted},
-                              strict=False)
-        return model.to(self.cls_token)
+        check_encoder_options(options, self.encoder_options)
+        like = dict(device=self.cls_token.device, dtype=self.cls_token.dtype)
+        model = VisionTransformer(**self.encoder_options | dict(num_classes=0) | like | options)
+        other = ("decoder_", "mask_token") + ("norm.",) * (model.global_pool == "avg")
+        stored = {key: x for key, x in self.state_dict().items() if not key.startswith(other)}
+        load_encoder(model, stored)
+        return model
 
 # %% ../nbs/40_mae.ipynb #class-parts
+def check_encoder_options(options, trained):
+    """Raise unless the options of an encoder are those that its weights were trained with.
+
+    Parameters
+    ----------
+    options : dict
+        Size of the images, device, and dtype may differ.
+    trained : dict
+        Keywords of the encoder as it was trained.
+
+    Raises
+    ------
+    ValueError
+        If another option differs.
+    """
+    for name in options.keys() & trained.keys() - {"img_size", "device", "dtype"}:
+        if options[name] != trained[name]:
+            raise ValueError(f"{name} ({options[name]!r}) must be {trained[name]!r}, as the "
+                             "encoder was trained")
+
+
+def load_encoder(model, stored):
+    """Load the weights of a trained encoder; a head and the norm of a mean keep their own.
+
+    Parameters
+    ----------
+    model : Module
+        Its weights are overwritten.
+    stored : dict of str to Tensor
+        Of the encoder alone.
+
+    Raises
+    ------
+    ValueError
+        If weights are left over, or the model has further ones, which were not trained.
+    """
+    own = model.state_dict()
+    untrained = [key for key in own.keys() - stored.keys()
+                 if not key.startswith(("head.", "fc_norm."))]
+    unused = list(stored.keys() - own.keys())
+    if untrained or unused:
+        raise ValueError(f"options must leave the encoder as it was trained; it would have "
+                         f"{len(untrained)} untrained tensors {sorted(untrained)[:3]} and not "
+                         f"use {len(unused)} trained ones {sorted(unused)[:3]}")
+    model.load_state_dict(own | stored)
+
+
 def positions(grid_size, dim, device=None, dtype=None):
     """Sines and cosines of each patch's place, never trained; the class token in front has
     none.
@@ -336,6 +397,9 @@ def stack(depth, *arguments, **options):
 def init_weights(module):
     """As the authors initialize a `module`: by Xavier's uniform distribution, the patch
     projection as if it were a linear layer.
+
+    One thing differs: all biases start at zero, whereas the authors leave that of the patch
+    projection as PyTorch draws it.
     """
     if isinstance(module, (nn.Linear, nn.Conv2d)):
         nn.init.xavier_uniform_(module.weight.flatten(1))
@@ -468,8 +532,9 @@ def last_block(block, x, m):
 def lean_loss(model, images, noise, mask_ratio=0.75):
     """The loss of a `MaskedAutoencoder`, without what it does not need.
 
-    Pixels are predicted for hidden patches only, and only visible patches are projected. The
-    value and the gradients are those of ``model(images, mask_ratio, noise)[0]``.
+    Pixels are predicted for hidden patches only, and only visible patches are projected: put
+    side by side, they are a narrower image. The value and the gradients are those of
+    ``model(images, mask_ratio, noise)[0]``.
 
     Parameters
     ----------
@@ -483,13 +548,19 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
     Returns
     -------
     Tensor, scalar
+
+    Raises
+    ------
+    ValueError
+        If `mask_ratio` hides none or all of the patches.
     """
     patches, order = patchify(images, model.patch_size), noise.argsort(1)
     k = random_masking(noise, mask_ratio)[0].shape[1]
+    check_hidden(mask_ratio, noise.shape[1] - k, noise.shape[1])
     keep, gone = order[:, :k], order[:, k:]
-    proj = model.patch_embed.proj
-    weight = proj.weight.permute(0, 2, 3, 1).flatten(1)  # (D, C, p, q) -> (D, p q C)
-    seen = F.linear(patches.take_along_dim(keep[..., None], 1), weight, proj.bias)
+    visible = patches.take_along_dim(keep[..., None], 1)  # (B, k, p q C)
+    row = unpatchify(visible, (1, k), model.patch_size)  # (B, C, p, k q)
+    seen = model.patch_embed.proj(row)[:, :, 0].mT  # (B, D, 1, k) -> (B, k, D)
     first, places = model.cls_token + model.pos_embed[:, :1], model.pos_embed[0, 1:]
     x = torch.cat([first.expand(len(seen), -1, -1), seen + places[keep]], 1)
     first, seen = model.decoder_embed(model.norm(model.blocks(x))).split([1, k], 1)
@@ -501,4 +572,5 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
     prediction = model.decoder_pred(model.decoder_norm(x))  # (B, m, p q C)
     target = patches.take_along_dim(gone[..., None], 1)
     target = normalized(target) if model.norm_pix_loss else target
-    return (prediction - target).square().mean()
+    error = (prediction - target).square()
+    return error.sum() / max(1, error.numel())

@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention
+from .backbone import check_counts
 from .models import register_model
 from .multihead import merge_heads, split_heads
 from .position import apply_rotary
@@ -37,13 +38,14 @@ class SwiGLU(nn.Module):
     Raises
     ------
     ValueError
-        If `hidden_features` is odd.
+        If a width is not an integer of at least 1, or `hidden_features` is odd.
     """
 
     def __init__(self, in_features, hidden_features=None, drop=0.0, bias=True, device=None,
                  dtype=None):
         super().__init__()
-        hidden_features = hidden_features or in_features
+        hidden_features = in_features if hidden_features is None else hidden_features
+        check_counts(in_features=in_features, hidden_features=hidden_features)
         if hidden_features % 2:
             raise ValueError(f"hidden_features ({hidden_features}) must be even: half of them "
                              "are the gate")

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['panoptic_scenes', 'bounds', 'label_maps', 'small_panoptic', 'AttentionMaps', 'MaskHead', 'PanopticDETR',
            'PanopticOutput', 'confident', 'matched_queries', 'panoptic_detr', 'dice_loss', 'focal_loss', 'mask_loss',
-           'check_masks', 'merge', 'join_stuff', 'check_merge', 'overlaps', 'match_segments', 'panoptic_quality',
-           'quality', 'mean_quality', 'check_segments']
+           'check_masks', 'merge', 'cut_padding', 'join_stuff', 'check_merge', 'overlaps', 'match_segments',
+           'panoptic_quality', 'quality', 'mean_quality', 'check_segments']
 
 # %% ../nbs/43_panoptic.ipynb #imports
 import itertools
@@ -18,9 +18,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import masked_softmax
-from .backbone import check_rates
+from .backbone import check_rates, is_plain
 from .data import detection_scenes
-from .detr import DETR, small_detr
+from .detr import DETR, small_detr, upcast
 from .models import register_model
 from .multihead import split_heads
 
@@ -122,8 +122,9 @@ class AttentionMaps(nn.Module):
         `mask` (B, h, w) is True where there is image.
         """
         q = split_heads(self.q_linear(queries), self.num_heads)  # (B, heads, Q, d)
-        k = split_heads(self.k_linear(memory.flatten(2).mT), self.num_heads)  # (B, heads, N, d)
-        logits = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, heads, Q, N)
+        k = self.k_linear(memory.flatten(2).transpose(1, 2))  # (B, C, h, w) -> (B, N, C)
+        k = split_heads(k, self.num_heads)  # (B, heads, N, d)
+        logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, heads, Q, N)
         if mask is not None:
             logits = logits.masked_fill(~mask.flatten(1)[:, None, None], -torch.inf)
         logits = logits.transpose(1, 2)  # (B, Q, heads, N)
@@ -180,17 +181,26 @@ class MaskHead(nn.Module):
         image : int64 Tensor, shape (M,)
             Of which image each query is.
         """
-        first, channels = self.layers[0], x.shape[1]
-        of_image, of_maps = first.weight.split([channels, maps.shape[1]], dim=1)
-        x = F.conv2d(x, of_image, first.bias, padding=1)  # once for each image
-        x = x[image] + F.conv2d(maps, of_maps, padding=1)  # (M, C + heads, h, w)
-        x = self.norms[0](x).relu()
+        x = self.norms[0](self.first_layer(x, maps, image)).relu()
         x = self.norms[1](self.layers[1](x)).relu()  # (M, C / 2, h, w)
         steps = zip(finer, self.adapters, self.layers[2:], self.norms[2:])
         for fine, adapter, layer, norm in steps:
             y = adapter(fine)  # (B, width, H', W'), again once for each image
             x = norm(layer(y[image] + F.interpolate(x, y.shape[2:]))).relu()
         return self.output(x)[:, 0]  # (M, 1, H', W') -> (M, H', W')
+
+    def first_layer(self, x, maps, image):
+        """The first convolution (M, C + heads, h, w) of images and maps side by side.
+
+        The images' share is computed once for each image, unless the layer is of another class
+        or has a hook, as adapters and pruning add them: then the layer is called.
+        """
+        first = self.layers[0]
+        if torch.compiler.is_compiling() or not is_plain(first, nn.Conv2d):
+            return first(torch.cat([x[image], maps], dim=1))
+        of_image, of_maps = first.weight.split([x.shape[1], maps.shape[1]], dim=1)
+        x = F.conv2d(x, of_image, first.bias, padding=1)
+        return x[image] + F.conv2d(maps, of_maps, padding=1)
 
 # %% ../nbs/43_panoptic.ipynb #class
 class PanopticDETR(nn.Module):
@@ -212,7 +222,7 @@ class PanopticDETR(nn.Module):
     def __init__(self, detr, joint_softmax=False, num_groups=8):
         super().__init__()
         self.detr = detr
-        width, heads = detr.query_embed.embedding_dim, detr.decoder[-1].multihead_attn.num_heads
+        width, heads = detr.norm.normalized_shape[0], detr.decoder[-1].multihead_attn.num_heads
         self.bbox_attention = AttentionMaps(width, heads, joint_softmax)
         channels = detr.backbone.num_channels[-2::-1]  # but for the last map, from the end
         self.mask_head = MaskHead(width, heads, channels, num_groups)
@@ -241,7 +251,7 @@ class PanopticDETR(nn.Module):
             all by default. ``lambda found: confident(found.logits)`` is for inference.
         """
         features = self.detr.forward_features(images, mask)
-        found = self.detr.forward_head(features.decoded)
+        found = self.detr.forward_head(features.decoded, features.anchors)
         every = torch.ones_like(found.logits[..., 0], dtype=torch.bool)  # (B, Q)
         chosen = every if choose is None else choose(found)
         return PanopticOutput(*found, self.forward_masks(features, chosen))
@@ -271,7 +281,7 @@ def confident(logits, threshold=0.85):
     bool Tensor, shape (B, Q)
     """
     check_rates(threshold=threshold)
-    score, label = logits.softmax(-1).max(-1)  # (B, Q) each
+    score, label = upcast(logits).softmax(-1).max(-1)  # (B, Q) each
     return (label < logits.shape[-1] - 1) & (score > threshold)
 
 
@@ -314,8 +324,10 @@ def dice_loss(logits, targets):
     Returns
     -------
     Tensor, shape (n,)
+        In float32 at least: a sum over pixels may exceed the range of float16.
     """
-    p, t = logits.sigmoid().flatten(1), targets.flatten(1)
+    p = upcast(logits).sigmoid().flatten(1)
+    t = targets.to(p).flatten(1)
     return 1 - (2 * (p * t).sum(1) + 1) / (p.sum(1) + t.sum(1) + 1)
 
 
@@ -333,8 +345,10 @@ def focal_loss(logits, targets, alpha=0.25, gamma=2.0):
     Returns
     -------
     Tensor, shape (n,)
+        In float32 at least.
     """
-    p, t = logits.sigmoid(), targets
+    logits = upcast(logits)
+    p, t = logits.sigmoid(), targets.to(logits)
     p_t, alpha_t = p * t + (1 - p) * (1 - t), alpha * t + (1 - alpha) * (1 - t)
     minus_log = F.binary_cross_entropy_with_logits(logits, t, reduction="none")  # -log p_t
     return (alpha_t * (1 - p_t) ** gamma * minus_log).flatten(1).mean(1)
@@ -365,6 +379,7 @@ def mask_loss(masks, targets, matched, num_boxes=None):
         If the targets have no masks, or masks of several sizes.
     """
     check_masks(targets)
+    masks = upcast(masks)
     wanted = torch.cat([t["masks"][j] for t, (_, j) in zip(targets, matched)]).to(masks)
     found = torch.cat([image[i] for image, (i, _) in zip(masks, matched)])  # (n, H', W')
     found = F.interpolate(found[:, None], wanted.shape[1:], mode="bilinear")[:, 0]  # (n, H, W)
@@ -398,7 +413,7 @@ def check_masks(targets):
 
 # %% ../nbs/43_panoptic.ipynb #merge
 @torch.no_grad()
-def merge(logits, masks, things, size=None, threshold=0.85, smallest=4):
+def merge(logits, masks, things, size=None, threshold=0.85, smallest=4, *, mask=None):
     """One label map from the masks of one image (Carion et al. 2020, section 5).
 
     Parameters
@@ -410,11 +425,15 @@ def merge(logits, masks, things, size=None, threshold=0.85, smallest=4):
     things : collection of int
         The classes of which each query is an object of its own; the others are stuff.
     size : (int, int), optional
-        Height and width of the result; those of the masks by default.
+        Height and width of the result; by default those of the masks, or with `mask` those of
+        the image in it.
     threshold : float
         Queries whose class is no more probable than this are left out.
     smallest : int
         Segments of at most this many pixels are left out; the others get their pixels.
+    mask : bool Tensor, shape (padded height, padded width), optional
+        Needed for an image of a padded batch: True where there is image, as the model was
+        given it. The padding is cut off; otherwise it would be stretched into the image.
 
     Returns
     -------
@@ -426,12 +445,15 @@ def merge(logits, masks, things, size=None, threshold=0.85, smallest=4):
     Raises
     ------
     ValueError
-        If the shapes do not fit together, or a threshold is out of its range.
+        If the shapes do not fit together, a threshold is out of its range, or `mask` is not
+        True in one rectangle.
     """
     kept = confident(logits, threshold)  # (Q,)
     check_merge(logits, masks, kept)
-    score, label = logits[kept].softmax(-1).max(-1)
-    masks = masks[kept]  # (n, H', W')
+    score, label = upcast(logits[kept]).softmax(-1).max(-1)
+    masks = upcast(masks[kept])  # (n, H', W')
+    if mask is not None:
+        masks = cut_padding(masks, mask)
     if size is not None and len(masks):
         masks = F.interpolate(masks[:, None], size, mode="bilinear")[:, 0]
     score, label, masks = join_stuff(score, label, masks, things)
@@ -447,6 +469,42 @@ def merge(logits, masks, things, size=None, threshold=0.85, smallest=4):
     rows = zip(label.tolist(), score.tolist(), area.tolist())
     return owner + 1, [dict(id=i, category_id=c, isthing=c in things, score=s, area=n)
                        for i, (c, s, n) in enumerate(rows, 1)]
+
+
+def cut_padding(maps, mask):
+    """Maps of one image of a padded batch, in the resolution of the image and without padding.
+
+    Parameters
+    ----------
+    maps : Tensor, shape (n, h, w)
+        They cover the whole padded image: masks, or attention maps.
+    mask : bool Tensor, shape (padded height, padded width)
+        True where there is image.
+
+    Returns
+    -------
+    Tensor, shape (n, height, width)
+
+    Raises
+    ------
+    ValueError
+        If `mask` is not boolean, not of that shape, or not True in exactly one rectangle.
+    """
+    if mask.dtype != torch.bool or mask.ndim != 2:
+        raise ValueError(f"mask of dtype {mask.dtype} and shape {tuple(mask.shape)} must be "
+                         "torch.bool and (H, W), True where there is image")
+    rows, columns = (mask.any(axis).nonzero()[:, 0] for axis in (1, 0))
+    area = int(mask.sum())
+    if area:
+        top, bottom = int(rows[0]), int(rows[-1]) + 1
+        left, right = int(columns[0]), int(columns[-1]) + 1
+    if area == 0 or area != (bottom - top) * (right - left):
+        raise ValueError(f"mask is True at {area} pixels of {tuple(mask.shape)}; it must be "
+                         "True in one rectangle, the image")
+    if len(maps) == 0:
+        return maps.new_zeros(0, bottom - top, right - left)
+    maps = F.interpolate(maps[:, None], mask.shape, mode="bilinear")[:, 0]
+    return maps[:, top:bottom, left:right]
 
 
 def join_stuff(score, label, masks, things):

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .models import create_model, data_config
 from .train import adamw, epochs, learning_rate
-from .vit import attention_rollout
+from .vit import patch_shares
 
 # %% ../nbs/36_practice.ipynb #fold
 def fold_normalization(model, mean, std):
@@ -76,7 +76,9 @@ def hide(x, rows, patch_size):
 
 
 def rollout_map(model, x, patch_size):
-    """Shares of the patches in the class token, from the weights of all blocks.
+    """Shares of the patches in what the classifier reads, from the weights of all blocks.
+
+    That is the class token, or the mean of the patches' tokens if the model pools those.
 
     Parameters
     ----------
@@ -89,10 +91,13 @@ def rollout_map(model, x, patch_size):
     Returns
     -------
     Tensor, shape (B, N)
+
+    Raises
+    ------
+    ValueError
+        If the model attends in windows, whose weights cannot be chained.
     """
-    with torch.no_grad():
-        rollout = attention_rollout(model.eval().attention_maps(x))
-    return rollout[:, 0, model.num_prefix_tokens :]  # (B, 1 + N, 1 + N) -> (B, N)
+    return patch_shares(model.eval(), x)
 
 
 def gradient_map(model, x, patch_size):

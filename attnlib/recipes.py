@@ -28,7 +28,7 @@ from .models import load_pretrained
 from .swin import SwinTransformer
 from .swinv2 import SwinBlockV2, SwinTransformerV2
 from .tnt import TNT
-from .train import epochs, find_records, fit, read_record
+from .train import epochs, find_records, fit, read_record, seeded
 from .transformer import Transformer
 from .translation import translation_loss
 from .vit import VisionTransformer
@@ -183,6 +183,7 @@ def train_small(model, data="digits", *, folder=None, **options):
     Returns
     -------
     model : Module
+        In evaluation mode.
     history : list of dict
 
     Raises
@@ -192,7 +193,8 @@ def train_small(model, data="digits", *, folder=None, **options):
     """
     make, (train, test), recipe = small_run(model, data, folder)
     model = make()
-    return model, train_classifier(model, train, test, **recipe | options)
+    history = train_classifier(model, train, test, **recipe | options)
+    return model.eval(), history
 
 
 def small_run(model, data, folder=None):
@@ -310,6 +312,7 @@ def distill_small(data="digits", *, loss=hard_distillation_loss, folder=None, **
     Returns
     -------
     student, teacher : Module
+        In evaluation mode.
     history : list of dict
     """
     make, (train, test), recipe = small_run("deit", data, folder)
@@ -317,9 +320,11 @@ def distill_small(data="digits", *, loss=hard_distillation_loss, folder=None, **
     sizes = make.keywords["in_chans"], make.keywords["num_classes"]
     teacher = small_convnet(*sizes, (24, 48) if data == "digits" else (64, 128, 256))
     student = make()
-    half = dict(steps=(recipe["steps"] + 1) // 2, checkpoint=None)
+    # the teacher is trained to its end also where the student's run stops early
+    half = dict(steps=(recipe["steps"] + 1) // 2, checkpoint=None, stop_after=None)
     train_classifier(teacher, train, test, **recipe | half)
-    return student, teacher, distill(student, teacher, train, test, loss=loss, **recipe)
+    history = distill(student, teacher, train, test, loss=loss, **recipe)
+    return student.eval(), teacher, history
 
 # %% ../nbs/96_recipes.ipynb #number-pairs
 def number_pairs():
@@ -382,19 +387,21 @@ def train_translator(tokenizer, parts, *, steps=1200, lr=3e-3, seed=0, every=200
     Returns
     -------
     model : Transformer
+        In evaluation mode.
     history : list of dict
         "accuracy" in it is that on the validation numbers.
     """
-    torch.manual_seed(seed)
-    model = small_transformer()
+    with seeded(seed):
+        model = small_transformer()
     batches = epochs(parts["train"]["src"], parts["train"]["tgt"], batch_size=64, seed=seed)
 
     def evaluate(model):
         return {"accuracy": names_right(model, tokenizer, parts["valid"])}
 
     options = dict(warmup=100, weight_decay=0.0) | options
-    return model, fit(model, translation_loss, batches, steps=steps, lr=lr, every=every,
-                      seed=seed, evaluate=evaluate, **options)
+    history = fit(model, translation_loss, batches, steps=steps, lr=lr, every=every, seed=seed,
+                  evaluate=evaluate, **options)
+    return model.eval(), history
 
 
 def small_transformer():

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['CUTS', 'COUNTS', 'join_group', 'failure', 'Workers', 'send_on', 'ring_all_reduce', 'wire_bytes', 'bytes_sent',
-           'reduce_lesson', 'local', 'states_lesson', 'rank_order', 'tensor_parallel', 'LocalRows', 'enter', 'summed',
-           'cut_module', 'cut_as_it_lies', 'tensor_lesson', 'chunks_of', 'shard_sequence', 'unshard_sequence',
-           'block_weights', 'block_attention', 'block_gradients', 'visits', 'go_round', 'check_shards',
-           'ring_attention', 'ring_lesson', 'GPTStage', 'Sleeper', 'nap_lesson', 'stage_lesson', 'Cluster',
-           'parameters_of', 'operations_of', 'activations_of', 'Plan', 'memory_of', 'compute_seconds', 'seconds_of',
-           'possible_plans', 'plan']
+           'reduce_lesson', 'local', 'states_lesson', 'rank_order', 'tensor_parallel', 'LocalRows', 'enter',
+           'OwnRandomness', 'has_dropout', 'summed', 'cut_module', 'cut_as_it_lies', 'tensor_lesson', 'chunks_of',
+           'shard_sequence', 'unshard_sequence', 'block_weights', 'block_attention', 'block_gradients', 'visits',
+           'go_round', 'check_shards', 'ring_attention', 'ring_lesson', 'GPTStage', 'Sleeper', 'nap_lesson',
+           'stage_lesson', 'Cluster', 'parameters_of', 'operations_of', 'activations_of', 'Plan', 'memory_of',
+           'compute_seconds', 'seconds_of', 'possible_plans', 'plan']
 
 # %% ../nbs/55_scaling.ipynb #imports
 import contextlib
@@ -23,6 +23,7 @@ import socket
 import struct
 import tempfile
 import time
+import weakref
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -383,7 +384,8 @@ def tensor_parallel(model, mesh):
     -------
     torch.nn.Module
         The same model. Every rank gives it the same input, and the same random seed if there
-        is dropout, and gets the same output.
+        is dropout, and gets the same output. What each rank drops of its own heads and hidden
+        units is independent of what others drop.
 
     Raises
     ------
@@ -440,6 +442,55 @@ def enter(mesh, module, inputs):
     return tuple(map(copied, inputs))
 
 
+class OwnRandomness:
+    """Random numbers of a rank's own between two layers, such as for dropout of its heads.
+
+    All ranks draw the same seed, to which each adds its number. After the second layer they go
+    on with the numbers that they have in common.
+
+    Parameters
+    ----------
+    rank : int
+    """
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.common = None  # the states of the generators to which `end` returns
+
+    def begin(self, module, *inputs_and_output):
+        """A hook of the first layer, `module`; idle in evaluation mode."""
+        if not module.training:
+            return
+        seed = torch.randint(2**62, ()).item()
+        device = next(module.parameters()).device
+        on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.common = torch.get_rng_state(), device, on_gpu
+        torch.manual_seed(seed + self.rank)
+
+    def end(self, module, *inputs_and_output):
+        """A hook before the last layer, and after the whole `module`, should it have failed."""
+        if self.common is None:
+            return
+        on_cpu, device, on_gpu = self.common
+        self.common = None
+        torch.set_rng_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
+
+
+def has_dropout(module):
+    """Whether a `module` drops anything in training: by a layer, or in attention.
+
+    Returns
+    -------
+    bool
+    """
+    rates = [getattr(module, name, 0.0) for name in ("attn_drop", "dropout")]
+    rates = [rate for rate in rates if isinstance(rate, float)]
+    rates += [layer.p for layer in module.modules() if isinstance(layer, nn.Dropout)]
+    return any(rate > 0 for rate in rates)
+
+
 def summed(group, gradient):
     """The sum of a gradient over a group of ranks.
 
@@ -492,6 +543,11 @@ def cut_module(module, first, units, last, mesh):
         if p.requires_grad and not isinstance(p, DTensor):
             # norms of queries and keys see the rank's heads only
             p.register_hook(partial(summed, mesh.get_group()))
+    if has_dropout(module):
+        own_numbers = OwnRandomness(mesh.get_local_rank())
+        module.get_submodule(first).register_forward_hook(own_numbers.begin)
+        module.get_submodule(last).register_forward_pre_hook(own_numbers.end)
+        module.register_forward_hook(own_numbers.end, always_call=True)
 
 # %% ../nbs/55_scaling.ipynb #tensor-lesson
 def cut_as_it_lies(model, mesh):
@@ -772,8 +828,14 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 # %% ../nbs/55_scaling.ipynb #ring-attention
+_compared = weakref.WeakKeyDictionary()  # group: the shapes that its ranks have compared
+
+
 def check_shards(q, k, v, balanced, group):
     """Raise unless these are shards of one length on all ranks of a group.
+
+    The ranks compare their shapes and dtypes when a rank has shapes that it has not had before
+    in this group. Afterwards calls with these shapes send nothing and wait for nobody.
 
     Parameters
     ----------
@@ -797,14 +859,19 @@ def check_shards(q, k, v, balanced, group):
     if k.shape[:-2] != v.shape[:-2] or k.dtype != v.dtype:
         raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the same "
                          "leading axes and the same dtype")
-    own = {name: (tuple(x.shape), str(x.dtype)) for name, x in (("q", q), ("k", k), ("v", v))}
+    own = tuple((tuple(x.shape), str(x.dtype)) for x in (q, k, v))
+    group = dist.group.WORLD if group is None else group
+    compared = _compared.setdefault(group, set())
+    if own in compared:
+        return
     all_ranks = [None] * dist.get_world_size(group)
     dist.all_gather_object(all_ranks, own, group=group)
     for rank, theirs in enumerate(all_ranks):
-        for name, found in theirs.items():
-            if found != all_ranks[0][name]:
-                raise ValueError(f"rank {rank} has {name} {found} and rank 0 "
-                                 f"{all_ranks[0][name]}; they must be equal")
+        for name, found, wanted in zip("qkv", theirs, all_ranks[0]):
+            if found != wanted:
+                raise ValueError(f"rank {rank} has {name} {found} and rank 0 {wanted}; they "
+                                 "must be equal")
+    compared.add(own)
 
 
 def ring_attention(q, k, v, *, causal=False, balanced=False, group=None):
@@ -815,6 +882,8 @@ def ring_attention(q, k, v, *, causal=False, balanced=False, group=None):
     q, k, v : Tensor, shapes (..., n, d), (..., n, d), (..., n, d_v)
         The rank's own tokens, as `shard_sequence` gives them; leading axes may broadcast, but
         k and v have the same. Positions, rotary ones say, must be those of the whole sequence.
+        Shapes and dtypes are equal on all ranks, and may change only on all ranks at once:
+        the ranks compare new ones, and do not ask each other again about those they know.
     causal : bool
         Whether tokens see earlier ones only.
     balanced : bool

@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from .attention import AdditiveAttention
+from .backbone import check_counts
 
 # %% ../nbs/20_seq2seq.ipynb #encoder
 class RecurrentEncoder(nn.Module):
@@ -26,6 +27,7 @@ class RecurrentEncoder(nn.Module):
 
     def __init__(self, vocab_size, embed_dim, hidden_dim, *, padding_idx=0):
         super().__init__()
+        check_counts(vocab_size=vocab_size, embed_dim=embed_dim, hidden_dim=hidden_dim)
         self.embed = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx)
         self.gru = nn.GRU(embed_dim, hidden_dim, batch_first=True, bidirectional=True)
 
@@ -99,6 +101,7 @@ class RecurrentDecoder(nn.Module):
 
     def __init__(self, vocab_size, embed_dim, hidden_dim, *, attention=True, padding_idx=0):
         super().__init__()
+        check_counts(vocab_size=vocab_size, embed_dim=embed_dim, hidden_dim=hidden_dim)
         context_dim = 2 * hidden_dim
         self.embed = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx)
         self.start = nn.Linear(hidden_dim, hidden_dim)

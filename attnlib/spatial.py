@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SoftAttention', 'PlaceEncoder', 'Captioner', 'check_captions', 'caption_loss', 'weight_on_objects', 'HardAttention',
-           'reinforce_loss', 'changed_attention', 'AttentionGate', 'AttentiveConvnet', 'FilterBank', 'Drawing', 'Draw',
-           'draw_loss', 'reduced_channels', 'SqueezeExcite', 'check_odd', 'EfficientChannelAttention',
-           'ChannelSpatialAttention']
+           'RewardBaseline', 'reinforce_loss', 'changed_attention', 'AttentionGate', 'AttentiveConvnet', 'FilterBank',
+           'Drawing', 'Draw', 'draw_loss', 'reduced_channels', 'SqueezeExcite', 'check_odd',
+           'EfficientChannelAttention', 'ChannelSpatialAttention']
 
 # %% ../nbs/45_spatial.ipynb #imports
 import math
@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import AdditiveAttention, attention_weights
-from .backbone import check_counts, to_2tuple
+from .backbone import check_counts, check_rates, to_2tuple
 
 # %% ../nbs/45_spatial.ipynb #soft-class
 class SoftAttention(nn.Module):
@@ -109,6 +110,8 @@ class Captioner(nn.Module):
         Longest caption that the functions of `decoding` may ask for.
     pad_id : int
         The token that pads captions at their end.
+
+    With `HardAttention` the attribute `baseline` is a `RewardBaseline` for `reinforce_loss`.
     """
 
     def __init__(self, vocab_size, encoder=None, *, attention=SoftAttention, hidden_dim=96,
@@ -121,6 +124,8 @@ class Captioner(nn.Module):
         self.first_h = nn.Sequential(nn.Linear(dim, hidden_dim), nn.Tanh())
         self.first_c = nn.Sequential(nn.Linear(dim, hidden_dim), nn.Tanh())
         self.attend = attention(dim, hidden_dim, hidden_dim)
+        hard = isinstance(self.attend, HardAttention)
+        self.baseline = RewardBaseline(max_length) if hard else None
         self.cell = nn.LSTMCell(hidden_dim + dim, hidden_dim)
         self.from_h = nn.Linear(hidden_dim, hidden_dim, bias=False)  # L_h
         self.from_context = nn.Linear(dim, hidden_dim, bias=False)  # L_z
@@ -128,7 +133,8 @@ class Captioner(nn.Module):
 
     def encode(self, images):
         """Images (B, 3, H, W) to places (B, L, D) and a mask (B, 1, 1, L), True everywhere."""
-        places = self.encoder(images).flatten(2).mT.contiguous()  # (B, D, H, W) -> (B, L, D)
+        places = self.encoder(images).flatten(2)  # (B, D, H, W) -> (B, D, L)
+        places = places.transpose(1, 2).contiguous()  # -> (B, L, D)
         return places, places.new_ones(places.shape[0], 1, 1, places.shape[1]).bool()
 
     def start(self, places):
@@ -332,6 +338,63 @@ class HardAttention(SoftAttention):
         return self.gate(h).sigmoid() * read[:, 0], weights, log_prob, entropy
 
 # %% ../nbs/45_spatial.ipynb #reinforce-loss
+class RewardBaseline(nn.Module):
+    """Running means of the reward at each word, which `reinforce_loss` subtracts.
+
+    They are a buffer. If this module is a part of the model, as in `Captioner`, a checkpoint
+    has them.
+
+    Parameters
+    ----------
+    max_length : int
+        The most words of a caption.
+    decay : float
+        What a mean keeps of itself at each update; the rest comes from the batch.
+    """
+
+    def __init__(self, max_length, decay=0.9):
+        super().__init__()
+        check_counts(max_length=max_length)
+        check_rates(decay=decay)
+        self.decay = decay
+        self.register_buffer("means", torch.zeros(max_length))
+
+    def forward(self, length):
+        """The means (length,) at the first words of a caption.
+
+        Raises
+        ------
+        ValueError
+            If there are fewer words.
+        """
+        if length > len(self.means):
+            raise ValueError(f"captions of {length} words are longer than max_length "
+                             f"({len(self.means)}) of the baseline")
+        return self.means[:length]
+
+    @torch.no_grad()
+    def update(self, reward, words):
+        """Move the means towards those of a batch; of all processes, if there are several.
+
+        Every process must call this, each with its own batch.
+
+        Parameters
+        ----------
+        reward : Tensor, shape (B, T)
+        words : bool Tensor, shape (B, T)
+            Rewards elsewhere do not count. Where no caption has a word, the mean stays.
+        """
+        padding = (0, len(self.means) - reward.shape[1])
+        total = F.pad((reward * words).sum(0), padding)  # (T,) -> (max_length,)
+        count = F.pad(words.sum(0), padding)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(total)
+            dist.all_reduce(count)
+        mean = total / count.clamp(min=1)
+        moved = self.decay * self.means + (1 - self.decay) * mean
+        self.means.copy_(torch.where(count > 0, moved, self.means))
+
+
 def reinforce_loss(logits, targets, log_prob, entropy, baseline, *, reward_weight=1.0,
                    entropy_weight=0.01, pad_id=0):
     """A loss whose gradient estimates that of the bound of Xu et al. (2015), equation 12.
@@ -342,9 +405,9 @@ def reinforce_loss(logits, targets, log_prob, entropy, baseline, *, reward_weigh
     targets : int64 Tensor, shape (B, T)
     log_prob, entropy : Tensor, shape (B, T)
         Of the places, from `HardAttention`.
-    baseline : Tensor, shape (at least T,)
-        Running means of the reward at each word, changed in place: 0.9 of the old, 0.1 of the
-        batch's.
+    baseline : RewardBaseline
+        Subtracted from the reward. In training mode it is updated afterwards, as a batch norm
+        updates its statistics.
     reward_weight, entropy_weight : float
         λ_r and λ_e.
     pad_id : int
@@ -355,15 +418,24 @@ def reinforce_loss(logits, targets, log_prob, entropy, baseline, *, reward_weigh
     Tensor, shape ()
         The mean over the captions. The reward of a place is the log-likelihood of the words
         from its own on.
+
+    Raises
+    ------
+    TypeError
+        If `baseline` is not a `RewardBaseline`.
+    ValueError
+        If captions are longer than the baseline.
     """
+    if not isinstance(baseline, RewardBaseline):
+        raise TypeError(f"baseline of type {type(baseline).__name__} must be a RewardBaseline, "
+                        "a part of the model, so that checkpoints have its state")
     words = targets != pad_id  # (B, T)
     log_p = -F.cross_entropy(logits.mT, targets, ignore_index=pad_id, reduction="none")
     with torch.no_grad():
         reward = log_p.flip(1).cumsum(1).flip(1)  # of this word and all behind it
-        count, past = words.sum(0), baseline[: targets.shape[1]]
-        mean = (reward * words).sum(0) / count.clamp(min=1)
-        advantage = reward - past
-        past.copy_(torch.where(count > 0, 0.9 * past + 0.1 * mean, past))
+        advantage = reward - baseline(targets.shape[1])
+        if baseline.training:
+            baseline.update(reward, words)
     gain = log_p + reward_weight * advantage * log_prob + entropy_weight * entropy
     return -(gain * words).sum() / targets.shape[0]
 
@@ -376,13 +448,31 @@ def changed_attention(model, change):
     ----------
     model : Captioner
     change : callable
-        Takes the weights (B, L) of one word, returns others; called for each word in turn.
+        Takes the weights (B, L) of one word, returns others; called for each word in turn. With
+        `HardAttention` the likeliest place is read, as in evaluation.
+
+    Raises
+    ------
+    ValueError
+        If a model with `HardAttention` is in training mode, in which it draws a place.
     """
+    hard = isinstance(model.attend, HardAttention)
+    if hard and model.attend.training:
+        raise ValueError("model with HardAttention must be in evaluation mode: call "
+                         "model.eval()")
+
     def read_again(attend, inputs, output):
         places, h = inputs[:2]
         weights = change(output[1])
-        read = (weights[:, None] @ places)[:, 0]  # (B, 1, L) @ (B, L, D)
-        return attend.gate(h).sigmoid() * read, weights, *output[2:]
+        read = weights
+        others = output[2:]
+        if hard:
+            place = weights.argmax(-1, keepdim=True)  # (B, 1)
+            read = torch.zeros_like(weights).scatter(1, place, 1.0)
+            log_p = weights.log()
+            others = log_p.gather(1, place)[:, 0], torch.special.entr(weights).sum(-1)
+        context = (read[:, None] @ places)[:, 0]  # (B, 1, L) @ (B, L, D)
+        return attend.gate(h).sigmoid() * context, weights, *others
 
     hook = model.attend.register_forward_hook(read_again)
     try:
@@ -433,7 +523,7 @@ class AttentionGate(nn.Module):
         if features.shape[:2] != g.shape:
             raise ValueError(f"g of shape {tuple(g.shape)} must have batch and width of the "
                              f"features, {tuple(features.shape[:2])}")
-        places, g = features.flatten(2).mT, g[:, None]  # (B, HW, D), (B, 1, D)
+        places, g = features.flatten(2).transpose(1, 2), g[:, None]  # (B, HW, D), (B, 1, D)
         if self.u is None:
             weights = attention_weights(g, places, scale=1.0)
         else:

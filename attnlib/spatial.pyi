@@ -6,7 +6,7 @@ from typing import NamedTuple, Any, Literal
 from .attention import AdditiveAttention
 from collections.abc import Callable, Iterator
 from .decoding import KVCache
-__all__ = ['SoftAttention', 'PlaceEncoder', 'Captioner', 'check_captions', 'caption_loss', 'weight_on_objects', 'HardAttention', 'reinforce_loss', 'changed_attention', 'AttentionGate', 'AttentiveConvnet', 'FilterBank', 'Drawing', 'Draw', 'draw_loss', 'reduced_channels', 'SqueezeExcite', 'check_odd', 'EfficientChannelAttention', 'ChannelSpatialAttention']
+__all__ = ['SoftAttention', 'PlaceEncoder', 'Captioner', 'check_captions', 'caption_loss', 'weight_on_objects', 'HardAttention', 'RewardBaseline', 'reinforce_loss', 'changed_attention', 'AttentionGate', 'AttentiveConvnet', 'FilterBank', 'Drawing', 'Draw', 'draw_loss', 'reduced_channels', 'SqueezeExcite', 'check_odd', 'EfficientChannelAttention', 'ChannelSpatialAttention']
 class SoftAttention(nn.Module):
     scores: AdditiveAttention
     gate: torch.nn.Linear
@@ -28,6 +28,7 @@ class Captioner(nn.Module):
     first_h: torch.nn.Sequential
     first_c: torch.nn.Sequential
     attend: Any
+    baseline: Any
     cell: torch.nn.LSTMCell
     from_h: torch.nn.Linear
     from_context: torch.nn.Linear
@@ -47,7 +48,12 @@ class HardAttention(SoftAttention):
     def __init__(self, feature_dim: int, hidden_dim: int, attention_dim: int, soft_share: float = ...) -> None: ...
     def prepare(self, places: torch.Tensor) -> tuple[Any, ...]: ...
     def forward(self, places: torch.Tensor, h: torch.Tensor, prepared: Any = ...) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
-def reinforce_loss(logits: torch.Tensor, targets: torch.Tensor, log_prob: torch.Tensor, entropy: torch.Tensor, baseline: torch.Tensor, *, reward_weight: float = ..., entropy_weight: float = ..., pad_id: int = ...) -> torch.Tensor: ...
+class RewardBaseline(nn.Module):
+    decay: float
+    def __init__(self, max_length: int, decay: float = ...) -> None: ...
+    def forward(self, length: int) -> Any: ...
+    def update(self, reward: torch.Tensor, words: torch.Tensor) -> None: ...
+def reinforce_loss(logits: torch.Tensor, targets: torch.Tensor, log_prob: torch.Tensor, entropy: torch.Tensor, baseline: RewardBaseline, *, reward_weight: float = ..., entropy_weight: float = ..., pad_id: int = ...) -> torch.Tensor: ...
 @contextmanager
 def changed_attention(model: Captioner, change: Callable[..., Any]) -> Iterator[Any]: ...
 class AttentionGate(nn.Module):

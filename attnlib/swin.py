@@ -20,7 +20,8 @@ import torch.nn.functional as F
 
 from .attention import active_backend, attention
 from attnlib.backbone import (
-    Backbone, DropPath, check_rates, classifier, drop_path_rates, init_weights, to_2tuple,
+    Backbone, DropPath, check_counts, check_rates, check_sizes, classifier, drop_path_rates,
+    hidden_width, init_weights, to_2tuple,
 )
 from .models import register_model
 from .multihead import check_heads
@@ -98,7 +99,8 @@ def window_partition(x, window_size, num_heads=1):
     height, width = window_size
     x = x.unflatten(-3, (-1, height)).unflatten(-2, (-1, width))  # -> (..., Y, y, X, x, h d)
     x = x.unflatten(-1, (num_heads, -1))  # -> (..., Y, y, X, x, h, d)
-    x = x.movedim((-5, -3), (-3, -2))  # -> (..., Y, X, h, y, x, d)
+    n = x.ndim  # ONNX's exporter needs axes that count from the front
+    x = x.movedim((n - 5, n - 3), (n - 3, n - 2))  # -> (..., Y, X, h, y, x, d)
     return x.flatten(-6, -4).flatten(-3, -2)  # -> (..., Y X h, y x, d)
 
 
@@ -118,7 +120,8 @@ def window_reverse(windows, window_size, size):
     counts = [s // w for s, w in zip(size, window_size)]
     x = windows.unflatten(-3, (*counts, -1)).unflatten(-2, window_size)
     # (..., Y X h, y x, d) -> (..., Y, X, h, y, x, d)
-    x = x.movedim((-3, -2), (-5, -3))  # -> (..., Y, y, X, x, h, d)
+    n = x.ndim
+    x = x.movedim((n - 3, n - 2), (n - 5, n - 3))  # -> (..., Y, y, X, x, h, d)
     return x.flatten(-2).flatten(-5, -4).flatten(-3, -2)  # -> (..., Y y, X x, h d)
 
 # %% ../nbs/32_swin.ipynb #layout
@@ -197,7 +200,7 @@ def shift_mask(layout, device=None):
             for p, s in zip(layout.padded, layout.shift))
     regions = 2 * y[:, None, None] + x[:, None]  # (H', 1, 1), (W', 1) -> (H', W', 1)
     regions = window_partition(regions, layout.window)  # -> (windows, N, 1)
-    return regions == regions.mT  # (windows, N, 1), (windows, 1, N) -> (windows, N, N)
+    return regions == regions.transpose(1, 2)  # -> (windows, N, N)
 
 # %% ../nbs/32_swin.ipynb #index
 def relative_position_index(window_size, table_window=None, device=None):
@@ -217,8 +220,9 @@ def relative_position_index(window_size, table_window=None, device=None):
     """
     rows, columns = table_window or window_size
     axes = (torch.arange(length, device=device) for length in window_size)
-    place = torch.cartesian_prod(*axes)  # (N, 2): row and column of each token
-    dy, dx = (place[:, None] - place).unbind(-1)  # (N, N) each: query minus key
+    y, x = torch.meshgrid(*axes, indexing="ij")  # row and column of each token
+    y, x = y.flatten(), x.flatten()  # (N,) each
+    dy, dx = y[:, None] - y, x[:, None] - x  # (N, N) each: query minus key
     return (dy + rows - 1) * (2 * columns - 1) + dx + columns - 1
 
 # %% ../nbs/32_swin.ipynb #resize-table
@@ -360,8 +364,10 @@ def check_window(window_size, shift_size=0, small_maps="shrink"):
         If one of the three is not allowed.
     """
     window_size, shift_size = to_2tuple(window_size), to_2tuple(shift_size)
-    if len(window_size) != 2 or any(w < 1 for w in window_size):
-        raise ValueError(f"window_size {window_size} must be at least 1 token high and wide")
+    whole = all(isinstance(w, int) for w in (*window_size, *shift_size))
+    if not whole or len(window_size) != 2 or any(w < 1 for w in window_size):
+        raise ValueError(f"window_size {window_size} must be at least 1 token high and wide, "
+                         f"in whole tokens like shift_size {shift_size}")
     if len(shift_size) != 2 or any(not 0 <= s < w for s, w in zip(shift_size, window_size)):
         raise ValueError(f"shift_size {shift_size} must be at least 0 and less than "
                          f"window_size {window_size}")
@@ -460,7 +466,7 @@ class SwinBlock(nn.Module):
         self.attn = WindowAttention(dim, num_heads, window_size, shift_size, qkv_bias,
                                     attn_drop, proj_drop, small_maps, **options)
         self.norm2 = nn.LayerNorm(dim, **options)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop, **options)
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x):
@@ -643,6 +649,8 @@ class SwinTransformer(Backbone):
         super().__init__()
         if len(depths) != len(num_heads):
             raise ValueError(f"depths {depths} and num_heads {num_heads} must be of one length")
+        check_sizes(img_size=img_size, patch_size=patch_size)
+        check_counts(embed_dim=embed_dim, **{f"depths[{i}]": n for i, n in enumerate(depths)})
         options, self.num_classes = dict(device=device, dtype=dtype), num_classes
         self.patch_size, self.small_maps = to_2tuple(patch_size), small_maps
         self.embed_dim, self.num_features = embed_dim, embed_dim * 2 ** (len(depths) - 1)
@@ -703,7 +711,10 @@ class SwinTransformer(Backbone):
         """
         window, _ = check_window(self.window_size if window_size is None else window_size)
         if img_size is not None:
+            check_sizes(img_size=img_size)
             self.patch_embed.set_input_size(padded_size(img_size, self.patch_size))
+            size = to_2tuple(img_size)
+            self.update_config(input_size=(self.patch_embed.in_chans, *size))
         if window_size is not None:
             self.window_size, self.window_grid = window, self.patch_embed.grid_size
         for stage, window in zip(self.layers, stage_windows(self)):
@@ -760,7 +771,8 @@ def token_map(weights, layout, token):
     here = weights.new_zeros(1, *layout.padded, 1)
     here[0, token[0], token[1]] = 1  # a map that marks the token
     here = window_partition(cyclic_shift(here, layout), layout.window)  # (1, windows, N, 1)
-    found = (here[:, :, None] * weights).sum(-2).mT  # (B, windows, h, N) -> (B, windows, N, h)
+    found = (here[:, :, None] * weights).sum(-2)  # (B, windows, h, N)
+    found = found.transpose(2, 3)  # -> (B, windows, N, h)
     found = window_reverse(found, layout.window, layout.padded)  # -> (B, H', W', h)
     return crop_map(reverse_cyclic_shift(found, layout), layout.size).permute(0, 3, 1, 2)
 

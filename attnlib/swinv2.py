@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_LOGIT_SCALE', 'normalize', 'log_coordinates', 'check_pretrained_window', 'sequential_attention',
-           'WindowAttentionV2', 'SwinBlockV2', 'PatchMergingV2', 'SwinTransformerV2']
+           'store_trained_window', 'restore_trained_window', 'WindowAttentionV2', 'SwinBlockV2', 'PatchMergingV2',
+           'SwinTransformerV2']
 
 # %% ../nbs/33_swinv2.ipynb #imports
 import math
@@ -14,12 +15,12 @@ import torch
 import torch.nn as nn
 
 from .attention import active_backend, attention, checkpoint_block
-from .backbone import DropPath, check_rates, to_2tuple
+from .backbone import DropPath, check_rates, hidden_width, to_2tuple
 from .models import register_model
 from .multihead import check_heads
 from attnlib.swin import (
     SIZES, SwinTransformer, check_window, crop_map, cyclic_shift, merge_patches, pad_map,
-    reverse_cyclic_shift, shift_mask, window_bias, window_layout, window_partition,
+    padded_size, reverse_cyclic_shift, shift_mask, window_bias, window_layout, window_partition,
     window_reverse,
 )
 from .vit import Mlp
@@ -50,7 +51,8 @@ def normalize(x, length=1.0):
     return x * factor.to(x.dtype)
 
 # %% ../nbs/33_swinv2.ipynb #coordinates
-def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None):
+def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None,
+                    dtype=torch.float32):
     """The offsets in a window as the bias network sees them (Liu et al. 2022, equation 4).
 
     Parameters
@@ -60,18 +62,25 @@ def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None):
         The window that was trained, whose farthest offset is 1 before the logarithm; (0, 0) for
         `window_size` itself.
     device : torch.device, optional
+    dtype : torch.dtype
+        Of the result, which is computed in float32 at least.
 
     Returns
     -------
-    float32 Tensor, shape ((2M - 1)², 2)
+    Tensor, shape ((2M - 1)², 2)
         Rows and columns between two tokens, each sign(x)·log₈(1 + 8|x|) of the offset x in
         units of M - 1.
     """
+    wide = torch.promote_types(dtype, torch.float32)
+
     def axis(length, trained):
-        x = torch.arange(1 - length, length, device=device) / max((trained or length) - 1, 1)
+        x = torch.arange(1 - length, length, device=device, dtype=wide)
+        x = x / max((trained or length) - 1, 1)
         return x.sign() * (8 * x.abs() + 1).log2() / 3  # log₂ 8 = 3
 
-    return torch.cartesian_prod(*map(axis, window_size, pretrained_window_size))
+    axes = map(axis, window_size, pretrained_window_size)
+    offsets = torch.meshgrid(*axes, indexing="ij")  # rows and columns, (2M - 1, 2M - 1) each
+    return torch.stack(offsets, dim=-1).flatten(0, 1)
 
 # %% ../nbs/33_swinv2.ipynb #check-pretrained
 def check_pretrained_window(window_size):
@@ -127,6 +136,39 @@ def sequential_attention(q, k, v, bias, mask, windows_at_once=1, dropout_p=0.0):
     return torch.cat([run(*some) for some in parts], dim=1)
 
 # %% ../nbs/33_swinv2.ipynb #attention-class
+def store_trained_window(layer, state_dict, prefix, local_metadata):
+    """Note, with a state dict, the window for which the bias network of a layer was trained.
+
+    PyTorch calls it as a hook. The note does not show among the tensors; `torch.save` keeps it,
+    safetensors files do not.
+
+    Parameters
+    ----------
+    layer : WindowAttentionV2
+    state_dict : dict of str to Tensor
+    prefix : str
+        The layer's name in it.
+    local_metadata : dict
+        The notes about this layer.
+    """
+    local_metadata["trained_window"] = layer.trained_window()
+
+
+def restore_trained_window(layer, state_dict, prefix, local_metadata, *others):
+    """Adopt the window that `store_trained_window` noted, if it did.
+
+    Parameters
+    ----------
+    layer, state_dict, prefix, local_metadata
+        As there.
+    *others
+        What PyTorch passes to such a hook, too; they are not used.
+    """
+    window = local_metadata.get("trained_window")
+    if window is not None:
+        layer.set_pretrained_window((0, 0) if window == layer.window_size else window)
+
+
 class WindowAttentionV2(nn.Module):
     """Cosine attention in shifted windows, continuous bias (Liu et al. 2022, 3.2 and 3.3).
 
@@ -156,6 +198,8 @@ class WindowAttentionV2(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=False, **options)
         self.proj = nn.Linear(dim, dim, **options)
         self.proj_drop = nn.Dropout(proj_drop)
+        self.register_state_dict_post_hook(store_trained_window)
+        self.register_load_state_dict_pre_hook(restore_trained_window)
 
     def layout(self, size):
         """How a map of a size (rows, columns) is cut: a `WindowLayout`."""
@@ -165,7 +209,7 @@ class WindowAttentionV2(nn.Module):
     def bias_table(self):
         """The bias of each offset and head, ((2M - 1)², h)."""
         size, trained, like = self.window_size, self.pretrained_window_size, self.logit_scale
-        offsets = log_coordinates(size, trained, like.device).to(like.dtype)  # ((2M - 1)², 2)
+        offsets = log_coordinates(size, trained, like.device, like.dtype)  # ((2M - 1)², 2)
         return 16 * self.cpb_mlp(offsets).sigmoid()  # -> ((2M - 1)², h)
 
     def bias(self, layout, masked=True):
@@ -201,6 +245,11 @@ class WindowAttentionV2(nn.Module):
             out = reverse_cyclic_shift(out, layout)
         return self.proj_drop(self.proj(crop_map(out, layout.size)))
 
+    def trained_window(self):
+        """The window for which the bias network was trained, (rows, columns)."""
+        known = self.pretrained_window_size != (0, 0)
+        return self.pretrained_window_size if known else self.window_size
+
     def set_pretrained_window(self, window_size):
         """Say for which window the bias network was trained; (0, 0) if for the present one."""
         self.pretrained_window_size = check_pretrained_window(window_size)
@@ -234,7 +283,7 @@ class SwinBlockV2(nn.Module):
         self.attn = WindowAttentionV2(dim, num_heads, window_size, shift_size, qkv_bias,
                                       attn_drop, proj_drop, small_maps, **options)
         self.norm1 = nn.LayerNorm(dim, **options)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop, **options)
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.norm2 = nn.LayerNorm(dim, **options)
         self.drop_path = DropPath(drop_path)
         for norm in (self.norm1, self.norm2):
@@ -296,6 +345,27 @@ class SwinTransformerV2(SwinTransformer):
         for stage, window in zip(self.layers, windows):
             for block in stage.blocks:
                 block.attn.set_pretrained_window(window)
+
+    def set_trained_size(self, img_size):
+        """Say for which size of images the weights were trained, with this model's window.
+
+        Where a map of such an image was smaller or larger, so was the window. It changes
+        nothing in blocks whose trained window has been given.
+
+        Parameters
+        ----------
+        img_size : int or (int, int)
+            In pixels.
+        """
+        rows, columns = padded_size(img_size, self.patch_size)
+        grid = rows // self.patch_size[0], columns // self.patch_size[1]
+        for i, stage in enumerate(self.layers):
+            window = self.window_size
+            if self.small_maps == "shrink":
+                window = tuple(min(w, -(-g // 2**i)) for w, g in zip(window, grid))
+            for block in stage.blocks:
+                if block.attn.trained_window() == block.attn.window_size != window:
+                    block.attn.set_pretrained_window(window)
 
     def set_sequential_attention(self, windows_at_once=1):
         """Compute attention in so many windows of an image at a time, which saves memory.

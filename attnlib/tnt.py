@@ -11,8 +11,8 @@ import torch.nn as nn
 
 from .attention import attention
 from attnlib.backbone import (
-    Backbone, DropPath, check_rates, classifier, drop_path_rates, init_weights,
-    resample_parameter, resample_stored, to_2tuple,
+    Backbone, DropPath, check_counts, check_rates, classifier, drop_path_rates, hidden_width,
+    init_weights, resample_parameter, resample_stored, to_2tuple,
 )
 from .models import register_model
 from .multihead import check_heads, merge_heads, split_heads
@@ -69,7 +69,8 @@ class PixelEmbed(PatchEmbed):
     def __init__(self, img_size=224, patch_size=16, in_chans=3, in_dim=48, stride=4,
                  legacy=False, *, device=None, dtype=None):
         super().__init__(img_size, patch_size, in_chans, in_dim, device=device, dtype=dtype)
-        if stride < 1 or any(p % stride for p in self.patch_size):
+        whole = isinstance(stride, int) and stride >= 1
+        if not whole or any(p % stride for p in self.patch_size):
             raise ValueError(f"first_stride ({stride}) must be at least 1 and divide "
                              f"patch_size {self.patch_size}")
         self.legacy, self.word_grid = legacy, tuple(p // stride for p in self.patch_size)
@@ -82,11 +83,12 @@ class PixelEmbed(PatchEmbed):
             x = patchify(self.proj(x), self.word_grid)  # (B, c, H' h, W' w) -> (B n, c, h, w)
         else:
             x = self.proj(patchify(x, self.patch_size))  # (B n, C, p, q) -> (B n, c, h, w)
-        return (x + pixel_pos).flatten(2).mT.contiguous()  # -> (B n, c, m) -> (B n, m, c)
+        x = (x + pixel_pos).flatten(2)  # -> (B n, c, m)
+        return x.transpose(1, 2).contiguous()  # -> (B n, m, c)
 
     def word_map(self, words):
         """Words (B·n, m, c) as a map (B, c, H'·h, W'·w), each where its sub-patch is."""
-        return unpatchify(words.mT.unflatten(2, self.word_grid), self.grid_size)
+        return unpatchify(words.transpose(1, 2).unflatten(2, self.word_grid), self.grid_size)
 
 # %% ../nbs/34_tnt.ipynb #attention-class
 class SplitAttention(nn.Module):
@@ -163,7 +165,8 @@ class Block(nn.Module):
         self.attn_out = SplitAttention(dim_out, num_heads_out, *rates, **options)
         self.drop_path = DropPath(drop_path)
         self.norm_mlp = nn.LayerNorm(dim_out, **options)
-        self.mlp = Mlp(dim_out, int(dim_out * mlp_ratio), drop=proj_drop, **options)
+        hidden = hidden_width(dim_out, mlp_ratio)
+        self.mlp = Mlp(dim_out, hidden, drop=proj_drop, **options)
 
     def inner(self, words):
         """The words (B·n, m, c) of each sentence read each other."""
@@ -250,6 +253,7 @@ class TNT(Backbone):
                  pos_drop_rate=0.0, proj_drop_rate=0.0, attn_drop_rate=0.0, drop_path_rate=0.0,
                  first_stride=4, legacy=False, device=None, dtype=None):
         super().__init__()
+        check_counts(embed_dim=embed_dim, inner_dim=inner_dim)
         options = dict(device=device, dtype=dtype)
         self.num_classes, self.patch_size = num_classes, to_2tuple(patch_size)
         self.inner_dim, self.embed_dim, self.num_features = inner_dim, embed_dim, embed_dim
@@ -319,6 +323,7 @@ class TNT(Backbone):
         embed, old_size = self.pixel_embed, self.pixel_embed.grid_size
         embed.set_input_size(img_size)
         self.patch_pos = resample_parameter(self.patch_pos, embed.grid_size, old_size)
+        self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
     def resample_state_dict(self, state_dict, img_size=None):
         """Weights with the sentences' positions for this grid, and the words' as a map.

@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'POSITIONS', 'SelfAttention', 'CrossAttention', 'FeedForward', 'EncoderLayer', 'DecoderLayer',
-           'Encoder', 'Decoder', 'Positions', 'check_settings', 'check_tokens', 'evaluation', 'Transformer',
-           'label_smoothing_loss', 'from_torch']
+           'Encoder', 'Decoder', 'Positions', 'check_settings', 'check_tokens', 'check_rows', 'check_padding',
+           'evaluation', 'Transformer', 'label_smoothing_loss', 'layer_from_torch', 'from_torch']
 
 # %% ../nbs/21_transformer.ipynb #imports
+import copy
 import math
+import threading
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention, record_attention
-from .backbone import check_rates
+from .backbone import check_counts, check_rates
 from .multihead import MultiHeadAttention, merge_heads
 from .position import (LearnedPositionalEmbedding, RelativePositionBias, alibi_bias,
                               apply_rotary, sinusoidal_encoding)
@@ -47,7 +49,8 @@ class SelfAttention(MultiHeadAttention):
 
     def forward(self, x, mask=None, bias=None, cache=None, layer=0):
         """Tokens (B, N, embed_dim) to tokens; earlier ones are in the `cache`, if given."""
-        q, k, v = self.project(x, x, x, offset=0 if cache is None else len(cache))
+        past = 0 if cache is None else cache.tokens_of(layer)
+        q, k, v = self.project(x, x, x, offset=past)
         if cache is not None:
             k, v = cache.update(layer, k, v)  # (B, h, N, d) -> (B, h, earlier + N, d)
         return self.out_proj(merge_heads(attention(q, k, v, mask=mask, bias=bias)))
@@ -59,14 +62,16 @@ class CrossAttention(MultiHeadAttention):
     def forward(self, x, memory, mask=None, cache=None, layer=0):
         """Tokens (B, N, C) and memory (B, M, C) to tokens.
 
-        A `cache` that is not empty has the memory's keys and values.
+        A `cache` keeps the memory's keys and values as long as calls are given the same tensor.
         """
-        if cache is not None and len(cache):
-            (q,), (k, v) = self.project(x), cache.memory[layer]
+        if cache is not None and cache.sources.get(layer) is memory:
+            (q,) = self.project(x)  # (B, h, N, d)
+            k, v = cache.memory[layer]
         else:
             q, k, v = self.project(x, memory, memory)  # (B, h, N, d), twice (B, h, M, d)
         if cache is not None:
             cache.memory[layer] = k, v
+            cache.sources[layer] = memory
         return self.out_proj(merge_heads(attention(q, k, v, mask=mask)))
 
 # %% ../nbs/21_transformer.ipynb #feed-forward
@@ -81,21 +86,26 @@ class FeedForward(nn.Module):
     d_model, dim_feedforward : int
         Width of the tokens and of the hidden layer.
     activation : {"relu", "gelu", "silu", "swish"} or callable
-        The function σ; "swish" is another name of "silu".
+        The function σ; "swish" is another name of "silu". A module is copied, so that layers
+        that are given the same one do not share its parameters.
 
     Raises
     ------
     ValueError
-        If there is no activation of that name.
+        If there is no activation of that name, or a width is not an integer of at least 1.
     """
 
     def __init__(self, d_model, dim_feedforward, activation="relu"):
         super().__init__()
         if activation not in ACTIVATIONS and not callable(activation):
             raise ValueError(f"activation ({activation!r}) must be one of {list(ACTIVATIONS)}")
+        check_counts(d_model=d_model, dim_feedforward=dim_feedforward)
         self.linear1 = nn.Linear(d_model, dim_feedforward)
         self.linear2 = nn.Linear(dim_feedforward, d_model)
-        self.activation = ACTIVATIONS.get(activation, activation)
+        if isinstance(activation, nn.Module):
+            self.activation = copy.deepcopy(activation)
+        else:
+            self.activation = ACTIVATIONS.get(activation, activation)
 
     def forward(self, x):
         """Tokens (..., d_model) to tokens."""
@@ -201,6 +211,8 @@ class Decoder(Encoder):
 
     def forward(self, x, memory, mask=None, memory_mask=None, bias=None, cache=None):
         """Tokens (B, N, d_model) and memory (B, M, d_model) to tokens."""
+        if cache is not None:
+            cache.rewind()
         for i, layer in enumerate(self.layers):
             x = layer(x, memory, mask, memory_mask, bias, cache, i)
         if cache is not None:
@@ -241,9 +253,17 @@ class Positions(nn.Module):
             self.decoder = RelativePositionBias(nhead, bidirectional=False)
 
     def add(self, x, offset=0):
-        """Embeddings (B, N, d_model) with a vector for each position, from `offset` on."""
+        """Embeddings (B, N, d_model) with a vector for each position, from `offset` on.
+
+        Raises ValueError if a token stands where the table has no row.
+        """
         if self.scheme == "sinusoidal":
-            return x + self.table[offset : offset + x.shape[1]]
+            first, end = offset, offset + x.shape[1]
+            if first < 0 or end > len(self.table):
+                inside = f"0 to {len(self.table) - 1} (max_length - 1)"
+                raise ValueError(f"x at the positions {first} to {end - 1} must lie in "
+                                 f"{inside}")
+            return x + self.table[first:end]
         return self.learned(x, offset=offset) if self.scheme == "learned" else x
 
     def bias(self, stack, n, m, device):
@@ -316,21 +336,88 @@ def check_tokens(name, tokens, vocab, max_length, offset=0):
                 raise ValueError(f"{name} holds the token {token}; "
                                  f"it must be from 0 to {vocab - 1}")
 
+
+def check_rows(tgt, memory):
+    """Raise unless targets (B, N) and memory (B, M, d_model) have the same number of rows.
+
+    Parameters
+    ----------
+    tgt : int Tensor, shape (B, N)
+    memory : Tensor, shape (B, M, d_model)
+
+    Raises
+    ------
+    ValueError
+        If the numbers differ.
+    """
+    if tgt.shape[0] != memory.shape[0]:
+        raise ValueError(f"tgt has {tgt.shape[0]} rows; for {memory.shape[0]} sources it "
+                         "must have as many")
+
+
+def check_padding(name, tokens, pad_id):
+    """Raise unless all padding stands after the tokens of its row.
+
+    Padding in front of a token would move the token to another position.
+
+    Parameters
+    ----------
+    name : str
+        What an error calls the tokens.
+    tokens : int Tensor, shape (B, N)
+    pad_id : int
+
+    Raises
+    ------
+    ValueError
+        If padding stands before a token. On a GPU this is not checked, because the check would
+        wait for the GPU.
+    """
+    if tokens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    padding = tokens == pad_id
+    bad = (padding[:, :-1] & ~padding[:, 1:]).any(dim=1)
+    if bad.any():
+        raise ValueError(f"{name} has padding ({pad_id}) before a token in row "
+                         f"{int(bad.nonzero()[0])}; padding must stand after the tokens")
+
 # %% ../nbs/21_transformer.ipynb #evaluation
+_open_blocks = {}  # part: number of open `evaluation` blocks, and its mode before the first
+_lock = threading.Lock()
+
+
 @contextmanager
-def evaluation(model):
-    """Evaluation mode inside the `with` block; then each part has the mode that it had.
+def evaluation(model, parts=None):
+    """Evaluation mode inside the `with` block; afterwards each part has the mode that it had.
+
+    Blocks may overlap, for example in several threads that generate with one model: the part
+    stays in evaluation mode until the last of them ends.
 
     Parameters
     ----------
     model : Module
+    parts : list of Module, optional
+        ``list(model.modules())``, for a caller that opens many blocks.
     """
-    modes = {part: part.training for part in model.modules()}
+    parts = list(model.modules()) if parts is None else parts
+    with _lock:
+        if not any(part.training or part in _open_blocks for part in parts):
+            parts = []  # there is nothing to change or to restore
+        for part in parts:
+            count, mode = _open_blocks.get(part, (0, part.training))
+            _open_blocks[part] = (count + 1, mode)
+        if parts:
+            model.eval()
     try:
-        yield model.eval()
+        yield model
     finally:
-        for part, training in modes.items():
-            part.training = training
+        with _lock:
+            for part in parts:
+                count, mode = _open_blocks.pop(part)
+                if count > 1:
+                    _open_blocks[part] = (count - 1, mode)
+                else:
+                    part.training = mode
 
 # %% ../nbs/21_transformer.ipynb #class
 class Transformer(nn.Module):
@@ -375,6 +462,7 @@ class Transformer(nn.Module):
         check_settings(pad_id, dropout, dict(src_vocab=src_vocab, tgt_vocab=tgt_vocab),
                        dict(num_encoder_layers=num_encoder_layers,
                             num_decoder_layers=num_decoder_layers))
+        check_counts(max_length=max_length)
         self.d_model, self.max_length, self.pad_id = d_model, max_length, pad_id
         self.src_embed = nn.Embedding(src_vocab, d_model)
         self.tgt_embed = self.src_embed if shared else nn.Embedding(tgt_vocab, d_model)
@@ -409,9 +497,11 @@ class Transformer(nn.Module):
     def encode(self, src):
         """The memory (B, M, d_model) of source tokens (B, M), and its mask (B, 1, 1, M).
 
-        The mask hides padding: it is False there.
+        The mask hides padding: it is False there. Padding must stand after the tokens of its
+        row; this is checked on the CPU.
         """
         check_tokens("src", src, self.src_embed.num_embeddings, self.max_length)
+        check_padding("src", src, self.pad_id)
         mask = (src != self.pad_id)[:, None, None, :]  # (B, M) -> (B, 1, 1, M)
         bias = self.positions.bias("encoder", src.shape[1], src.shape[1], src.device)
         return self.encoder(self.embed(src, self.src_embed), mask, bias), mask
@@ -420,13 +510,13 @@ class Transformer(nn.Module):
         """Logits (B, N, tgt_vocab) of the token that follows each of the target tokens (B, N).
 
         With a `cache` (`attnlib.decoding.KVCache`) `tgt` holds new tokens only; those of
-        earlier calls are in it. A call that fails leaves it as it was.
+        earlier calls are in it. A call that fails leaves it as it was. Row i of the `memory`
+        belongs to row i of the cache. Keys and values of the memory are computed again if it is
+        not the tensor of the call before.
         """
         past, n = 0 if cache is None else len(cache), tgt.shape[-1]
         check_tokens("tgt", tgt, self.tgt_embed.num_embeddings, self.max_length, past)
-        if tgt.shape[0] != memory.shape[0]:
-            raise ValueError(f"tgt has {tgt.shape[0]} rows; for {memory.shape[0]} sources it "
-                             "must have as many")
+        check_rows(tgt, memory)
         mask = "causal" if n > 1 else None  # one token may attend to all
         bias = self.positions.bias("decoder", n, past + n, tgt.device)
         x = self.embed(tgt, self.tgt_embed, past)
@@ -485,31 +575,94 @@ def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
     return loss, (targets != pad_id).sum()
 
 # %% ../nbs/21_transformer.ipynb #from-torch
+def layer_from_torch(layer, rotary=False):
+    """An `EncoderLayer` or `DecoderLayer` with the settings and the weights of PyTorch's layer.
+
+    Parameters
+    ----------
+    layer : torch.nn.TransformerEncoderLayer or torch.nn.TransformerDecoderLayer
+    rotary : bool
+        As in `EncoderLayer`; PyTorch's layers have no such option.
+
+    Returns
+    -------
+    EncoderLayer or DecoderLayer
+
+    Raises
+    ------
+    TypeError
+        If the layer is of another class.
+    ValueError
+        If its attention has zeros added to the keys, or different numbers of heads.
+    RuntimeError
+        If weights are missing or unexpected, as without biases; the message lists them.
+    """
+    if isinstance(layer, nn.TransformerEncoderLayer):
+        layer_class = EncoderLayer
+    elif isinstance(layer, nn.TransformerDecoderLayer):
+        layer_class = DecoderLayer
+    else:
+        raise TypeError(f"layer ({type(layer).__name__}) must be a "
+                        "torch.nn.TransformerEncoderLayer or TransformerDecoderLayer")
+    heads = layer.self_attn.num_heads
+    for name, part in layer.named_children():
+        if isinstance(part, nn.MultiheadAttention):
+            if part.add_zero_attn or part.num_heads != heads:
+                raise ValueError(f"{name} of the layer must have add_zero_attn (False), not "
+                                 f"{part.add_zero_attn}, and as many heads ({heads}) as "
+                                 f"self_attn, not {part.num_heads}")
+    ours = layer_class(
+        layer.self_attn.embed_dim, heads, layer.linear1.out_features, layer.dropout1.p,
+        layer.activation, layer.norm_first, rotary).to(layer.linear1.weight)
+    for name, part in layer.named_children():
+        if name.startswith("norm"):
+            setattr(ours, name, copy.deepcopy(part))  # an eps is not among the weights
+    weights = {}
+    for key, x in layer.state_dict().items():
+        if key.startswith("linear"):
+            key = f"feed_forward.{key}"
+        if not key.startswith("activation"):  # which has been copied with its parameters
+            weights[key] = x
+    if isinstance(ours.feed_forward.activation, nn.Module):
+        for key, x in ours.feed_forward.activation.state_dict().items():
+            weights[f"feed_forward.activation.{key}"] = x
+    ours.load_state_dict(weights, strict=True)
+    return ours
+
+
 def from_torch(module, src_vocab, tgt_vocab=None, **options):
     """A `Transformer` with the layers of a torch.nn.Transformer, which has no embeddings.
+
+    Every layer keeps its own activation, order of norms, epsilon, and dropout probability.
 
     Parameters
     ----------
     module : torch.nn.Transformer
     src_vocab, tgt_vocab, **options
-        What it does not know, as in `Transformer`: max_length, pad_id, tie_weights and
-        output_bias. Embeddings start at random.
+        What it does not know, as in `Transformer`: max_length, pad_id, tie_weights,
+        output_bias and position. Embeddings start at random.
 
     Returns
     -------
     Transformer
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `layer_from_torch` does, and for another option.
     """
-    layer = module.encoder.layers[0]
+    known = ("max_length", "pad_id", "tie_weights", "output_bias", "position")
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{name} ({options[name]!r}) is no option of from_torch, which has "
+                            f"{', '.join(known)}")
+    rotary = options.get("position") == "rotary"
+    encoder = [layer_from_torch(layer, rotary) for layer in module.encoder.layers]
+    decoder = [layer_from_torch(layer, rotary) for layer in module.decoder.layers]
+    rates = [layer.dropout.p for layer in (*encoder, *decoder)]
     model = Transformer(
-        src_vocab, tgt_vocab, module.d_model, module.nhead, len(module.encoder.layers),
-        len(module.decoder.layers), layer.linear1.out_features, layer.dropout.p,
-        layer.activation, norm_first=layer.norm_first,
-        final_norm=module.encoder.norm is not None, **options).to(layer.linear1.weight)
-    for part in model.modules():
-        if isinstance(part, nn.LayerNorm):
-            part.eps = layer.norm1.eps
-    for ours, theirs in ((model.encoder, module.encoder), (model.decoder, module.decoder)):
-        weights = theirs.state_dict().items()
-        weights = {key.replace(".linear", ".feed_forward.linear"): x for key, x in weights}
-        ours.load_state_dict(weights, strict=True)
-    return model
+        src_vocab, tgt_vocab, module.d_model, module.nhead, num_encoder_layers=0,
+        num_decoder_layers=0, dropout=rates[0] if rates else 0.0, **options)
+    model.encoder = Encoder(encoder, copy.deepcopy(module.encoder.norm))
+    model.decoder = Decoder(decoder, copy.deepcopy(module.decoder.norm))
+    return model.to(next(module.parameters())).train()

@@ -6,9 +6,10 @@
 __all__ = ['DIRECTIONS', 'HELD_OUT', 'tag', 'number_tokenizer', 'number_table', 'trim', 'direction_batches', 'check_side',
            'translation_loss', 'translate_numbers', 'direction_accuracy', 'number_scores', 'number_run',
            'number_pieces', 'is_in', 'own_tokens', 'answer_kind', 'sparse_numbers', 'length_run', 'multi30k_run',
-           'keep_best', 'translate', 'from_marian', 'marian_weights', 'load_marian']
+           'lowest_row', 'keep_best', 'translate', 'from_marian', 'marian_weights', 'load_marian']
 
 # %% ../nbs/23_translation.ipynb #imports
+import math
 import re
 import tempfile
 from functools import cache
@@ -20,7 +21,7 @@ from .convert import MARIAN, fuse_qkv, rename_keys
 from .data import (LANGUAGES, PAD, decode, draw_numbers, encode, multi30k, number_words,
                           train_bpe)
 from .decoding import beam_search, greedy
-from .train import epochs, fit, load_checkpoint, save_checkpoint
+from .train import epochs, fit, load_checkpoint, save_checkpoint, seeded
 from .transformer import Transformer, label_smoothing_loss
 
 # %% ../nbs/23_translation.ipynb #directions
@@ -183,11 +184,19 @@ def translate_numbers(model, tokenizer, texts, language, *, max_length=100,
 
     Raises
     ------
+    TypeError
+        If `texts` is a single one.
     ValueError
-        If a language is not known.
+        If a language is not known, or there is not one for each text.
     """
     check_side(tag_on)
-    wanted = [language] * len(texts) if isinstance(language, str) else language
+    if isinstance(texts, str):
+        raise TypeError(f"texts ({texts!r}) must be a sequence of str; a single text goes into "
+                        "a list")
+    wanted = [language] * len(texts) if isinstance(language, str) else list(language)
+    if len(wanted) != len(texts):
+        raise ValueError(f"language has {len(wanted)} languages for {len(texts)} texts; it "
+                         "must be one str, or one for each text")
     tags, device = [tag(name) for name in wanted], model.output.weight.device
     if tag_on == "source":
         out = greedy(model, encode(tokenizer, texts, prefix=tags).to(device), max_length)
@@ -202,7 +211,8 @@ def translate_numbers(model, tokenizer, texts, language, *, max_length=100,
     return said
 
 # %% ../nbs/23_translation.ipynb #accuracy
-def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500):
+def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500,
+                       tag_on="source"):
     """How often a number is named right in each direction.
 
     Number i is asked in direction i mod len(directions), so that n numbers are n translations.
@@ -216,12 +226,19 @@ def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500)
     directions : sequence of (str, str)
     batch_size : int
         Translations at a time.
+    tag_on : {"source", "target"}
+        Where the tag stood in training, see `direction_batches`.
 
     Returns
     -------
     dict of (str, str) to (float, float)
         For each direction the share of names that are right, letter for letter, and the share
         of those that are right for the number but in another language than the one asked for.
+
+    Raises
+    ------
+    ValueError
+        If a language or `tag_on` is not known.
     """
     hits = {pair: [] for pair in directions}
     asked = [(n, *directions[i % len(directions)]) for i, n in enumerate(numbers)]
@@ -229,7 +246,8 @@ def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500)
         batch = asked[first : first + batch_size]
         names = [{b: number_words([n], b)[0] for b in LANGUAGES} for n, _, _ in batch]
         sources = [own[a] for own, (_, a, _) in zip(names, batch)]
-        said = translate_numbers(model, tokenizer, sources, [b for _, _, b in batch])
+        targets = [b for _, _, b in batch]
+        said = translate_numbers(model, tokenizer, sources, targets, tag_on=tag_on)
         for (_, a, b), own, text in zip(batch, names, said):
             right = text == own[b]
             hits[a, b].append((right, not right and text in own.values()))
@@ -237,12 +255,12 @@ def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500)
             for pair, own in hits.items() if own}
 
 # %% ../nbs/23_translation.ipynb #number-scores
-def number_scores(model, tokenizer, numbers, directions):
+def number_scores(model, tokenizer, numbers, directions, *, tag_on="source"):
     """Accuracies over the directions of training and over the others of their languages.
 
     Parameters
     ----------
-    model, tokenizer, numbers, directions
+    model, tokenizer, numbers, directions, tag_on
         As in `direction_accuracy`; `directions` are those of training.
 
     Returns
@@ -256,7 +274,9 @@ def number_scores(model, tokenizer, numbers, directions):
     zero_shot = [(a, b) for a, b in DIRECTIONS if {a, b} <= known and (a, b) not in directions]
     scores = {}
     for name, part in (("supervised", directions), ("zero_shot", zero_shot)):
-        found = direction_accuracy(model, tokenizer, numbers, part) if part else {}
+        found = {}
+        if part:
+            found = direction_accuracy(model, tokenizer, numbers, part, tag_on=tag_on)
         if found:
             right, elsewhere = (sum(column) / len(found) for column in zip(*found.values()))
             each = {f"{a}-{b}": [round(x, 4) for x in own] for (a, b), own in found.items()}
@@ -292,6 +312,7 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
     Returns
     -------
     model : Transformer
+        In evaluation mode.
     tokenizer : tokenizers.Tokenizer
     record : dict
         Settings, history, "supervised" and "zero_shot", see `number_scores`.
@@ -305,9 +326,9 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
     tokenizer = number_tokenizer(seen[:3000], vocab_size, known)
     table = number_table(tokenizer, seen, known)
     batches = direction_batches(tokenizer, table, directions, batch_size=batch_size, seed=seed)
-    torch.manual_seed(seed)
-    model = Transformer(vocab_size, None, d_model, max(1, d_model // 48), layers, layers,
-                        4 * d_model, dropout=0.0, norm_first=True, max_length=128)
+    with seeded(seed):
+        model = Transformer(vocab_size, None, d_model, max(1, d_model // 48), layers, layers,
+                            4 * d_model, dropout=0.0, norm_first=True, max_length=128)
 
     def evaluate(model):
         scores = number_scores(model, tokenizer, valid, directions)
@@ -320,12 +341,12 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
                     d_model=d_model, layers=layers, batch_size=batch_size, lr=lr, seed=seed,
                     parameters=sum(p.numel() for p in model.parameters()))
     scores = number_scores(model, tokenizer, held_out, directions)
-    return model, tokenizer, {"settings": settings, "history": history, **scores}
+    return model.eval(), tokenizer, {"settings": settings, "history": history, **scores}
 
 # %% ../nbs/23_translation.ipynb #kinds
 @cache
 def number_pieces(language):
-    """What a `language` puts its names of numbers below a million together from.
+    """What a `language` puts its names of numbers below 10⁹ together from.
 
     Parameters
     ----------
@@ -337,7 +358,12 @@ def number_pieces(language):
     set of str
     """
     thousands = range(1000, 10**6, 1000)
-    names = number_words([*range(1000), *thousands, *(n + 1 for n in thousands)], language)
+    counts = [*range(1, 102), *range(200, 1000, 100)]  # the others are compounds of these
+    millions = [count * 10**6 for count in counts]
+    numbers = [*range(1000)]
+    for large in (*thousands, *millions):
+        numbers += [large, large + 1]
+    names = number_words(numbers, language)
     return {word for name in names for word in re.split("[ ,-]+", name)}
 
 
@@ -474,9 +500,9 @@ def length_run(position, *, longest=5, steps=1500, numbers=30_000, tests=300, d_
             if n not in hidden]
     english, german = number_words(seen, "en"), number_words(seen, "de")
     tokenizer = train_bpe([*english, *german], 150)
-    torch.manual_seed(seed)
-    model = Transformer(150, None, d_model, 4, 2, 2, 2 * d_model, dropout=0.0, norm_first=True,
-                        max_length=128, position=position)
+    with seeded(seed):
+        model = Transformer(150, None, d_model, 4, 2, 2, 2 * d_model, dropout=0.0,
+                            norm_first=True, max_length=128, position=position)
     pairs = epochs(encode(tokenizer, english), encode(tokenizer, german), batch_size=64,
                    seed=seed)
     fit(model, translation_loss, lambda step: tuple(map(trim, pairs(step))), steps=steps,
@@ -495,7 +521,8 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
                  checkpoint=None, accelerator=None):
     """Train English to German on Multi30k and score the test set by BLEU (sacrebleu).
 
-    The weights that are scored are those of the lowest loss on the validation sentences.
+    The weights that are scored are those of the lowest loss on the validation sentences. With a
+    `checkpoint` such as "run.json" they are kept beside it, in "run-best.json".
 
     Parameters
     ----------
@@ -517,6 +544,7 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
     Returns
     -------
     model : Transformer
+        In evaluation mode.
     tokenizer : tokenizers.Tokenizer
     record : dict
         "bleu", the "signature" sacrebleu asks to be quoted with it, "best_step", settings,
@@ -526,6 +554,8 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
     ------
     ImportError
         If sacrebleu is missing.
+    ValueError
+        If the checkpoint, or the weights beside it, belong to another run.
     """
     try:
         import sacrebleu
@@ -537,25 +567,50 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
              for split in ("train", "valid")}
     settings = dict(steps=steps, vocab_size=tokenizer.get_vocab_size(), d_model=d_model,
                     layers=layers, dropout=dropout, batch_size=batch_size, lr=lr, seed=seed)
-    torch.manual_seed(seed)
-    model = Transformer(settings["vocab_size"], None, d_model, max(1, d_model // 64), layers,
-                        layers, 4 * d_model, dropout=dropout, norm_first=True, max_length=256)
+    with seeded(seed):
+        model = Transformer(
+            settings["vocab_size"], None, d_model, max(1, d_model // 64), layers, layers,
+            4 * d_model, dropout=dropout, norm_first=True, max_length=256)
     batches = epochs(*pairs["train"], batch_size=batch_size, seed=seed)
     with tempfile.TemporaryDirectory() as temporary:
-        best = Path(checkpoint or Path(temporary) / "run.json").with_name("best.json")
+        path = Path(checkpoint or Path(temporary) / "run.json")
+        best = path.with_name(f"{path.stem}-best.json")
+        if not path.exists():  # this run is new, and what lies there belongs to another run
+            best.unlink(missing_ok=True)
         history = fit(model, translation_loss, lambda step: tuple(map(trim, batches(step))),
                       steps=steps, lr=lr, warmup=steps // 10, every=min(every, steps),
                       evaluate=keep_best(best, *pairs["valid"]), checkpoint=checkpoint,
                       seed=seed, accelerator=accelerator)
-        model.load_state_dict(load_checkpoint(best)[0])
+        lowest = lowest_row(history)
+        weights, state = load_checkpoint(best)
+        if state["loss"] > lowest["valid"]:
+            raise ValueError(f"{best} has weights of the loss {state['loss']}, and the history "
+                             f"of {path} has a loss of {lowest['valid']}; the two files must "
+                             "belong to one run")
+        model.load_state_dict(weights)
     english, german = texts["test"]
     said, metric = translate(model, tokenizer, english, beam_size=beam_size), sacrebleu.BLEU()
     bleu = metric.corpus_score(said, [german]).score
     record = {"settings": settings | dict(beam_size=beam_size), "history": history,
-              "best_step": min(history, key=lambda row: row["valid"])["step"], "bleu": bleu,
+              "best_step": lowest["step"], "bleu": bleu,
               "signature": str(metric.get_signature()),
               "examples": [list(row) for row in zip(english[:5], said, german)]}
-    return model, tokenizer, record
+    return model.eval(), tokenizer, record
+
+
+def lowest_row(history):
+    """The row of a history with the lowest validation loss, the first of equal ones.
+
+    Parameters
+    ----------
+    history : list of dict
+        From `train.fit`, with "valid" in each row; a loss that is NaN is above all others.
+
+    Returns
+    -------
+    dict
+    """
+    return min(history, key=lambda row: (math.isnan(row["valid"]), row["valid"]))
 
 
 def keep_best(path, src, tgt, batch_size=256):
@@ -582,7 +637,8 @@ def keep_best(path, src, tgt, batch_size=256):
             found.append(translation_loss(model, [trim(x).to(device) for x in batch]))
         total, count = (sum(column) for column in zip(*found))
         loss = (total / count).item()
-        if not path.exists() or loss < load_checkpoint(path)[1]["loss"]:
+        before = load_checkpoint(path)[1]["loss"] if path.exists() else math.nan
+        if math.isnan(before) or loss < before:
             save_checkpoint(path, model.state_dict(), {"step": 0, "loss": loss})
         return {"valid": loss}
 

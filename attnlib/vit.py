@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SIZES', 'PatchEmbed', 'check_divides', 'check_images', 'Mlp', 'LayerNorm', 'Attention', 'LayerScale',
-           'learned_tokens', 'Block', 'VisionTransformer', 'attention_distance', 'attention_rollout']
+           'learned_tokens', 'Block', 'VisionTransformer', 'attention_distance', 'attention_rollout', 'patch_shares']
 
 # %% ../nbs/30_vit.ipynb #imports
 import math
@@ -16,8 +16,9 @@ import torch.nn.functional as F
 
 from .attention import attention
 from attnlib.backbone import (
-    Backbone, DropPath, check_counts, check_rates, classifier, drop_path_rates, init_weights,
-    resample_abs_pos_embed, resample_parameter, resample_stored, to_2tuple,
+    Backbone, DropPath, check_counts, check_naturals, check_rates, check_sizes, classifier,
+    drop_path_rates, hidden_width, init_weights, resample_abs_pos_embed, resample_parameter,
+    resample_stored, to_2tuple,
 )
 from .models import register_model
 from .multihead import check_heads, merge_heads, split_heads
@@ -44,6 +45,7 @@ class PatchEmbed(nn.Module):
                  norm_layer=None, flatten=True, strict_img_size=True, device=None, dtype=None):
         super().__init__()
         check_counts(in_chans=in_chans, embed_dim=embed_dim)
+        check_sizes(patch_size=patch_size)
         self.patch_size, self.in_chans = to_2tuple(patch_size), in_chans
         self.flatten, self.strict_img_size = flatten, strict_img_size
         self.set_input_size(img_size)
@@ -60,6 +62,7 @@ class PatchEmbed(nn.Module):
 
     def grid_of(self, img_size):
         """Return the rows and columns of patches of images of a size, an int or a pair."""
+        check_sizes(img_size=img_size)
         img_size = to_2tuple(img_size)
         check_divides(self.patch_size, img_size)
         return tuple(s // p for s, p in zip(img_size, self.patch_size))
@@ -132,15 +135,22 @@ class Mlp(nn.Module):
         Dropout after either layer.
     act_layer : callable
         Makes another activation than GELU.
+
+    Raises
+    ------
+    ValueError
+        If a width is not an integer of at least 1.
     """
 
     def __init__(self, in_features, hidden_features=None, out_features=None, drop=0.0,
                  act_layer=nn.GELU, device=None, dtype=None):
         super().__init__()
-        hidden_features = hidden_features or in_features
+        hidden_features = in_features if hidden_features is None else hidden_features
+        out_features = in_features if out_features is None else out_features
+        check_counts(in_features=in_features, hidden_features=hidden_features,
+                     out_features=out_features)
         self.fc1 = nn.Linear(in_features, hidden_features, device=device, dtype=dtype)
         self.act = act_layer()
-        out_features = out_features or in_features
         self.fc2 = nn.Linear(hidden_features, out_features, device=device, dtype=dtype)
         self.drop = nn.Dropout(drop)
 
@@ -257,7 +267,7 @@ class Block(nn.Module):
                               norm_layer, **options)
         self.ls1 = scale()
         self.norm2 = norm_layer(dim, **options)
-        self.mlp = mlp_layer(dim, int(dim * mlp_ratio), drop=proj_drop, **options)
+        self.mlp = mlp_layer(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.ls2 = scale()
         self.drop_path = DropPath(drop_path)
 
@@ -322,6 +332,7 @@ class VisionTransformer(Backbone):
                  dynamic_img_size=False, reg_tokens=0, no_embed_class=False, pre_norm=False,
                  norm_layer=LayerNorm, device=None, dtype=None, **block):
         super().__init__()
+        check_naturals(num_classes=num_classes, reg_tokens=reg_tokens)
         options = dict(device=device, dtype=dtype)
         self.num_classes, self.patch_size = num_classes, to_2tuple(patch_size)
         self.embed_dim = self.num_features = embed_dim
@@ -343,7 +354,8 @@ class VisionTransformer(Backbone):
                         attn_drop_rate, norm_layer=norm_layer, **block, **options)
         self.blocks = nn.Sequential(*map(block, drop_path_rates(drop_path_rate, depth)))
         norm, none = norm_layer(embed_dim, **options), nn.Identity()
-        self.norm, self.fc_norm = (none, norm) if global_pool == "avg" else (norm, none)
+        self.norm, self.fc_norm = norm, none
+        self.place_norm()
         self.head = classifier(embed_dim, num_classes, **options)
         self.apply(init_weights)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
@@ -356,8 +368,9 @@ class VisionTransformer(Backbone):
         """Images (B, C, H, W) to the tokens z₀ (B, k + N, D) of equation (1), mostly k = 1."""
         x = self.patch_embed(x)  # (B, H', W', D)
         pos_embed = F.pad(self.pos_embed, (0, 0, self.num_bare_tokens, 0))  # (1, k + N, D)
-        pos_embed = resample_abs_pos_embed(pos_embed, x.shape[1:3], self.patch_embed.grid_size,
-                                           self.num_prefix_tokens)
+        if not self.patch_embed.strict_img_size:
+            pos_embed = resample_abs_pos_embed(
+                pos_embed, x.shape[1:3], self.patch_embed.grid_size, self.num_prefix_tokens)
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         x = torch.cat([*prefix, x.flatten(1, 2)], dim=1)  # (B, k + N, D)
         return self.norm_pre(self.pos_drop(x + pos_embed))
@@ -380,6 +393,7 @@ class VisionTransformer(Backbone):
         embed.set_input_size(img_size)
         self.pos_embed = resample_parameter(self.pos_embed, embed.grid_size, old_size,
                                             self.num_prefix_tokens - self.num_bare_tokens)
+        self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
     def resample_state_dict(self, state_dict, img_size=None):
         """Weights whose position embeddings are interpolated for this model's grid.
@@ -458,11 +472,57 @@ def attention_rollout(maps):
     -------
     Tensor, shape (B, N, N)
         Row i: the shares of the input tokens in token i; each row sums to one.
+
+    Raises
+    ------
+    ValueError
+        If the weights of the blocks are not among the same tokens.
     """
     rollout = None
     for weights in maps:
+        if weights.shape[2:] != (maps[0].shape[2],) * 2:
+            raise ValueError(f"maps of shapes {tuple(maps[0].shape)} and "
+                             f"{tuple(weights.shape)} cannot be chained: all must be among the "
+                             "same tokens")
         weights = weights.mean(1)  # (B, h, N, N) -> (B, N, N)
         identity = torch.eye(weights.shape[-1], device=weights.device, dtype=weights.dtype)
         step = (weights + identity) / 2
         rollout = step if rollout is None else step @ rollout
     return rollout
+
+
+def patch_shares(model, x):
+    """Return the shares of the patches in what the head reads, by `attention_rollout`.
+
+    Parameters
+    ----------
+    model : Module
+        A `Backbone` in evaluation mode whose blocks attend among all tokens.
+    x : Tensor, shape (B, C, H, W)
+
+    Returns
+    -------
+    Tensor, shape (B, N)
+        The row of the class token if the head reads it (`global_pool` is "token"), and
+        otherwise the mean of the rows of the N patches.
+
+    Raises
+    ------
+    ValueError
+        If the model attends in windows. Its blocks cut the image into different windows, and
+        the weights within a window cannot be multiplied by those within another one.
+    """
+    grid = [size // patch for size, patch in zip(x.shape[2:], model.patch_size)]
+    prefix = model.num_prefix_tokens
+    count = prefix + math.prod(grid)
+    with torch.no_grad():
+        maps = model.attention_maps(x)
+    for weights in maps:
+        if weights.shape[0] != len(x) or weights.shape[2:] != (count, count):
+            raise ValueError(
+                f"model ({type(model).__name__}) must attend among all {count} tokens of an "
+                f"image in each block; it has weights of shape {tuple(weights.shape)}, those "
+                "of windows, which cannot be chained from block to block")
+    rows = attention_rollout(maps)  # (B, k + N, k + N)
+    read = rows[:, :1] if model.global_pool == "token" else rows[:, prefix:]
+    return read.mean(1)[:, prefix:]  # -> (B, N)

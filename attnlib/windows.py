@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['jit', 'TILES', 'SEVERAL', 'MAKES', 'FUNCTIONS', 'PRODUCT_TILES', 'tiling', 'passes', 'not_served', 'window_attention',
-           'window_backend', 'compile_for', 'fused_linear', 'compile_linear', 'FusedBlock', 'FusedMerging', 'fuse_swin']
+           'window_backend', 'compile_for', 'fused_linear', 'compile_linear', 'FusedBlock', 'can_fuse',
+           'can_fuse_merging', 'FusedMerging', 'fuse_swin']
 
 # %% ../nbs/52_windows.ipynb #imports
-import copy
 import functools
 
 import torch
@@ -19,7 +19,12 @@ from attnlib.flash import (
     LOG2E, compile_kernel, dot, is_supported, launch, product_precision, refusal, rounded, tl,
     triton,
 )
-from .swin import PatchMerging, SwinBlock, SwinTransformer, merge_patches
+from .backbone import DropPath, is_plain
+from .inference import can_replace, frozen_copy, guard
+from attnlib.swin import (
+    PatchMerging, SwinBlock, SwinTransformer, WindowAttention, merge_patches,
+)
+from .vit import Mlp
 
 from torch.utils.flop_counter import register_flop_formula  # loads Triton, so behind flash
 
@@ -713,7 +718,7 @@ def fused_linear(x, layer, *, norm=None, gelu=False, residual=None):
     layer : nn.Linear
         In the dtype of x.
     norm : nn.LayerNorm, optional
-        Of the last axis.
+        Of the last axis; its weight and bias may be None.
     gelu : bool
     residual : Tensor, shape (..., out_features), optional
         Added at the end.
@@ -729,9 +734,10 @@ def fused_linear(x, layer, *, norm=None, gelu=False, residual=None):
     TypeError
         If dtypes differ or are none that the kernels take on their GPU.
     RuntimeError
-        If a gradient would be asked for: there is no backward pass.
+        If a gradient would be asked for, also that of a bias or of the norm: there is no
+        backward pass.
     """
-    weight, bias = layer.weight, layer.bias
+    weight, bias, gamma, beta, eps = layer.weight, layer.bias, None, None, 0.0
     given = [y for y in (x, weight, residual) if y is not None]
     if any(y.dtype != x.dtype for y in given) or not is_supported(x, 1):
         raise TypeError(f"x of dtype {x.dtype} on {x.device} must be float32, bfloat16 or "
@@ -745,9 +751,13 @@ def fused_linear(x, layer, *, norm=None, gelu=False, residual=None):
     if norm is not None and tuple(norm.normalized_shape) != (layer.in_features,):
         raise ValueError(f"norm of shape {norm.normalized_shape} must be of "
                          f"({layer.in_features},)")
-    if torch.is_grad_enabled() and any(y.requires_grad for y in given):
+    if norm is not None:
+        gamma, beta, eps = norm.weight, norm.bias, norm.eps
+        gamma = x.new_ones(layer.in_features) if gamma is None else gamma
+        beta = torch.zeros_like(gamma) if beta is None else beta
+    operands = [y for y in (*given, bias, gamma, beta) if y is not None]
+    if torch.is_grad_enabled() and any(y.requires_grad for y in operands):
         raise RuntimeError("fused_linear has no gradients; use it under torch.no_grad()")
-    gamma, beta, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
     return torch.ops.attnlib.fused_linear(x, weight, bias, gamma, beta, eps, gelu, residual)
 
 # %% ../nbs/52_windows.ipynb #compile-linear
@@ -790,14 +800,19 @@ class FusedBlock(nn.Module):
         super().__init__()
         self.norm1, self.attn = block.norm1, block.attn
         self.norm2, self.mlp = block.norm2, block.mlp
-        self.last = None, None  # a layout and its bias
+        self.last = None, None, None  # a layout, a table, and the bias of both
 
     def bias(self, layout):
-        """The bias of a layout (h, N, N), computed once, since the weights are frozen."""
-        known, bias = self.last  # read at once, since threads may share a model
-        if known != layout or bias.device != self.attn.qkv.weight.device:
+        """The bias of a layout (h, N, N), computed once, since the weights are frozen.
+
+        Another window makes another table, and another device or dtype another bias.
+        """
+        known, source, bias = self.last  # read at once, since threads may share a model
+        table = self.attn.relative_position_bias_table
+        moved = bias is None or bias.device != table.device or bias.dtype != table.dtype
+        if known != layout or source is not table or moved:
             bias = self.attn.bias(layout, masked=False).contiguous()
-            self.last = layout, bias
+            self.last = layout, table, bias
         return bias
 
     def forward(self, x):
@@ -809,6 +824,45 @@ class FusedBlock(nn.Module):
         x = fused_linear(y, attn.proj, residual=x)
         y = fused_linear(x, mlp.fc1, norm=self.norm2, gelu=True)  # (B, H, W, 4 dim)
         return fused_linear(y, mlp.fc2, residual=x)
+
+
+def can_fuse(block):
+    """Return whether a module is a `SwinBlock` that `FusedBlock` computes.
+
+    Parameters
+    ----------
+    block : Module
+
+    Returns
+    -------
+    bool
+        False for other classes, other activations than GELU, and for a block of which a part
+        has a hook or was exchanged.
+    """
+    if not is_plain(block, SwinBlock):
+        return False
+    parts = ((block.norm1, nn.LayerNorm), (block.norm2, nn.LayerNorm),
+             (block.drop_path, DropPath), (block.attn, WindowAttention), (block.mlp, Mlp))
+    if not all(is_plain(part, cls) for part, cls in parts):
+        return False
+    fits = can_replace(block.attn) and can_replace(block.mlp)
+    return fits and block.mlp.act.approximate == "none"
+
+
+def can_fuse_merging(module):
+    """Return whether a module is a `PatchMerging` that `FusedMerging` computes.
+
+    Parameters
+    ----------
+    module : Module
+
+    Returns
+    -------
+    bool
+    """
+    if not is_plain(module, PatchMerging):
+        return False
+    return is_plain(module.norm, nn.LayerNorm) and is_plain(module.reduction, nn.Linear)
 
 
 class FusedMerging(nn.Module):
@@ -840,22 +894,22 @@ def fuse_swin(model):
     -------
     SwinTransformer
         In evaluation mode, with the same weights under the same names. It is to be called
-        under `torch.no_grad`.
+        under `torch.no_grad`. Training mode and `load_state_dict` are refused.
 
     Raises
     ------
     TypeError
-        If the model is another, or a block of it has another activation than GELU.
+        If the model is another, or a block of it has another activation than GELU, a hook, or
+        an exchanged part.
     """
     blocks = model.blocks if isinstance(model, SwinTransformer) else ()
-    plain = [type(b) is SwinBlock and type(b.mlp.act) is nn.GELU
-             and b.mlp.act.approximate == "none" for b in blocks]
-    if not blocks or not all(plain):
+    if not blocks or not all(map(can_fuse, blocks)):
         raise TypeError(f"model ({type(model).__name__}) must be a SwinTransformer of "
-                        "SwinBlocks with GELU")
-    model = copy.deepcopy(model).eval().requires_grad_(False)
+                        "SwinBlocks with GELU, without hooks or exchanged parts")
+    model = frozen_copy(model)
     for stage in model.layers:
-        stage.blocks = nn.Sequential(*map(FusedBlock, stage.blocks))
-        if type(stage.downsample) is PatchMerging:
+        for i, block in enumerate(stage.blocks):
+            stage.blocks[i] = FusedBlock(block)
+        if can_fuse_merging(stage.downsample):
             stage.downsample = FusedMerging(stage.downsample)
-    return model
+    return guard(model)

@@ -1,9 +1,10 @@
 # Made by `python -m tools.stubs` from windows.py: do not edit.
 import torch
 import torch.nn as nn
-from .swin import PatchMerging, SwinBlock, SwinTransformer, WindowLayout
+from attnlib.swin import PatchMerging, SwinBlock, SwinTransformer
 from typing import Any, Literal
-__all__ = ['jit', 'TILES', 'SEVERAL', 'MAKES', 'FUNCTIONS', 'PRODUCT_TILES', 'tiling', 'passes', 'not_served', 'window_attention', 'window_backend', 'compile_for', 'fused_linear', 'compile_linear', 'FusedBlock', 'FusedMerging', 'fuse_swin']
+from .swin import WindowLayout
+__all__ = ['jit', 'TILES', 'SEVERAL', 'MAKES', 'FUNCTIONS', 'PRODUCT_TILES', 'tiling', 'passes', 'not_served', 'window_attention', 'window_backend', 'compile_for', 'fused_linear', 'compile_linear', 'FusedBlock', 'can_fuse', 'can_fuse_merging', 'FusedMerging', 'fuse_swin']
 jit: Any
 TILES: dict[Any, Any]
 SEVERAL: dict[Any, Any]
@@ -27,6 +28,8 @@ class FusedBlock(nn.Module):
     def __init__(self, block: SwinBlock) -> None: ...
     def bias(self, layout: WindowLayout) -> Any: ...
     def forward(self, x: torch.Tensor) -> Any: ...
+def can_fuse(block: torch.nn.Module) -> bool: ...
+def can_fuse_merging(module: torch.nn.Module) -> bool: ...
 class FusedMerging(nn.Module):
     norm: Any
     reduction: Any

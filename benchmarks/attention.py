@@ -2,13 +2,13 @@
 
 The backends take turns, so that a busy machine slows all of them alike. Recorded are medians,
 the number of rounds, the quartiles of the ratio to the reference, and the largest difference
-between the outputs.
+between the outputs. The rows are written as they come, and the command can be given again.
 """
 
-import argparse
 import functools
+import itertools
+import math
 import statistics
-from pathlib import Path
 
 import torch
 
@@ -33,78 +33,68 @@ def call(backend, inputs, bias, training):
     return out
 
 
-def measure(shape, dtype, device, with_bias, training, repeats):
+def measure(shape, dtype, device, with_bias, training, repeats, left_out):
     inputs = [
         torch.randn(shape, device=device, dtype=dtype, requires_grad=training) for _ in range(3)
     ]
-    bias = (
-        torch.randn(shape[1], shape[2], shape[2], device=device, dtype=dtype)
-        if with_bias
-        else None
-    )
-    outputs = {name: call(name, inputs, bias, training) for name in BACKENDS}  # warms up, too
-    difference = max(
-        (outputs[name] - outputs["reference"]).abs().max().item() for name in BACKENDS
-    )
+    bias = None
+    if with_bias:
+        bias = torch.randn(shape[1], shape[2], shape[2], device=device, dtype=dtype)
     calls = {name: functools.partial(call, name, inputs, bias, training) for name in BACKENDS}
-    times = common.take_turns(calls, repeats, device)
-    row = {"difference": difference}
+    outputs = common.attempt_all(calls, left_out)  # warms up, too
+    row = {"difference": None}
+    if "reference" in outputs:
+        wanted = outputs["reference"]
+        row["difference"] = max((out - wanted).abs().max().item() for out in outputs.values())
+    calls = {name: calls[name] for name in outputs}
+    del outputs
+    times = common.take_turns(calls, repeats, device, left_out=left_out)
+    for name in times:
+        row[name] = {"ms": round(statistics.median(times[name]), 4)}
+        if "reference" in times:
+            row[name] |= common.ratio(times[name], times["reference"])
+    return [row] if times else []
+
+
+def line(setting, row):
+    """A row in words."""
+    cells = []
     for name in BACKENDS:
-        row[name] = {
-            "ms": round(statistics.median(times[name]), 4),
-            **common.ratio(times[name], times["reference"]),
-        }
-    return row
+        own = row.get(name, {})
+        cells.append(f"{own.get('ms', math.nan):10.2f} ms {own.get('ratio', math.nan):8.2f}")
+    words = (
+        f"{setting['name']:10} {setting['dtype']:9} {setting['bias']!s:5} {setting['pass']:8}"
+    )
+    return words + "".join(f"{cell:>22}" for cell in cells)
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        choices=["cpu", "cuda"],
-    )
-    parser.add_argument("--out", type=Path, help="folder for the record")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument(
-        "--tiny", action="store_true", help="small shapes, to see that the benchmark runs"
-    )
+    parser = common.timing_parser(__doc__, repeats=15)
     arguments = parser.parse_args()
+    device = arguments.device
     shapes = {"tiny": (1, 2, 8, 4)} if arguments.tiny else SHAPES
+    path = arguments.out and arguments.out / f"attention_{device}.json"
+    bench = common.Rows(path, device, arguments.minutes, arguments.tiny)
 
-    rows = []
-    print(
-        f"{'':10} {'dtype':9} {'bias':5} {'pass':8}"
-        + "".join(f"{name:>22}" for name in BACKENDS)
-    )
-    for name, shape in shapes.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            for with_bias in (False, True):
-                for training in (False, True):
-                    torch.manual_seed(len(rows))
-                    row = measure(
-                        shape, dtype, arguments.device, with_bias, training, arguments.repeats
-                    )
-                    setting = {
-                        "name": name,
-                        "shape": shape,
-                        "dtype": str(dtype)[6:],
-                        "bias": with_bias,
-                        "pass": "training" if training else "forward",
-                    }
-                    rows.append({**setting, **row})
-                    cells = (
-                        f"{row[b]['ms']:10.2f} ms {row[b]['ratio']:8.2f}" for b in BACKENDS
-                    )
-                    print(
-                        f"{name:10} {setting['dtype']:9} {str(with_bias):5} {setting['pass']:8}"
-                        + "".join(f"{cell:>22}" for cell in cells),
-                        flush=True,
-                    )
-    if arguments.out:
-        common.write(arguments.out, "attention", arguments.device, {"rows": rows})
+    def go():
+        options = (torch.float32, torch.bfloat16), (False, True), (False, True)
+        for name, (dtype, with_bias, training) in itertools.product(
+            shapes, itertools.product(*options)
+        ):
+            setting = {
+                "name": name,
+                "shape": list(shapes[name]),
+                "dtype": str(dtype)[6:],
+                "bias": with_bias,
+                "pass": "training" if training else "forward",
+            }
+            torch.manual_seed(0)
+            rest = shapes[name], dtype, device, with_bias, training, arguments.repeats
+            for row in bench.once(setting, functools.partial(measure, *rest)):
+                print(line(setting, row), flush=True)
+
+    print(f"{'':35}" + "".join(f"{name:>22}" for name in BACKENDS))
+    bench.work(go)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What slicing costs, and what extracting saves: `python -m benchmarks.autoformer_speed`.
+"""What slicing costs, and what extracting saves.
+
+    python -m benchmarks.autoformer_speed --out FOLDER
 
 - A training step of the supernet of AutoFormer-T with a random subnet, of the same subnet
   extracted, and of the largest subnet.
@@ -13,7 +15,6 @@ is used, and its own time counts, without that of other programs. The record is
 FOLDER/autoformer_speed_DEVICE.json; with --tiny its numbers mean nothing.
 """
 
-import statistics
 import time
 from functools import partial
 
@@ -23,7 +24,7 @@ from attnlib.attention import attention
 from attnlib.autoformer import SPACES, Attention, Subnet, SuperTransformer, extract, sample
 from attnlib.multihead import merge_heads
 from attnlib.vit import VisionTransformer
-from benchmarks.common import experiment_parser, ratio, take_turns, write
+from benchmarks import common
 
 DRAWS = 3  # subnets of a round of training steps
 
@@ -97,31 +98,38 @@ def attention_calls(tiny, device):
     return {"rows and columns": lambda: attn(x), "all pairs": lambda: dense(attn, x)}
 
 
+GROUPS = {
+    "training step": step_calls,
+    "forward": forward_calls,
+    "attention": attention_calls,
+}
+
+
+def measure(group, arguments, clock, left_out):
+    """A row for each contestant of a group, with its ratio to the last of them."""
+    device = arguments.device
+    with torch.set_grad_enabled(group == "training step"):
+        calls = GROUPS[group](arguments.tiny, device)
+        times = common.warm_turns(calls, arguments.repeats, device, left_out, clock)
+    *_, last = calls
+    return [dict(what=name, **common.median_row(times, name, last)) for name in times]
+
+
 def main():
-    parser = experiment_parser(__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser = common.timing_parser(__doc__, repeats=9)
     arguments = parser.parse_args()
-    device, tiny = arguments.device, arguments.tiny
+    device = arguments.device
     torch.set_num_threads(1)
     clock = time.process_time if device == "cpu" else time.perf_counter
-    groups = {"training step": step_calls(tiny, device)}
-    with torch.no_grad():
-        groups |= {
-            "forward": forward_calls(tiny, device),
-            "attention": attention_calls(tiny, device),
-        }
-    rows = []
-    for group, calls in groups.items():
-        with torch.set_grad_enabled(group == "training step"):
-            take_turns(calls, 1, device)  # a first round is not counted
-            times = take_turns(calls, arguments.repeats, device, clock=clock)
-        *_, last = calls
-        for name in calls:
-            ms = round(statistics.median(times[name]), 1)
-            rows.append(dict(group=group, what=name, ms=ms, **ratio(times[name], times[last])))
-    print(*rows, sep="\n")
-    write(arguments.out, "autoformer_speed", device, dict(rows=rows))
+    path = arguments.out and arguments.out / f"autoformer_speed_{device}.json"
+    bench = common.Rows(path, device, arguments.minutes, arguments.tiny)
+
+    def go():
+        for group in GROUPS:
+            work = partial(measure, group, arguments, clock)
+            print(*bench.once(dict(group=group), work), sep="\n")
+
+    bench.work(go)
 
 
 if __name__ == "__main__":

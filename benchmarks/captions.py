@@ -88,17 +88,15 @@ def placed(model, scenes):
     return {key: x.to(device) for key, x in scenes.items()}
 
 
-def loss_function(penalty=0.0):
-    """The loss of a batch of images and captions, for `fit`; REINFORCE for hard attention."""
-    baseline = torch.zeros(LENGTH)
+def loss_function(penalty=0.0, baseline=None):
+    """The loss of a batch of images and captions, for `fit`; with the baseline of a model with
+    hard attention REINFORCE."""
 
     def loss(model, batch):
-        nonlocal baseline
         images, captions = batch
         tokens, targets = captions[:, :-1], captions[:, 1:]
         logits, weights, *looks = model(images, tokens)
         if looks:
-            baseline = baseline.to(logits.device)
             found = reinforce_loss(logits, targets, *looks, baseline)
         else:
             found = caption_loss(logits, targets, weights, penalty)
@@ -111,7 +109,8 @@ def trained(model, images, captions, *, steps, lr, seed, batch=BATCH, **options)
     """The history of a training."""
     return fit(
         model,
-        options.pop("loss", None) or loss_function(options.pop("penalty", 0.0)),
+        options.pop("loss", None)
+        or loss_function(options.pop("penalty", 0.0), getattr(model, "baseline", None)),
         epochs(images, captions, batch_size=min(batch, len(images)), seed=seed),
         **dict(steps=steps, lr=lr, warmup=max(1, steps // 20), betas=(0.9, 0.999)),
         **dict(weight_decay=0.01, clip=5.0, seed=seed, every=max(1, steps // LOOKS)),

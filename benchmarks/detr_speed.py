@@ -13,6 +13,7 @@ The record is FOLDER/detr_speed_DEVICE.json; with --tiny its numbers mean nothin
 
 import statistics
 import time
+from functools import partial
 
 import torch
 import transformers
@@ -20,7 +21,8 @@ import transformers
 from attnlib.detr import DETR, SetLoss
 from attnlib.inference import optimize_for_inference
 from attnlib.models import load_pretrained
-from benchmarks.common import OPTIMIZED, OURS, experiment_parser, ratio, take_turns, write
+from benchmarks import common
+from benchmarks.common import OPTIMIZED, OURS
 
 PEER = "transformers"
 
@@ -59,12 +61,13 @@ def targets(count, device, seed=0):
     return [dict(labels=labels.to(device), boxes=boxes.to(device))]
 
 
-def forward_calls(tiny, x):
+def forward_calls(tiny, x, left_out):
     ours, theirs = (model.eval().to(x) for model in pair(tiny, auxiliary=False))
     calls = {OURS: lambda: ours(x), PEER: lambda: theirs(x)}
     if x.device.type == "cpu":
-        fast = optimize_for_inference(ours)
-        calls[OPTIMIZED] = lambda: fast(x)
+        fast = common.attempt(left_out, OPTIMIZED, lambda: optimize_for_inference(ours))
+        if fast is not None:
+            calls[OPTIMIZED] = lambda: fast(x)
     return calls
 
 
@@ -88,43 +91,57 @@ def step_calls(tiny, x):
     return {OURS: step, PEER: their_step}, lambda: loss.matcher(*stacked, wanted)
 
 
+def forward(x, arguments, clock, left_out):
+    """The rows of the forward pass."""
+    with torch.inference_mode():
+        calls = forward_calls(arguments.tiny, x, left_out)
+        turns = arguments.repeats, arguments.device, left_out, clock
+        times = common.warm_turns(calls, *turns)
+    return list(rows("forward", times))
+
+
+def training(x, arguments, clock, left_out):
+    """The rows of the training step, ours with the share that the matching takes."""
+    calls, match = step_calls(arguments.tiny, x)
+    turns = arguments.repeats, arguments.device, left_out, clock
+    times = common.warm_turns({**calls, "matching": match}, *turns)
+    matching = times.pop("matching", None)
+    found = list(rows("training step", times))
+    if matching and OURS in times:
+        share = statistics.median(matching) / statistics.median(times[OURS])
+        found = [{**row, "matching": round(share, 4)} for row in found]
+    return found
+
+
 def rows(what, times):
     """A row for each of ours: its median, and the ratio to the peer's within a round."""
     for name in times:
         if name != PEER:
             label = f"{what}, optimized" if name == OPTIMIZED else what
-            ms = round(statistics.median(times[name]), 1)
-            yield dict(what=label, ms=ms, **ratio(times[name], times[PEER]))
-    yield dict(what=f"{what}, {PEER}", **rows_of_peer(times))
-
-
-def rows_of_peer(times):
-    ms = round(statistics.median(times[PEER]), 1)
-    return dict(ms=ms, ratio=1.0, quartiles=[1.0, 1.0], rounds=len(times[PEER]))
+            yield dict(what=label, **common.median_row(times, name, PEER))
+    if PEER in times:
+        yield dict(what=f"{what}, {PEER}", **common.median_row(times, PEER, PEER))
 
 
 def main():
-    parser = experiment_parser(__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser = common.timing_parser(__doc__, repeats=9)
     arguments = parser.parse_args()
     device, size = arguments.device, (64, 96) if arguments.tiny else (480, 640)
     torch.set_num_threads(1)
     clock = time.process_time if device == "cpu" else time.perf_counter
     x = torch.randn(1, 3, *size, device=device)
-    with torch.inference_mode():
-        calls = forward_calls(arguments.tiny, x)
-        take_turns(calls, 1, device)  # a first round is not counted
-        forward = take_turns(calls, arguments.repeats, device, clock=clock)
-    calls, match = step_calls(arguments.tiny, x)
-    calls["matching"] = match
-    take_turns(calls, 1, device)
-    step = take_turns(calls, arguments.repeats, device, clock=clock)
-    matching = statistics.median(step.pop("matching")) / statistics.median(step[OURS])
-    record = dict(size=" × ".join(map(str, size)), matching=round(matching, 4))
-    record["rows"] = [*rows("forward", forward), *rows("training step", step)]
-    print(*record["rows"], f"matching {matching:.2%}", sep="\n")
-    write(arguments.out, "detr_speed", device, record)
+    path = arguments.out and arguments.out / f"detr_speed_{device}.json"
+    known = dict(tiny=arguments.tiny, size=" × ".join(map(str, size)))
+    bench = common.Rows(path, device, arguments.minutes, **known)
+
+    def go():
+        for task, measure in (("forward", forward), ("training step", training)):
+            for row in bench.once(dict(task=task), partial(measure, x, arguments, clock)):
+                print(row)
+                if "matching" in row:
+                    bench.record["matching"] = row["matching"]
+
+    bench.work(go)
 
 
 if __name__ == "__main__":

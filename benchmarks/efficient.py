@@ -12,8 +12,8 @@ written after each run, and a second command goes on where the first one ended. 
 numbers mean nothing.
 """
 
-import statistics
 import time
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -27,8 +27,9 @@ from attnlib.gpt import GPT, GPTConfig
 from attnlib.models import create_model
 from attnlib.recipes import accuracy
 from attnlib.train import epochs
+from benchmarks import common
 from benchmarks.collages import pixels
-from benchmarks.common import Record, experiment_parser, quartiles, ratio, take_turns, write
+from benchmarks.common import Record, experiment_parser
 from benchmarks.gpt import text_run, texts, train
 
 SEEDS, RATES = (0, 1, 2), (1e-3, 3e-3, 1e-2)
@@ -470,27 +471,37 @@ def contestants(n, d, device):
 
 
 @torch.no_grad()
-def crossover(record, tiny):
+def crossover(record, tiny, minutes):
     """Forward, one sequence of four heads of width 64; a ratio is to exact attention."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, heads = (torch.float32, 4) if device == "cpu" else (torch.bfloat16, 16)
     torch.set_num_threads(1) if device == "cpu" else None
     clock, repeats = (time.process_time, 7) if device == "cpu" else (time.perf_counter, 15)
-    rows = []
-    for n in lengths(device, tiny):
+    path = record.path.with_name(f"efficient_crossover_{device}.json")
+    bench = common.Rows(path, device, minutes, tiny)
+
+    def measure(n, left_out):
         q, k, v = torch.randn(3, 1, heads, n, 64, device=device, dtype=dtype).unbind()
         methods = contestants(n, 64, device)
-        calls = {name: lambda f=f, q=q, k=k, v=v: f(q, k, v) for name, f in methods.items()}
-        take_turns(calls, 2, device)  # not counted
-        times = take_turns(calls, 2 if tiny else repeats, device, clock=clock)
+        calls = {name: lambda f=f: f(q, k, v) for name, f in methods.items()}
+        turns = 2 if tiny else repeats, device, left_out, clock
+        times = common.warm_turns(calls, *turns, warm_up=2)
+        rows = []
         for name, own in times.items():
-            exact = times["exact, causal" if "causal" in name else "exact"]
-            low, high = quartiles(own)
+            exact = "exact, causal" if "causal" in name else "exact"
+            low, high = common.quartiles(own)
             spread = dict(low=round(low, 3), high=round(high, 3))
-            rows.append(dict(n=n, name=name, ms=round(statistics.median(own), 3), **spread))
-            rows[-1] |= ratio(own, exact)
-            print(rows[-1], flush=True)
-    write(record.path.parent, "efficient_crossover", device, dict(rows=rows, tiny=tiny))
+            rows.append(
+                dict(name=name, **common.median_row(times, name, exact, digits=3), **spread)
+            )
+            print(n, rows[-1], flush=True)
+        return rows
+
+    def go():
+        for n in lengths(device, tiny):
+            bench.once(dict(n=n), partial(measure, n))
+
+    bench.work(go)
 
 
 RUNS = dict(recall=recall, cliff=cliff, text=text, swap=swap, crossover=crossover)
@@ -501,7 +512,11 @@ def main():
     parser.add_argument("what", choices=RUNS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    RUNS[arguments.what](Record("efficient", arguments), arguments.tiny)
+    record = Record("efficient", arguments)
+    if arguments.what == "crossover":
+        crossover(record, arguments.tiny, arguments.minutes)
+    else:
+        RUNS[arguments.what](record, arguments.tiny)
 
 
 if __name__ == "__main__":

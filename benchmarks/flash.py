@@ -56,6 +56,7 @@ PYTORCH = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+OURS = "triton"
 ALLOWED = 0.05  # error, relative to the largest entry; in bfloat16
 
 
@@ -193,7 +194,7 @@ def flex(case):
 def contestants(device):
     some = PYTORCH if device == "cuda" else ("flash", "math")
     return {
-        "triton": ours,
+        OURS: ours,
         **{name: pytorch(PYTORCH[name]) for name in some},
         "flex": flex,
         "reference": reference,
@@ -247,48 +248,75 @@ def compare(function, step, case, exact):
     return max(error([x[:, h : h + 1] for x in found], wanted) for h, wanted in exact.items())
 
 
-def measure(functions, step, case, device, repeats):
-    """{backend: times, error, memory} for those that take these inputs; why others do not."""
-    exact, taken, left_out, backends = exact_results(step, case), {}, {}, {}
-    for name, function in functions.items():
-        try:
-            backends[name] = {"error": compare(function, step, case, exact)}
-            backends[name]["MiB"] = round(
-                common.peak_memory(lambda: step(function, case), device)
-            )
-            taken[name] = timed(function, step, case)
-        except RuntimeError as problem:  # not for these inputs, or no memory left
-            left_out[name] = str(problem).splitlines()[0][:100]
-    for name in list(taken):  # a last warm-up, now that the graphs of all stand
-        try:
-            taken[name]()
-        except RuntimeError as problem:
-            left_out[name] = str(problem).splitlines()[0][:100]
-    for name in left_out:
-        backends.pop(name, None), taken.pop(name, None)
-    for name, times in common.measured(taken, repeats, device, ours="triton").items():
-        backends[name] |= times
-        ms = times.get("kernel", times)["ms"]
+def prepare(function, step, case, exact, device):
+    """The error and the memory of a contestant, and what of it is timed."""
+    row = {"error": compare(function, step, case, exact) if exact else None}
+    row["MiB"] = round(common.peak_memory(lambda: step(function, case), device))
+    return row, timed(function, step, case)
+
+
+def warmed(calls, rows, device, left_out):
+    """The calls that run while the graphs of all stand.
+
+    Where ours finds no memory beside the graphs of others, the largest of them has to go.
+    """
+    while True:
+        failed = {}
+        warm = common.take_turns(calls, 1, device, left_out=failed)
+        others = [name for name in calls if name != OURS]
+        if OURS not in failed or not others:
+            left_out |= failed
+            return {name: calls[name] for name in warm}
+        largest = max(others, key=lambda name: rows[name]["MiB"])
+        left_out[largest] = f"leaves {OURS} no memory ({failed[OURS]})"
+        calls = {name: call for name, call in calls.items() if name != largest}
+        common.free_memory()
+
+
+def measure(functions, step, case, device, repeats, left_out):
+    """{backend: times, error, memory} for those that take these inputs; why others do not.
+
+    Without memory for the exact results the errors are None.
+    """
+    exact = common.attempt(left_out, "exact results", lambda: exact_results(step, case))
+    made = common.attempt_all(
+        {
+            name: functools.partial(prepare, function, step, case, exact, device)
+            for name, function in functions.items()
+        },
+        left_out,
+    )
+    rows = {name: row for name, (row, _) in made.items()}
+    calls = {name: call for name, (_, call) in made.items()}
+    del made  # or the graph of one that fails would stand until the end
+    calls = warmed(calls, rows, device, left_out)
+    times = common.measured(calls, repeats, device, ours=OURS, left_out=left_out)
+    backends = {}
+    for name, own in times.items():
+        ms = own.get("kernel", own)["ms"]
         products = 2 * (2 if step is forward else 5) * case.q[..., 0, :].numel() * case.pairs()
-        backends[name]["Tflop/s"] = round(products / ms / 1e9, 1)
-    return {"backends": backends, "left_out": left_out}
+        speed = round(products / ms / 1e9, 1)
+        backends[name] = {**rows[name], **own, "Tflop/s": speed}
+    if not backends:
+        raise RuntimeError("no contestant could be timed")
+    return {"backends": backends, "left_out": dict(left_out)}
 
 
-def row_of(setting, lead, dtype, device, repeats):
+def row_of(setting, lead, dtype, device, repeats, left_out):
     """One row: a case, its contestants and a line about them."""
     torch.compiler.reset()  # or the compiler gives up after a number of shapes
     step, n = PASSES[setting["pass"]], setting["tokens"]
     shape = (*lead, n, setting["width"])
     case = make(shape, dtype, device, setting["kind"], step is training)
-    row = measure(contestants(device), step, case, device, repeats)
-    said = "".join(
-        f"{name:>10} {own.get('kernel', own)['ms']:8.3f} ms "
-        f"({own.get('kernel', own)['ratio']:.2f})"
-        for name, own in row["backends"].items()
-    )
+    row = measure(contestants(device), step, case, device, repeats, left_out)
+    said = ""
+    for name, own in row["backends"].items():
+        times = own.get("kernel", own)
+        said += f"{name:>10} {times['ms']:8.3f} ms ({times.get('ratio', math.nan):.2f})"
     print(*(f"{x!s:>9}" for x in setting.values()), said, flush=True)
     for name, own in row["backends"].items():
-        assert own["error"] < ALLOWED, f"{name} is off by {own['error']:.3f}"
+        known = own["error"] is not None
+        assert not known or own["error"] < ALLOWED, f"{name} is off by {own['error']:.3f}"
     return [{"batch": lead[0], "heads": lead[1], "allowed": ALLOWED, **row}]
 
 
@@ -390,7 +418,7 @@ def tune_all(kernels, bench, arguments):
         for what in work
     }
 
-    def rows(kernel, kind, width, dtype):
+    def rows(kernel, kind, width, dtype, left_out):
         for future in ahead[kernel, kind, width, dtype]:
             future.result()
         case = make((*shape, width), dtype, arguments.device, kind)
@@ -431,7 +459,8 @@ def main():
     common.own_stream(arguments.device)
     name = "tiles" if arguments.tune is not None else arguments.name
     path = arguments.out and arguments.out / f"{name}_{arguments.device}.json"
-    bench = common.Rows(path, arguments.device, arguments.minutes, triton=triton.__version__)
+    known = dict(tiny=arguments.tiny, triton=triton.__version__)
+    bench = common.Rows(path, arguments.device, arguments.minutes, **known)
     if arguments.tune is not None:
         kernels = arguments.tune or list(flash.TILES)
         bench.work(lambda: tune_all(kernels, bench, arguments))

@@ -6,7 +6,7 @@ its windows alone; timm's, as it is and compiled. Weights are copied and logits 
 anything is timed, and all take turns. On a GPU each has the time on the wall and, under
 "kernel", that of a CUDA graph, without Python and launches, or of the calls themselves where
 they are long. With --minutes the command ends after so many, and goes on when it is given
-again.
+again. Without timm the others are compared with PyTorch's way.
 """
 
 import itertools
@@ -25,30 +25,29 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 FUSED = "fused"
 
 
-def contestants(device, dtype, options):
+def contestants(device, dtype, options, left_out=None):
     """{name: function of images}, all with the same weights; and the images' size."""
-    import timm
-
     torch.manual_seed(0)
-    theirs = timm.create_model(MODEL, drop_path_rate=0.0, **options)
     ours = create_model(MODEL, drop_path_rate=0.0, **options)
-    ours.load_state_dict(theirs.state_dict(), strict=True)
-    ours, theirs = (model.to(device, dtype).eval() for model in (ours, theirs))
-    backend = "eager" if options else "inductor"  # a tiny model is not worth a minute
-    found = {
-        FUSED: (optimize_for_inference if device == "cuda" else windows.fuse_swin)(ours),
+    theirs = common.attempt(left_out, "timm", partial(common.timm_like, ours, MODEL, options))
+    ours = ours.to(device, dtype).eval()
+    fuse = optimize_for_inference if device == "cuda" else windows.fuse_swin
+    found = common.attempt_all({FUSED: partial(fuse, ours)}, left_out)
+    found |= {
         "kernel": partial(through, "triton", ours),
         "PyTorch": partial(through, "sdpa", ours),
-        "timm": theirs,
-        "timm, compiled": torch.compile(theirs, backend=backend),
     }
+    if theirs is not None:
+        theirs = theirs.to(device, dtype).eval()
+        backend = "eager" if options else "inductor"  # a tiny model is not worth a minute
+        found |= {"timm": theirs, "timm, compiled": torch.compile(theirs, backend=backend)}
     return found, ours.patch_embed.img_size[0]
 
 
-def measure(dtype, batch, arguments):
+def measure(dtype, batch, arguments, left_out):
     torch.compiler.reset()
     options, device = TINY if arguments.tiny else {}, arguments.device
-    models, size = contestants(device, DTYPES[dtype], options)
+    models, size = contestants(device, DTYPES[dtype], options, left_out)
     pool = [torch.randn(batch, 3, size, size, device=device, dtype=DTYPES[dtype])]
     pool += [torch.randn_like(pool[0]) for _ in range(2)]
     images = {name: itertools.cycle(pool) for name in models}
@@ -58,15 +57,19 @@ def measure(dtype, batch, arguments):
         return models[name](next(images[name]))
 
     calls = {name: partial(call, name) for name in models}
-    logits = {name: run().float() for name, run in calls.items()}  # compiles, too
-    largest = logits["timm"].abs().max()
+    logits = common.attempt_all(calls, left_out)  # compiles, too
+    wanted = logits.get("timm", logits.get("PyTorch"))
+    if wanted is None:
+        raise RuntimeError("neither timm nor PyTorch has run, to compare with")
+    wanted = wanted.float()
     differences = {
-        name: ((found - logits["timm"]).abs().max() / largest).item()
+        name: ((found.float() - wanted).abs().max() / wanted.abs().max()).item()
         for name, found in logits.items()
     }
     assert max(differences.values()) < (1e-3 if dtype == "float32" else 0.05), differences
     label = f"{MODEL} {dtype} batch {batch:3}"
-    rows = common.race(calls, label, arguments, FUSED)
+    calls = {name: calls[name] for name in logits}
+    rows = common.race(calls, label, arguments, FUSED, left_out)
     return [{"way": name, "difference": differences[name], **row} for name, row in rows.items()]
 
 
@@ -79,7 +82,7 @@ def main():
         arguments.batch, arguments.dtypes = [1], ["float32"]
     common.own_stream(arguments.device)
     path = arguments.out and arguments.out / f"fused_{arguments.device}.json"
-    bench = common.Rows(path, arguments.device, arguments.minutes)
+    bench = common.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
 
     def go():
         for dtype, batch in itertools.product(arguments.dtypes, arguments.batch):

@@ -1,4 +1,5 @@
-"""GPT beside transformers' own GPT-2 and Llama: `python -m benchmarks.gpt_speed`.
+"""GPT beside transformers' own GPT-2 and Llama: `python -m benchmarks.gpt_speed --out
+FOLDER`.
 
 The same random weights in both. A training step is forward, loss and backward; decoding writes
 tokens greedily behind a prompt of 32, with a cache in both, plain and as
@@ -11,8 +12,9 @@ attention (Chowdhery et al. 2022, appendix B), over --peak. The record is
 FOLDER/gpt_speed_DEVICE.json; with --tiny its numbers mean nothing.
 """
 
-import statistics
+import itertools
 import time
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -20,7 +22,8 @@ import torch.nn.functional as F
 
 from attnlib.gpt import GPT
 from attnlib.inference import optimize_for_inference
-from benchmarks.common import OPTIMIZED, OURS, experiment_parser, ratio, take_turns, write
+from benchmarks import common
+from benchmarks.common import OPTIMIZED, OURS
 
 # the peers import torchvision, which needs what `common` imports
 # isort: split
@@ -83,12 +86,13 @@ def products(model, batch, new):
     return run
 
 
-def decoding_calls(theirs, ours, batch, new, device):
+def decoding_calls(theirs, ours, batch, new, device, left_out):
     vocab = ours.config.vocab_size
     tokens = torch.randint(vocab, (batch, PROMPT), device=device)
     models = {OURS: ours}
     if device == "cpu":
-        models[OPTIMIZED] = optimize_for_inference(ours)
+        copies = {OPTIMIZED: partial(optimize_for_inference, ours)}
+        models |= common.attempt_all(copies, left_out)
     options = dict(max_new_tokens=new, do_sample=False, use_cache=True)
     options["attention_mask"] = torch.ones_like(tokens)
     calls = {name: lambda m=m: m.generate(tokens, new, 0.0) for name, m in models.items()}
@@ -133,44 +137,59 @@ def utilisation(model, batch, length, ms, peak):
     return round(work * batch * length / (ms / 1000) / peak, 3)
 
 
+def measure(setting, length, arguments, clock, left_out):
+    """A row for each contestant of a setting."""
+    device, batch = arguments.device, setting["batch"]
+    theirs, ours = pair(setting["kind"], setting["size"], device)
+    training = setting["task"] == "training"
+    with torch.set_grad_enabled(training):
+        if training:
+            calls = training_calls(theirs, ours, batch, length, device)
+        else:
+            calls = decoding_calls(theirs, ours, batch, setting["new"], device, left_out)
+        warm_up = 1 if device == "cpu" else 3
+        turns = arguments.repeats, device, left_out, clock, warm_up
+        times = common.warm_turns(calls, *turns)
+    rows = []
+    for name in calls:
+        if name in times:
+            row = dict(what=name, **common.median_row(times, name, PEER, digits=2))
+            if training and device == "cuda":
+                row["utilisation"] = utilisation(ours, batch, length, row["ms"], arguments.peak)
+            print(setting, row, flush=True)
+            rows.append(row)
+    return rows
+
+
+def settings(device, tiny, batch):
+    """What is timed, in order."""
+    sizes = ["tiny"] if tiny else ["14M", "124M"] if device == "cpu" else ["124M"]
+    for size, kind in itertools.product(sizes, ("GPT-2", "Llama")):
+        new = SIZES[size][-1] if device == "cpu" else 64
+        for rows_of in (1, 16):
+            yield dict(kind=kind, size=size, task="decoding", batch=rows_of, new=new)
+        if size != "124M" or device == "cuda":  # a step of it takes seconds on a CPU
+            yield dict(kind=kind, size=size, task="training", batch=batch)
+
+
 def main():
-    parser = experiment_parser(__doc__)
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=here)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = common.timing_parser(__doc__, repeats=7)
     parser.add_argument("--peak", type=float, default=989e12, help="operations a second")
     arguments = parser.parse_args()
-    device, tiny, rows = arguments.device, arguments.tiny, []
+    device, tiny = arguments.device, arguments.tiny
     if device == "cpu":
         torch.set_num_threads(1)
     clock = time.process_time if device == "cpu" else time.perf_counter
     batch, length = (1, 8) if tiny else (4, 128) if device == "cpu" else (16, 1024)
+    path = arguments.out and arguments.out / f"gpt_speed_{device}.json"
+    known = dict(tiny=tiny, length=length, peak=arguments.peak)
+    bench = common.Rows(path, device, arguments.minutes, **known)
 
-    def measure(calls, **setting):
-        take_turns(calls, 1 if device == "cpu" else 3, device)  # first rounds are not counted
-        times = take_turns(calls, arguments.repeats, device, clock=clock)
-        for name in calls:
-            ms = round(statistics.median(times[name]), 2)
-            rows.append({**setting, "what": name, "ms": ms, **ratio(times[name], times[PEER])})
-            print(rows[-1], flush=True)
+    def go():
+        for setting in settings(device, tiny, batch):
+            bench.once(setting, partial(measure, setting, length, arguments, clock))
 
-    for size in ["tiny"] if tiny else ["14M", "124M"] if device == "cpu" else ["124M"]:
-        for kind in ("GPT-2", "Llama"):
-            theirs, ours = pair(kind, size, device)
-            new = SIZES[size][-1] if device == "cpu" else 64
-            for rows_of in (1, 16):
-                setting = dict(kind=kind, size=size, task="decoding", batch=rows_of, new=new)
-                with torch.no_grad():
-                    measure(decoding_calls(theirs, ours, rows_of, new, device), **setting)
-            if size != "124M" or device == "cuda":  # a step of it takes seconds on a CPU
-                setting = dict(kind=kind, size=size, task="training", batch=batch)
-                measure(training_calls(theirs, ours, batch, length, device), **setting)
-                for row in rows[-3:] if device == "cuda" else ():
-                    row["utilisation"] = utilisation(
-                        ours, batch, length, row["ms"], arguments.peak
-                    )
-    record = dict(length=length, peak=arguments.peak, tiny=tiny, rows=rows)
-    write(arguments.out, "gpt_speed", device, record)
+    bench.work(go)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """Compile every tiled kernel for GPUs that need not be there, and say what it takes.
 
-    python -m benchmarks.kernels --out FOLDER                    all, about 1,900 compilations
+    python -m benchmarks.kernels --out FOLDER                    all, about 2,300 compilations
     python -m benchmarks.kernels --out FOLDER --only sm_90,bfloat16
 
-Compiled are the four kernels with and without a mask, a bias and the causal mask or ranges, in
-float32, float16 and bfloat16, for heads of several widths, for GPUs from Ampere (sm_80) to
-Blackwell (sm_100), each with the tile that `attnlib.flash.tiling` gives it. What a kernel may
-not do is said by `broken`. The record is also the memory of what has been compiled: a second
-command goes on where the first one ended. It drops all rows if Triton's version has changed,
-and those whose tile has, or whose code: each row has a hash of what Triton makes of the
-kernel's source before it knows the GPU. A compilation takes about a second of one core.
+Compiled are the kernel for decoding, and the four others with and without a mask, a bias and
+the causal mask or ranges, in float32, float16 and bfloat16, for heads of several widths, for
+GPUs from Ampere (sm_80) to Blackwell (sm_100), each with the tile that `attnlib.flash.tiling`
+gives it. What a kernel may not do is said by `broken`. The record is also the memory of what
+has been compiled: a second command goes on where the first one ended. It drops all rows if
+Triton's version has changed, and those whose tile has, or whose code: each row has a hash of
+what Triton makes of the kernel's source before it knows the GPU. A compilation takes about a
+second of one core.
 """
 
 import argparse
@@ -50,6 +51,8 @@ COLUMNS = (
 
 def options(kernel):
     """The combinations of mask (m), bias (b) and causal mask (c) or ranges (r)."""
+    if kernel == "decode":  # has none of them
+        return [""]
     found = ["".join(x) for n in range(4) for x in itertools.combinations("mbc", n)]
     found += ["r", "br"]
     return [extra for extra in found if kernel != "bias" or "b" in extra]
@@ -111,8 +114,8 @@ def floor(row):
     """
     rows, cols = int(row["rows"]), int(row["cols"])
     width = max(16, triton.next_power_of_2(int(row["width"])))
-    sums = {"forward": rows * width, "query": rows * width, "key": 2 * cols * width}
-    own = sums.get(row["kernel"], rows * cols) // (32 * int(row["warps"]))
+    sums = {"key": 2 * cols * width, "bias": rows * cols}
+    own = sums.get(row["kernel"], rows * width) // (32 * int(row["warps"]))
     return COLLAPSED + 1 if row["gpu"] == "sm_100" else max(COLLAPSED + 1, own)
 
 

@@ -355,6 +355,7 @@ class Panoptic(Bench):
         steps = self.steps["pixels"]
 
         def make():
+            torch.manual_seed(seed)
             model = PixelNet()
             model.backbone.load_state_dict(self.backbone(seed))
 

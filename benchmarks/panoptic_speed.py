@@ -9,7 +9,7 @@ inference. The masks are timed on their own as well: without the detector, whose
 given. The record is FOLDER/panoptic_speed_DEVICE.json; with --tiny its numbers mean nothing.
 """
 
-import statistics
+from functools import partial
 
 import torch
 import transformers
@@ -18,7 +18,8 @@ from attnlib.detr import DETR
 from attnlib.inference import optimize_for_inference
 from attnlib.models import load_pretrained
 from attnlib.panoptic import PanopticDETR
-from benchmarks.common import OPTIMIZED, OURS, experiment_parser, ratio, take_turns, write
+from benchmarks import common
+from benchmarks.common import OPTIMIZED, OURS
 from benchmarks.detr_speed import peer_config
 
 PEER, KEPT = "transformers", "10 masks"
@@ -41,7 +42,7 @@ def ten(found):
     return torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(10).indices, True)
 
 
-def forward_calls(tiny, x):
+def forward_calls(tiny, x, left_out):
     """The whole models, and the masks alone."""
     ours, theirs = (model.eval().to(x) for model in pair(tiny))
     features = ours.detr.forward_features(x)
@@ -55,30 +56,35 @@ def forward_calls(tiny, x):
         f"masks alone, {KEPT}": lambda: ours.forward_masks(features, ten(found)),
     }
     if x.device.type == "cpu":
-        fast = optimize_for_inference(ours)
-        calls[OPTIMIZED] = lambda: fast(x)
-        calls[f"{OPTIMIZED}, {KEPT}"] = lambda: fast(x, choose=ten)
+        fast = common.attempt(left_out, OPTIMIZED, lambda: optimize_for_inference(ours))
+        if fast is not None:
+            calls[OPTIMIZED] = lambda: fast(x)
+            calls[f"{OPTIMIZED}, {KEPT}"] = lambda: fast(x, choose=ten)
     return calls
 
 
+@torch.inference_mode()
+def measure(x, arguments, left_out):
+    """A row for each contestant."""
+    calls = forward_calls(arguments.tiny, x, left_out)
+    times = common.warm_turns(calls, arguments.repeats, arguments.device, left_out)
+    return [dict(what=name, **common.median_row(times, name, PEER)) for name in times]
+
+
 def main():
-    parser = experiment_parser(__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = common.timing_parser(__doc__, repeats=7)
     arguments = parser.parse_args()
     device, size = arguments.device, 64 if arguments.tiny else 320
     torch.set_num_threads(1)
     x = torch.randn(1, 3, size, size, device=device)
-    with torch.inference_mode():
-        calls = forward_calls(arguments.tiny, x)
-        take_turns(calls, 1, device)  # a first round is not counted
-        times = take_turns(calls, arguments.repeats, device)
-    rows = [
-        dict(what=name, ms=round(statistics.median(ms), 1), **ratio(ms, times[PEER]))
-        for name, ms in times.items()
-    ]
-    print(*rows, sep="\n")
-    write(arguments.out, "panoptic_speed", device, dict(size=f"{size} × {size}", rows=rows))
+    path = arguments.out and arguments.out / f"panoptic_speed_{device}.json"
+    known = dict(tiny=arguments.tiny, size=f"{size} × {size}")
+    bench = common.Rows(path, device, arguments.minutes, **known)
+
+    def go():
+        print(*bench.once(dict(task="forward"), partial(measure, x, arguments)), sep="\n")
+
+    bench.work(go)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ chapter on cost knows, beside its data sheet. The record is FOLDER/roof_DEVICE.j
 """
 
 import re
+from functools import partial
 
 import torch
 
@@ -21,7 +22,7 @@ def sheet(device):
     return next((GPUS[gpu] for gpu in GPUS if gpu in re.split(r"[\s-]", name)), None)
 
 
-def measure(dtype, arguments):
+def measure(dtype, arguments, left_out):
     """The row of a dtype."""
     sizes, megabytes = (
         ((4096, 8192), (1024, 4096)) if arguments.device == "cuda" else ((1024,), (128,))
@@ -33,10 +34,14 @@ def measure(dtype, arguments):
         arguments.device, DTYPES[dtype], shapes=shapes, megabytes=megabytes
     )
     calls = {name: probe.call for name, probe in probes.items()}
+    warm = common.attempt_all(calls, left_out)  # the largest may find no memory
+    probes = {name: probes[name] for name in warm}
+    calls = {name: calls[name] for name in warm}
+    del warm
     roof = best_roofline(
         probes, take_turns(calls, torch.device(arguments.device), arguments.repeats)
     )
-    row = {"dtype": dtype, "flops": roof.peak_flops, "bytes": roof.bandwidth}
+    row = {"flops": roof.peak_flops, "bytes": roof.bandwidth}
     row["overhead_us"] = 1e6 * roof.overhead
     known = sheet(arguments.device)
     if known and dtype != "float32":  # the sheet's products have 16 bits
@@ -47,15 +52,20 @@ def measure(dtype, arguments):
         *(f"  {share:.0%} of the data sheet" for share in row.get("of_sheet", ())),
         flush=True,
     )
-    return row
+    return [row]
 
 
 def main():
     parser = common.timing_parser(__doc__, repeats=20)
     arguments = parser.parse_args()
-    rows = [measure(dtype, arguments) for dtype in DTYPES]
-    if arguments.out:
-        common.write(arguments.out, "roof", arguments.device, {"rows": rows})
+    path = arguments.out and arguments.out / f"roof_{arguments.device}.json"
+    bench = common.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
+
+    def go():
+        for dtype in DTYPES:
+            bench.once({"dtype": dtype}, partial(measure, dtype, arguments))
+
+    bench.work(go)
 
 
 if __name__ == "__main__":

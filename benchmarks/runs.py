@@ -1,13 +1,14 @@
 """The chapters' full training runs: `python -m benchmarks.runs PART ... --out FOLDER`.
 
 Each part is a function of the library; this file calls it and records what it gives, as
-FOLDER/PART.json. With --checkpoints an interrupted run of any part but `lengths`, whose runs
-are short, goes on when the command is given again. With --tiny every part runs in seconds, to
-see that it works; such a record means nothing.
+FOLDER/PART.json. With --checkpoints an interrupted part goes on when the command is given
+again. With --tiny every part runs in seconds, to see that it works; such a record means
+nothing.
 """
 
 import argparse
 import functools
+import json
 import shutil
 import tempfile
 import time
@@ -41,32 +42,53 @@ def numbers(directions, steps, folder, tiny):
     return record
 
 
+def kept(path, make):
+    """What a short run gave when the command was given before; else what ``make()`` gives."""
+    if not path.exists():
+        found = make()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(found))
+        part.replace(path)
+    return json.loads(path.read_text())
+
+
 def translator(folder, tiny):
     """The translator of numbers with three seeds; the weights of the first are kept."""
     tokenizer, parts = recipes.number_pairs()
-    size, runs = dict(steps=4, every=4, warmup=1) if tiny else {}, []
-    for seed in range(1 if tiny else 3):
+    size = dict(steps=4, every=4, warmup=1) if tiny else {}
+
+    def run(seed):
         model, history = recipes.train_translator(tokenizer, parts, seed=seed, **size)
         shares = {
             part: round(recipes.names_right(model, tokenizer, parts[part]), 4)
             for part in ("valid", "test")
         }
-        runs.append({"seed": seed, **shares, "history": history})
         if seed == 0:
             save_half(model.cpu().state_dict(), folder / "weights.safetensors")
+        return {"seed": seed, **shares, "history": history}
+
+    runs = [
+        kept(folder / f"run-{seed}.json", functools.partial(run, seed))
+        for seed in range(1 if tiny else 3)
+    ]
     return {"tokenizer": tokenizer.to_str(), "runs": runs}
 
 
 def lengths(folder, tiny):
     small = dict(steps=5, numbers=500, tests=5, d_model=16) if tiny else {}
-    seeds = range(1 if tiny else 3)
-    return {
-        "runs": [
-            translation.length_run(position, seed=seed, **small, accelerator=half_precision())
-            for position in POSITIONS
-            for seed in seeds
-        ]
-    }
+
+    def run(position, seed):
+        return translation.length_run(
+            position, seed=seed, **small, accelerator=half_precision()
+        )
+
+    runs = [
+        kept(folder / f"{position}-{seed}.json", functools.partial(run, position, seed))
+        for position in POSITIONS
+        for seed in range(1 if tiny else 3)
+    ]
+    return {"runs": runs}
 
 
 def multi30k(folder, tiny):

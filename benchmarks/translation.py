@@ -5,21 +5,24 @@ torch.nn.Transformer, MarianMTModel of the transformers library and x-transforme
 tokens, greedily and with cache, the plain model and the one that `optimize_for_inference` makes
 of it, against `generate` of the transformers library. Where weights
 can be copied they are, and outputs are compared before anything is timed. All take turns, and
-all run at the same precision of float32 matrix products, which is a setting: see `MODES`.
+all run at the same precision of float32 matrix products, which is a setting: see `MODES`. The
+rows are written as they come. With --minutes the command ends after so many, and goes on when
+it is given again.
 """
 
-import argparse
 import copy
+import itertools
 import math
 import statistics
 import warnings
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from attnlib.decoding import greedy
+from attnlib.inference import optimize_for_inference
 from attnlib.transformer import label_smoothing_loss
 from attnlib.translation import from_marian
 from benchmarks import common
@@ -27,15 +30,6 @@ from benchmarks import common
 # the peers import torchvision, which needs what `common` imports
 # isort: split
 from transformers import MarianConfig, MarianMTModel
-
-try:
-    from attnlib.inference import optimize_for_inference
-except ModuleNotFoundError:  # then the plain model alone is timed
-    optimize_for_inference = None
-try:
-    from x_transformers import Decoder, Encoder, TransformerWrapper
-except ModuleNotFoundError:  # the other peers are timed without it
-    Decoder = None
 
 warnings.filterwarnings("ignore", message=".*nested.tensor.*")  # of torch.nn.Transformer
 
@@ -142,6 +136,9 @@ class XPeer(nn.Module):
 
     def __init__(self, size, dropout, flash):
         super().__init__()
+        # which not every machine has
+        from x_transformers import Decoder, Encoder, TransformerWrapper
+
         layers = dict(
             dim=size["width"],
             depth=size["layers"],
@@ -172,26 +169,19 @@ class XPeer(nn.Module):
         return self.decoder(tgt, context=self.encoder(src, mask=mask), context_mask=mask)
 
 
-def peers(size, dropout):
+def peers(size, dropout, left_out):
     """{name: model}, ours first; those after it that can have our weights have them."""
     theirs = marian(size, dropout)
     ours = from_marian(theirs.config, theirs.state_dict())
     ours.output_bias.requires_grad_(False)  # Marian does not train it either
-    others = (
-        {}
-        if Decoder is None
-        else {
-            "x-transformers": XPeer(size, dropout, False),  # the default
-            "x-transformers, flash": XPeer(size, dropout, True),
-        }
-    )
-    return {
-        common.OURS: ours,
-        "torch.nn.Transformer": TorchPeer(size, dropout, ours),
-        "Marian": MarianPeer(size, dropout, "sdpa"),  # the default
-        "Marian, eager": MarianPeer(size, dropout, "eager"),
-        **others,
+    makers = {
+        "torch.nn.Transformer": partial(TorchPeer, size, dropout, ours),
+        "Marian": partial(MarianPeer, size, dropout, "sdpa"),  # the default
+        "Marian, eager": partial(MarianPeer, size, dropout, "eager"),
+        "x-transformers": partial(XPeer, size, dropout, False),  # the default
+        "x-transformers, flash": partial(XPeer, size, dropout, True),
     }
+    return {common.OURS: ours, **common.attempt_all(makers, left_out)}
 
 
 def sentences(size, seed):
@@ -208,7 +198,7 @@ def sentences(size, seed):
 
 
 @torch.no_grad()
-def errors(models, mode, device, size):
+def errors(models, mode, device, size, left_out):
     """The error of the logits where weights are equal, against ours in float64.
 
     It is the root mean square over the deviation.
@@ -217,14 +207,16 @@ def errors(models, mode, device, size):
     torch.set_float32_matmul_precision(precision)
     src, tgt = (sentences(size, seed).to(device) for seed in (7, 8))
     exact = copy.deepcopy(models[common.OURS]).double()(src, tgt)
+
+    def error(model):
+        with torch.autocast(device, dtype, enabled=dtype is not None):
+            logits = model(src, tgt)
+        return ((logits.double() - exact).square().mean().sqrt() / exact.std()).item()
+
     for name, model in models.items():
         if not name.startswith("x-"):
-            with torch.autocast(device, dtype, enabled=dtype is not None):
-                logits = model(src, tgt)
-            found[name] = (
-                (logits.double() - exact).square().mean().sqrt() / exact.std()
-            ).item()
-            assert found[name] < (1e-5 if mode == "float32" else 0.05), (
+            found[name] = common.attempt(left_out, name, partial(error, model))
+            assert name in left_out or found[name] < (1e-5 if mode == "float32" else 0.05), (
                 f"{name}: logits differ by {found[name]:.1e}"
             )
     return found
@@ -258,43 +250,35 @@ def training_step(name, model, optimizer, device, dtype, size):
     return step
 
 
-def train(size, device, repeats, dropout):
-    models = {name: model.to(device) for name, model in peers(size, dropout).items()}
+def train(size, device, repeats, mode, dropout, left_out):
+    """A row for each contestant."""
+    models = peers(size, dropout, left_out)
     counts = [sum(p.numel() for p in model.parameters()) for model in models.values()]
     assert max(counts) < 1.02 * min(counts) or size is TINY, counts
-    rows, wrong = (
-        [],
-        {mode: errors(models, mode, device, size) if dropout == 0 else {} for mode in MODES},
-    )
-    optimizers = {
-        name: torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-        for name, model in models.items()
-    }
-    for mode, (precision, dtype) in MODES.items():
-        torch.set_float32_matmul_precision(precision)
-        steps = {
-            name: training_step(name, model.train(), optimizers[name], device, dtype, size)
-            for name, model in models.items()
-        }
-        # which warms up, too
-        memory = {name: common.peak_memory(step, device) for name, step in steps.items()}
-        times = common.take_turns(steps, repeats, device)
-        for name in models:
-            rows.append(
-                {
-                    "mode": mode,
-                    "dropout": dropout,
-                    "model": name,
-                    "error": wrong[mode].get(name),
-                    "memory": memory[name],
-                    **common.compared(times, name),
-                }
-            )
-            print(
-                f"training {mode:16} dropout {dropout}  {name:22} {rows[-1]['ms']:9.1f} ms   "
-                f"attnlib / it {rows[-1]['ratio']:.3f} {rows[-1]['quartiles']}",
-                flush=True,
-            )
+    placed = {name: partial(model.to, device) for name, model in models.items()}
+    models = common.attempt_all(placed, left_out)
+    wrong = {}
+    if dropout == 0:
+        wrong = errors(models, mode, device, size, left_out)
+        models = {name: models[name] for name in models if name not in left_out}
+    precision, dtype = MODES[mode]
+    torch.set_float32_matmul_precision(precision)
+    steps = {}
+    for name, model in models.items():
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+        steps[name] = training_step(name, model.train(), optimizer, device, dtype, size)
+    memory = common.memories(steps, device, left_out)  # which warms up, too
+    steps = {name: steps[name] for name in memory}
+    times = common.take_turns(steps, repeats, device, left_out=left_out)
+    rows = []
+    for name in times:
+        row = {"model": name, "error": wrong.get(name), "memory": memory[name]}
+        rows.append({**row, **common.compared(times, name)})
+        print(
+            f"training {mode:16} dropout {dropout}  {name:22} {rows[-1]['ms']:9.1f} ms   "
+            f"{common.told(rows[-1], common.OURS)}",
+            flush=True,
+        )
     return rows
 
 
@@ -334,11 +318,12 @@ def largest_gap(model, src, tokens, others):
     return max(gaps)
 
 
-def decoders(theirs, ours, src, length, device):
+def decoders(theirs, ours, src, length, device, left_out):
     """{name: a function that decodes `src`}, ours first."""
     models = {common.OURS: ours}
-    if optimize_for_inference is not None and device == "cpu":
-        models[common.OPTIMIZED] = optimize_for_inference(ours)
+    if device == "cpu":
+        copies = {common.OPTIMIZED: partial(optimize_for_inference, ours)}
+        models |= common.attempt_all(copies, left_out)
     options = dict(max_new_tokens=length, num_beams=1, do_sample=False)
     options["attention_mask"] = torch.ones_like(src)
 
@@ -363,94 +348,91 @@ def compare(exact, src, mode, tokens):
     return found
 
 
-def decode_batch(theirs, ours, exact, mode, src, device, repeats):
+def decode_batch(theirs, ours, exact, mode, src, device, repeats, left_out):
     """A row for each contestant."""
     batch, length = src.shape
-    calls = decoders(theirs, ours, src, length, device)
-    tokens = {name: call() for name, call in calls.items()}  # warms up, too
-    found = compare(exact, src, mode, tokens)
-    assert tokens[common.OURS].shape == (batch, length)
-    memory = {name: common.peak_memory(call, device) for name, call in calls.items()}
-    times = common.take_turns(calls, repeats, device)
+    calls = decoders(theirs, ours, src, length, device, left_out)
+    tokens = common.attempt_all(calls, left_out)  # warms up, too
+    found = {}
+    if common.OURS in tokens:
+        assert tokens[common.OURS].shape == (batch, length)
+        found = compare(exact, src, mode, tokens)
+    calls = {name: calls[name] for name in tokens}
+    memory = common.memories(calls, device, left_out)
+    calls = {name: calls[name] for name in memory}
+    times = common.take_turns(calls, repeats, device, left_out=left_out)
     rows = []
-    for name in calls:
-        row = {"mode": mode, "batch": batch, "model": name, **found[name]}
-        rows.append({**row, "memory": memory[name], **common.compared(times, name)})
+    for name in times:
+        row = {"model": name, **found.get(name, {}), "memory": memory[name]}
+        rows.append({**row, **common.compared(times, name)})
         print(
             f"decoding {mode:16} batch {batch:2}  {name:18} {rows[-1]['ms']:9.1f} ms   "
-            f"attnlib / it {rows[-1]['ratio']:.3f} {rows[-1]['quartiles']}  "
-            f"same tokens {found[name]['same_tokens']:.1%}",
+            f"{common.told(rows[-1], common.OURS)}  "
+            f"same tokens {row.get('same_tokens', math.nan):.1%}",
             flush=True,
         )
     return rows
 
 
 @torch.no_grad()
-def decode(size, device, repeats):
+def decode(size, device, repeats, mode, batch, speed, left_out):
+    """The rows of `decode_batch`, and the time that reading from memory takes at least."""
+    precision, dtype = MODES[mode]
+    torch.set_float32_matmul_precision(precision)
     theirs = marian(size, 0.0).eval().to(device)
     theirs.final_logits_bias.normal_(generator=torch.Generator(device).manual_seed(1))
     theirs.final_logits_bias[0, [END, PAD]] = -1e4  # no sentence ends
     exact = from_marian(theirs.config, theirs.state_dict()).eval()
-    rows, speed = [], bandwidth(device, size)
-    for mode, (precision, dtype) in MODES.items():
-        torch.set_float32_matmul_precision(precision)
-        theirs.to(dtype or torch.float32)
-        ours = from_marian(theirs.config, theirs.state_dict()).eval()
-        for batch in (1, size["batch"]):
-            generator, shape = torch.Generator().manual_seed(2), (batch, size["length"])
-            src = torch.randint(2, size["vocab"], shape, generator=generator).to(device)
-            found = decode_batch(theirs, ours, exact, mode, src, device, repeats)
-            weights, cache = bytes_read(ours, batch, size, ours.output.weight.element_size())
-            limit = {
-                "limit_ms": round(1000 * size["length"] * (weights + cache) / speed, 2),
-                "weights_mb": round(weights / 1e6, 2),
-                "cache_mb": round(cache / 1e6, 2),
-            }
-            print(f"  memory limit {limit['limit_ms']:.0f} ms", flush=True)
-            rows += [row | limit for row in found]
-    return rows, speed
+    theirs.to(dtype or torch.float32)
+    ours = from_marian(theirs.config, theirs.state_dict()).eval()
+    generator, shape = torch.Generator().manual_seed(2), (batch, size["length"])
+    src = torch.randint(2, size["vocab"], shape, generator=generator).to(device)
+    rows = decode_batch(theirs, ours, exact, mode, src, device, repeats, left_out)
+    weights, cache = bytes_read(ours, batch, size, ours.output.weight.element_size())
+    limit = {"weights_mb": round(weights / 1e6, 2), "cache_mb": round(cache / 1e6, 2)}
+    if speed is not None:
+        limit["limit_ms"] = round(1000 * size["length"] * (weights + cache) / speed, 2)
+        print(f"  memory limit {limit['limit_ms']:.0f} ms", flush=True)
+    return [row | limit for row in rows]
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        choices=["cpu", "cuda"],
-    )
-    parser.add_argument("--out", type=Path, help="folder for the record")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of each measurement")
+    parser = common.timing_parser(__doc__, repeats=5)
     parser.add_argument(
         "--parts", nargs="+", choices=["decoding", "training"], default=["decoding", "training"]
     )
     parser.add_argument(
         "--dropout", type=float, nargs="+", default=[0.0], help="of the models in training"
     )
-    parser.add_argument(
-        "--tiny", action="store_true", help="a small model, to see that the benchmark runs"
-    )
     arguments = parser.parse_args()
-    size, device, repeats = (
-        TINY if arguments.tiny else SIZE,
-        arguments.device,
-        arguments.repeats,
-    )
-    record = {"size": size}
-    if "decoding" in arguments.parts:
-        record["decoding"], speed = decode(size, device, repeats)
-        record["copy_gb_per_s"] = round(speed / 1e9, 2)
-        print(f"a copy moves {speed / 1e9:.1f} GB/s")
-    if "training" in arguments.parts:
-        record["training"] = [
-            row
-            for dropout in arguments.dropout
-            for row in train(size, device, repeats, dropout)
-        ]
-    torch.set_float32_matmul_precision("highest")
-    if arguments.out:
-        common.write(arguments.out, "translation", device, record)
+    device, repeats = arguments.device, arguments.repeats
+    size = TINY if arguments.tiny else SIZE
+    path = arguments.out and arguments.out / f"translation_{device}.json"
+    lists = {kind: [] for kind in arguments.parts}
+    bench = common.Rows(path, device, arguments.minutes, arguments.tiny, size=size, **lists)
+
+    def decode_all():
+        speed = bench.guarded(dict(task="a copy"), partial(bandwidth, device, size))
+        if speed is not None:
+            bench.record["copy_gb_per_s"] = round(speed / 1e9, 2)
+            print(f"a copy moves {speed / 1e9:.1f} GB/s")
+        for mode, batch in itertools.product(MODES, (1, size["batch"])):
+            work = partial(decode, size, device, repeats, mode, batch, speed)
+            bench.once({"mode": mode, "batch": batch}, work, "decoding")
+
+    def train_all():
+        for dropout, mode in itertools.product(arguments.dropout, MODES):
+            work = partial(train, size, device, repeats, mode, dropout)
+            bench.once({"mode": mode, "dropout": dropout}, work, "training")
+
+    def go():
+        if "decoding" in arguments.parts:
+            decode_all()
+        if "training" in arguments.parts:
+            train_all()
+        torch.set_float32_matmul_precision("highest")
+
+    bench.work(go)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import attnlib
 from attnlib.attention import attention_backend
 from attnlib.inference import optimize_for_inference
 from attnlib.swin import SwinTransformer
+from attnlib.swinv2 import SwinTransformerV2
 from benchmarks import common
 from benchmarks.common import OPTIMIZED, OURS
 
@@ -62,79 +63,89 @@ class Logits(nn.Module):
         return self.model(x).logits
 
 
-def vit_peers(ours):
-    import torchvision
-    import transformers
+def torchvision_vit(ours):
+    from torchvision.models import VisionTransformer
 
     width, depth, heads = ours.embed_dim, len(ours.blocks), ours.blocks[0].attn.num_heads
-    patch, size, hidden = (
-        ours.patch_embed.patch_size[0],
-        ours.patch_embed.img_size[0],
-        4 * ours.embed_dim,
-    )
+    size, patch = ours.patch_embed.img_size[0], ours.patch_embed.patch_size[0]
+    shape = size, patch, depth, heads, width, 4 * width
+    return VisionTransformer(*shape, num_classes=ours.num_classes)
+
+
+def transformers_vit(ours):
+    import transformers
+
     config = transformers.ViTConfig(
-        hidden_size=width,
-        num_hidden_layers=depth,
-        num_attention_heads=heads,
-        intermediate_size=hidden,
-        image_size=size,
-        patch_size=patch,
+        hidden_size=ours.embed_dim,
+        num_hidden_layers=len(ours.blocks),
+        num_attention_heads=ours.blocks[0].attn.num_heads,
+        intermediate_size=4 * ours.embed_dim,
+        image_size=ours.patch_embed.img_size[0],
+        patch_size=ours.patch_embed.patch_size[0],
         layer_norm_eps=1e-6,
         num_labels=ours.num_classes,
         attn_implementation="sdpa",
     )
-    found = {
-        "torchvision": torchvision.models.VisionTransformer(
-            size, patch, depth, heads, width, hidden, num_classes=ours.num_classes
-        ),
-        "transformers": Logits(transformers.ViTForImageClassification(config)),
-    }
-    try:
-        import vit_pytorch
-    except ModuleNotFoundError:  # the other peers are timed without it
-        return found
-    return found | {
-        "vit-pytorch": vit_pytorch.ViT(
-            image_size=size,
-            patch_size=patch,
-            num_classes=ours.num_classes,
-            dim=width,
-            depth=depth,
-            heads=heads,
-            mlp_dim=hidden,
-            dim_head=width // heads,
-        )
-    }
+    return Logits(transformers.ViTForImageClassification(config))
 
 
-def swin_peers(ours):
-    import transformers
+def vit_pytorch_vit(ours):
+    import vit_pytorch
 
-    return both_swin_peers(
-        ours, transformers.SwinConfig, transformers.SwinForImageClassification
+    heads = ours.blocks[0].attn.num_heads
+    return vit_pytorch.ViT(
+        image_size=ours.patch_embed.img_size[0],
+        patch_size=ours.patch_embed.patch_size[0],
+        num_classes=ours.num_classes,
+        dim=ours.embed_dim,
+        depth=len(ours.blocks),
+        heads=heads,
+        mlp_dim=4 * ours.embed_dim,
+        dim_head=ours.embed_dim // heads,
     )
 
 
-def swinv2_peers(ours):
-    import transformers
-    from torchvision.models import swin_transformer
-
-    return both_swin_peers(
-        ours,
-        transformers.Swinv2Config,
-        transformers.Swinv2ForImageClassification,
-        block=swin_transformer.SwinTransformerBlockV2,
-        downsample_layer=swin_transformer.PatchMergingV2,
-    )
-
-
-def both_swin_peers(ours, config_class, model_class, **options):
-    """Swin of either version; `options` are torchvision's."""
-    from torchvision.models import SwinTransformer
-
+def swin_shape(ours):
+    """Depths, heads, and the sides of the image and of a window."""
     depths = [len(stage.blocks) for stage in ours.layers]
     heads = [stage.blocks[0].attn.num_heads for stage in ours.layers]
-    size, window = ours.patch_embed.img_size[0], ours.layers[0].blocks[0].attn.window_size[0]
+    window = ours.layers[0].blocks[0].attn.window_size[0]
+    return depths, heads, ours.patch_embed.img_size[0], window
+
+
+def torchvision_swin(ours):
+    """Of either version."""
+    from torchvision.models import swin_transformer
+
+    depths, heads, _, window = swin_shape(ours)
+    options = {}
+    if isinstance(ours, SwinTransformerV2):
+        options["block"] = swin_transformer.SwinTransformerBlockV2
+        options["downsample_layer"] = swin_transformer.PatchMergingV2
+    return swin_transformer.SwinTransformer(
+        [4, 4],
+        ours.embed_dim,
+        depths,
+        heads,
+        [window, window],
+        num_classes=ours.num_classes,
+        stochastic_depth_prob=0.0,
+        **options,
+    )
+
+
+def transformers_swin(ours):
+    """Of either version."""
+    import transformers
+
+    depths, heads, size, window = swin_shape(ours)
+    second = isinstance(ours, SwinTransformerV2)
+    config_class = transformers.Swinv2Config if second else transformers.SwinConfig
+    model_class = (
+        transformers.Swinv2ForImageClassification
+        if second
+        else transformers.SwinForImageClassification
+    )
     config = config_class(
         image_size=size,
         embed_dim=ours.embed_dim,
@@ -144,40 +155,45 @@ def both_swin_peers(ours, config_class, model_class, **options):
         drop_path_rate=0.0,
         num_labels=ours.num_classes,
     )
-    return {
-        "torchvision": SwinTransformer(
-            [4, 4],
-            ours.embed_dim,
-            depths,
-            heads,
-            [window, window],
-            num_classes=ours.num_classes,
-            stochastic_depth_prob=0.0,
-            **options,
-        ),
-        "transformers": Logits(model_class(config)),
-    }
+    return Logits(model_class(config))
 
 
-def peers(name, num_classes=1000, **options):
-    """{library: model}, ours first; those whose names can be mapped have its weights."""
-    import timm
+SWINS = {"torchvision": torchvision_swin, "transformers": transformers_swin}
+PEERS = {  # family: {library: function of our model, which has its sizes}
+    "vit": {
+        "torchvision": torchvision_vit,
+        "transformers": transformers_vit,
+        "vit-pytorch": vit_pytorch_vit,
+    },
+    "swin": SWINS,
+    "swinv2": SWINS,
+}
 
+
+def peers(name, num_classes=1000, left_out=None, **options):
+    """{library: model}, ours first; those whose names can be mapped have its weights.
+
+    A library that is missing is left out, with the reason in `left_out`.
+    """
     # timm's Swin drops paths by default
     options = dict(num_classes=num_classes, drop_path_rate=0.0) | options
-    theirs, ours = timm.create_model(name, **options), attnlib.create_model(name, **options)
-    ours.load_state_dict(theirs.state_dict(), strict=True)
-    makers = {"vit": vit_peers, "swin": swin_peers, "swinv2": swinv2_peers}
-    others = makers.get(name.split("_")[0], lambda ours: {})(ours)
-    return {"attnlib": ours, "timm": theirs, **others}
+    ours = attnlib.create_model(name, **options)
+    makers = {"timm": partial(common.timm_like, ours, name, options)}
+    for library, maker in PEERS.get(name.split("_")[0], {}).items():
+        makers[library] = partial(maker, ours)
+    left_out = {} if left_out is None else left_out
+    return {OURS: ours, **common.attempt_all(makers, left_out)}
 
 
 def image_size(ours):
     return (ours.pixel_embed if hasattr(ours, "pixel_embed") else ours.patch_embed).img_size[0]
 
 
-def check(models, name, size, options):
+def check(name, options):
     """The largest difference of each peer's logits from ours, where its names can be mapped."""
+    torch.manual_seed(0)
+    models = peers(name, **options)
+    size = image_size(models[OURS])
     found, x = {}, torch.randn(2, 3, size, size)
     for library, model in list(models.items())[1:]:
         own = attnlib.create_model(name, **options)
@@ -235,29 +251,70 @@ def under(backend, call):
     return run
 
 
-def measure(name, mode, kind, batch, device, repeats, compiled, options):
+def contestants(name, mode, kind, device, compiled, options, left_out):
+    """{library: its model on the device}, in the dtype of the mode where it evaluates."""
+    dtype = MODES[mode][1]
+    models = peers(name, left_out=left_out, **options)
+    if compiled:  # to compile takes minutes
+        models = {library: models[library] for library in (OURS, "timm") if library in models}
+    models = common.attempt_all(
+        {library: partial(model.to, device) for library, model in models.items()}, left_out
+    )
+    ours, kernels = models.get(OURS), has_kernels(device)
+    if ours is not None and kernels:
+        models[OPTIMIZED] = ours
+    fuses = isinstance(ours, SwinTransformer) if kernels else device == "cpu"
+    if ours is not None and kind == "forward" and not compiled and fuses:
+        copies = {OPTIMIZED: lambda: optimize_for_inference(ours.to(dtype))}
+        models |= common.attempt_all(copies, left_out)
+    for library in models:
+        model = models[library]
+        models[library] = model.to(dtype).eval() if kind == "forward" else model.train()
+    return models
+
+
+def backend_of(library, device):
+    return "triton" if has_kernels(device) and library == OPTIMIZED else "auto"
+
+
+def compare(models, name, mode, x, device, left_out):
+    """Raise where the logits differ, on this device and in this precision.
+
+    A model that fails is taken out.
+    """
+    dtype = MODES[mode][1]
+
+    @torch.inference_mode()
+    def logits(library):
+        with attention_backend(backend_of(library, device)):
+            return models[library](x.to(dtype)).float()
+
+    some = [library for library in (OURS, OPTIMIZED, "timm") if library in models]
+    found = common.attempt_all(
+        {library: partial(logits, library) for library in some}, left_out
+    )
+    for library in some:
+        if library not in found:
+            del models[library]
+    wanted = found.get("timm", found.get(OURS))
+    for library, own in found.items():
+        difference = (own - wanted).abs().max()
+        allowed = (1e-3 if mode == "float32" else 0.05) * wanted.abs().max()
+        assert difference < allowed, (name, mode, library, difference)
+
+
+def measure(name, mode, kind, batch, device, repeats, compiled, options, left_out):
     precision, dtype = MODES[mode]
     torch.set_float32_matmul_precision(precision)
-    # to compile takes minutes
-    models = {
-        library: model.to(device)
-        for library, model in peers(name, **options).items()
-        if library in ("attnlib", "timm") or not compiled
-    }
-    size = image_size(models[OURS])
-    kernels, fused = has_kernels(device), isinstance(models[OURS], SwinTransformer)
-    if kernels:
-        models[OPTIMIZED] = models[OURS]
-    if kind == "forward" and not compiled and (fused if kernels else device == "cpu"):
-        models[OPTIMIZED] = optimize_for_inference(models[OURS].to(dtype))
+    models = contestants(name, mode, kind, device, compiled, options, left_out)
+    if not models:
+        raise RuntimeError("no model is on the device")
+    size = image_size(attnlib.create_model(name, **options))
     pool = [torch.randn(batch, 3, size, size, device=device) for _ in range(3)]
-    calls, logits = {}, {}
+    if kind == "forward":
+        compare(models, name, mode, pool[0], device, left_out)
+    calls = {}
     for library, model in models.items():
-        model = model.to(dtype).eval() if kind == "forward" else model.train()
-        backend = "triton" if kernels and library == OPTIMIZED else "auto"
-        if kind == "forward" and library in (OURS, OPTIMIZED, "timm"):
-            with torch.inference_mode(), attention_backend(backend):
-                logits[library] = model(pool[0].to(dtype)).float()
         model = torch.compile(model) if compiled else model
         images = itertools.cycle(pool)
         call = (
@@ -265,20 +322,16 @@ def measure(name, mode, kind, batch, device, repeats, compiled, options):
             if kind == "forward"
             else training(model, images, dtype, device)
         )
-        calls[library] = under(backend, call)
-    for library in logits:  # on this device, in this precision
-        difference = (logits[library] - logits["timm"]).abs().max()
-        allowed = (1e-3 if mode == "float32" else 0.05) * logits["timm"].abs().max()
-        assert difference < allowed, (name, mode, library, difference)
-    # which warms up, too
-    memory = {library: common.peak_memory(call, device) for library, call in calls.items()}
+        calls[library] = under(backend_of(library, device), call)
+    memory = common.memories(calls, device, left_out)  # which warms up, too
+    calls = {library: calls[library] for library in memory}
     graphs = (OURS, OPTIMIZED, "timm") if kind == "forward" and not compiled else ()
-    rows = common.measured(calls, repeats, device, graphs=graphs)
+    rows = common.measured(calls, repeats, device, graphs=graphs, left_out=left_out)
     for library, row in rows.items():
         print(
             f"{name} {mode:16} {kind:8} batch {batch:3} "
             f"{'compiled' if compiled else 'eager':8} {library:14} "
-            f"{row['ms']:9.1f} ms   attnlib / it {row['ratio']:.3f} {row['quartiles']}",
+            f"{row['ms']:9.1f} ms   {common.told(row, OURS)}",
             flush=True,
         )
     return [
@@ -303,13 +356,15 @@ def main():
     )
     parser.add_argument("--name", default="vision", help="name of the record")
     arguments = parser.parse_args()
+    differences = {}
     device, repeats = arguments.device, arguments.repeats
     common.own_stream(device)
-    batches, differences = arguments.batch or ([128, 64, 1] if device == "cuda" else [8]), {}
+    batches = arguments.batch or ([128, 64, 1] if device == "cuda" else [8])
     token = any(name.startswith(("vit", "deit", "tnt")) for name in arguments.models)
     path = arguments.out and arguments.out / f"{arguments.name}_{device}.json"
     skipped = {"skipped": SKIPPED} if token else {}
-    bench = common.Rows(path, device, arguments.minutes, differences=differences, **skipped)
+    record = dict(differences=differences, **skipped)
+    bench = common.Rows(path, device, arguments.minutes, arguments.tiny, **record)
 
     def go(name, options, compiled):
         for mode, kind, batch in itertools.product(arguments.modes, arguments.passes, batches):
@@ -323,15 +378,9 @@ def main():
     def all_models():
         for name in arguments.models:
             options = dict(TINY[name.split("_")[0]], num_classes=4) if arguments.tiny else {}
-            torch.manual_seed(0)
-            models = peers(name, **options)
-            size = image_size(models["attnlib"])
-            differences[name] = check(models, name, size, options)
-            print(
-                name,
-                "largest difference of logits with the same weights:",
-                differences[name],
-            )
+            found = bench.guarded(dict(model=name), partial(check, name, options))
+            differences[name] = found
+            print(name, "largest difference of logits with the same weights:", found)
             for compiled in (False, True)[: 1 + arguments.compile]:
                 go(name, options, compiled)
 

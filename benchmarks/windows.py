@@ -8,7 +8,7 @@ no backward pass of it). Weights are copied and outputs compared before anything
 gradients of the maps; all take turns. On a GPU each way has the time on the wall and, under
 "kernel", that of a CUDA graph, without Python and launches, or of the calls themselves where
 they are long. With --minutes the command ends after so many, and goes on when it is given
-again.
+again. Without timm the others are compared with PyTorch's way.
 """
 
 import functools
@@ -122,21 +122,18 @@ def through(backend, layer, x):
         return layer(x)
 
 
-def ways(name, stage, shifted, options, device, dtype):
+def ways(name, stage, shifted, options, device, dtype, left_out=None):
     """{way: function of a map}, for one block of timm's and of ours; and a map's shape."""
-    import timm
-
     torch.manual_seed(0)
-    theirs = timm.create_model(name, drop_path_rate=0.0, **options)
     ours = create_model(name, drop_path_rate=0.0, **options)
-    ours.load_state_dict(theirs.state_dict(), strict=True)
-    block, own = (
-        model.layers[stage].blocks[int(shifted)].to(device, dtype).eval()
-        for model in (theirs, ours)
-    )
+    theirs = common.attempt(left_out, "timm", partial(common.timm_like, ours, name, options))
+    own = ours.layers[stage].blocks[int(shifted)].to(device, dtype).eval()
     side = ours.patch_embed.grid_size[0] // 2**stage
-    calls = {
-        "timm": block._attn,
+    calls = {}
+    if theirs is not None:
+        block = theirs.layers[stage].blocks[int(shifted)].to(device, dtype).eval()
+        calls["timm"] = block._attn
+    calls |= {
         "PyTorch": partial(through, "sdpa", own.attn),
         "kernel": partial(through, "triton", own.attn),
         "flex, batch": partial(through, "flex, batch", own.attn),
@@ -160,22 +157,25 @@ def difference(found, wanted):
     return ((found.float() - wanted).abs().max() / wanted.abs().max()).item()
 
 
-def measure(name, stage, shifted, kind, dtype, arguments):
+def measure(name, stage, shifted, kind, dtype, arguments, left_out):
     torch.compiler.reset()  # or the compiler gives up after a number of shapes
     options, device = TINY if arguments.tiny else {}, arguments.device
-    calls, shape = ways(name, stage, shifted, options, device, DTYPES[dtype])
-    size, left_out = (arguments.batch, *shape), {}
+    calls, shape = ways(name, stage, shifted, options, device, DTYPES[dtype], left_out)
+    size = (arguments.batch, *shape)
     pool = [torch.randn(size, device=device, dtype=DTYPES[dtype]) for _ in range(3)]
     pool = [x.requires_grad_(kind != "forward") for x in pool]
-    wanted, differences = run(calls["timm"], kind, pool[0]).detach().float().clone(), {}
-    for way, call in calls.items():
-        try:
-            differences[way] = difference(run(call, kind, pool[0]), wanted)
-        except RuntimeError as problem:  # FlexAttention, on a CPU and backward
-            if "flex" not in way:
-                raise
-            left_out[way] = str(problem).splitlines()[0][:100]
+
+    def found(call):
+        return run(call, kind, pool[0]).detach().float().clone()
+
+    # FlexAttention fails on a CPU and backward
+    maps = common.attempt_all({way: partial(found, calls[way]) for way in calls}, left_out)
+    wanted = maps.get("timm", maps.get("PyTorch"))
+    if wanted is None:
+        raise RuntimeError("neither timm nor PyTorch has run, to compare with")
+    differences = {way: difference(maps[way], wanted) for way in maps}
     assert max(differences.values()) < (1e-4 if dtype == "float32" else 0.05), differences
+    del maps
 
     def cycled(call):
         maps = itertools.cycle(pool)
@@ -184,14 +184,14 @@ def measure(name, stage, shifted, kind, dtype, arguments):
     runs = {way: cycled(calls[way]) for way in differences}
     turn = "shifted" if shifted else "plain"
     label = f"{name} stage {stage + 1} {turn:7} {kind:8} {dtype}"
-    rows = common.race(runs, label, arguments, "kernel")
+    rows = common.race(runs, label, arguments, "kernel", left_out)
     bytes_moved = 4 * pool[0].numel() * pool[0].element_size()
     return [
         {
             "way": way,
             "difference": differences[way],
             "kernel_bytes": bytes_moved,
-            "left_out": left_out,
+            "left_out": dict(left_out),
             **row,
         }
         for way, row in rows.items()
@@ -207,7 +207,7 @@ def main():
     register()
     common.own_stream(arguments.device)
     path = arguments.out and arguments.out / f"windows_{arguments.device}.json"
-    bench = common.Rows(path, arguments.device, arguments.minutes)
+    bench = common.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
     stages, shifts = range(4), (False, True)
     if arguments.tiny:
         arguments.batch, arguments.dtypes, stages, shifts = 1, ["float32"], (0,), (True,)

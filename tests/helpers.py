@@ -1,5 +1,6 @@
 """What several test files share: `from helpers import close, images, same_weights`."""
 
+from contextlib import contextmanager
 from functools import partial
 from pkgutil import resolve_name
 
@@ -16,6 +17,26 @@ def images(n=2, size=32, chans=3, seed=1):
 
 def close(a, b, tolerance=1e-10):
     torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+@contextmanager
+def finer_precision(cuda=None, cpu=None):
+    """Set the float32 precision of one library each, as PyTorch 2.9 and later allow.
+
+    Afterwards the setting for all libraries is "highest", and those of each are what they were.
+    """
+    libraries = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+    libraries = [library for library in libraries if hasattr(library, "fp32_precision")]
+    before = [library.fp32_precision for library in libraries]
+    try:
+        for library, name in zip(libraries, (cuda, cpu)):
+            if name is not None:
+                library.fp32_precision = name
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for library, name in zip(libraries, before):
+            library.fp32_precision = name
 
 
 def same_weights(ours, theirs, seed=0, **options):

@@ -26,12 +26,13 @@ from attnlib.attention import (
     causal_mask,
     current_backend,
     fastest_backend,
+    float32_products,
     masked_softmax,
     padding_mask,
     record_attention,
     register_backend,
 )
-from helpers import close
+from helpers import close, finer_precision
 
 BACKENDS = ["reference", "sdpa", "auto"]
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -426,6 +427,34 @@ def test_auto_rule(monkeypatch, tiles):
         assert fastest_backend(long.float(), long.float(), **options) == "sdpa"
     with torch.no_grad():
         assert fastest_backend(short.float(), short.float(), learned) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "name, gpu, cpu",
+    [("highest", "ieee", "ieee"), ("high", "tf32", "tf32"), ("medium", "tf32", "bf16")],
+)
+def test_precision_of_float32_by_the_setting_for_all(name, gpu, cpu):
+    with finer_precision():
+        torch.set_float32_matmul_precision(name)
+        older = not hasattr(torch.backends.cuda.matmul, "fp32_precision")
+        assert float32_products("cuda:0") == gpu
+        assert float32_products("cpu") == cpu or older and (name, cpu) == ("high", "tf32")
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"),
+    reason="PyTorch before 2.9 has one setting for all",
+)
+@pytest.mark.parametrize("gpu, cpu", [("tf32", "ieee"), ("ieee", "bf16"), ("tf32", "bf16")])
+def test_precision_of_float32_by_the_setting_of_a_library(gpu, cpu):
+    """After which PyTorch refuses the question that is older."""
+    short = torch.zeros(4, 8)
+    with finer_precision(cuda=gpu, cpu=cpu):
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        assert (float32_products("cuda"), float32_products("cpu")) == (gpu, cpu)
+        assert fastest_backend(short, short) == ("reference" if cpu == "bf16" else "sdpa")
+        attention(short, short, short)
 
 
 # --- backends of others, and the weights ------------------------------------------------------

@@ -69,6 +69,22 @@ def supernet(**options):
     return randomized(SuperTransformer(SPACE, **DIMS | options))
 
 
+@pytest.mark.parametrize("stored", [32, 40])
+def test_intermediate_maps_of_a_supernet_are_those_of_its_largest_network(stored):
+    model = supernet(embed_dim=stored).eval()
+    largest = extract(model, SPACE.largest()).eval()
+    assert model.num_features == largest.num_features == 32
+    x = images(2, largest.patch_embed.img_size)
+    for norm in (False, True):
+        found = model.forward_intermediates(x, norm=norm)
+        wanted = largest.forward_intermediates(x, norm=norm)
+        for a, b in zip((found[0], *found[1]), (wanted[0], *wanted[1]), strict=True):
+            close(a, b, 1e-5)
+    assert model(x).shape == largest(x).shape
+    model.reset_classifier(5)
+    assert model(x).shape == (2, 5) and model.head.weight.shape == (5, stored)
+
+
 def numel(model):
     return sum(p.numel() for p in model.parameters())
 
@@ -414,6 +430,12 @@ def test_search_scores_legal_distinct_networks_within_limits():
         assert len(history) == len(dict(history)) == 48
         assert dict(history)[best] == max(dict(history).values())
         assert all(operations(model, subnet) <= 80_000 for subnet, _ in history)
+
+
+@pytest.mark.parametrize("find", [search, random_search])
+def test_a_score_that_is_no_number_does_not_win(find):
+    with pytest.raises(ValueError, match=r"score returned nan for Subnet\("):
+        find(lambda subnet: float("nan") if subnet.depth == 2 else subnet.depth, supernet())
 
 
 def test_search_ends_where_a_space_is_exhausted():

@@ -1,7 +1,9 @@
 """What every backbone must do alike: train, compile, export, be changed and be looked into."""
 
 import copy
+import itertools
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -9,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import tree_leaves
 
 from attnlib import models
 from attnlib.attention import attention_backend, current_backend, record_attention, reference
-from attnlib.autoformer import AutoFormer
+from attnlib.autoformer import AutoFormer, ClassicalSharing, small_supernet
 from attnlib.backbone import (
     Backbone,
     DropPath,
@@ -22,14 +25,39 @@ from attnlib.backbone import (
     resample_abs_pos_embed,
     resample_parameter,
 )
+from attnlib.beit import (
+    BeitForMaskedImageModeling,
+    DiscreteVAE,
+    VectorQuantizer,
+    VQAutoencoder,
+)
+from attnlib.detr import DETR, SmallBackbone
+from attnlib.gpt import GPT, GPTConfig
+from attnlib.mae import MaskedAutoencoder
 from attnlib.models import load_pretrained
-from attnlib.vit import VisionTransformer
+from attnlib.modern import SwiGLU
+from attnlib.panoptic import PanopticDETR
+from attnlib.seq2seq import RecurrentDecoder, RecurrentEncoder
+from attnlib.spatial import Captioner, Draw, PlaceEncoder
+from attnlib.transformer import Transformer
+from attnlib.vit import Mlp, VisionTransformer
 from helpers import BACKBONES, backbone, build, close, images
 
 TINY = dict(embed_dim=12, depth=1, num_heads=1, num_classes=2)
 every = pytest.mark.parametrize("name", BACKBONES)
 tokens = pytest.mark.parametrize("name", ["vit", "deit", "tnt"])
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+NINE_BY_SIXTEEN = {  # 144 patches, as many as 12 by 12 has
+    "vit": partial(build, "vit"),
+    "deit": partial(build, "deit"),
+    "tnt": partial(build, "tnt"),
+    "beit": partial(build, "beit"),
+    "autoformer": partial(
+        AutoFormer, patch_size=8, embed_dim=24, num_heads=(2,), mlp_ratio=(2,), head_dim=8
+    ),
+}
 
 
 def linear_layers(model):
@@ -282,6 +310,254 @@ def test_traces_without_gradient(name):
             close(traced(images(n).float()), model(images(n).float()), 1e-5)
 
 
+EXPORTED = {
+    **{name: partial(backbone, name) for name in BACKBONES},
+    "swin, many windows": partial(backbone, "swin", img_size=72),
+    "swinv2, many windows": partial(backbone, "swinv2", img_size=72),
+    "autoformer": partial(NINE_BY_SIXTEEN["autoformer"], img_size=32),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EXPORTED)
+def test_a_trace_passes_its_own_check(name):
+    """PyTorch traces a second time without gradient and compares both graphs and outputs."""
+    model = EXPORTED[name]().float().eval()
+    x = images(1, model_size(model)).float()
+    traced = torch.jit.trace(model, x)
+    close(traced(x), model(x), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EXPORTED)
+def test_the_older_onnx_exporter_serves_every_backbone(name, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    model, path = EXPORTED[name]().float().eval(), str(tmp_path / "model.onnx")
+    x = images(2, model_size(model)).float()
+    torch.onnx.export(model, (x,), path, dynamo=False, opset_version=17)
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    close(torch.from_numpy(got), model(x).detach(), 1e-4)
+
+
+def model_size(model):
+    embed = model.pixel_embed if hasattr(model, "pixel_embed") else model.patch_embed
+    return embed.img_size
+
+
+def test_every_size_is_exported_with_dynamic_sizes():
+    """Also from an example of the model's own size, whose positions need no resampling."""
+    model = backbone("vit", dynamic_img_size=True).eval()
+    auto = torch.export.Dim.AUTO
+    shapes = {"x": {2: auto, 3: auto}}
+    program = torch.export.export(model, (images(),), dynamic_shapes=shapes)
+    for size in ((32, 32), (48, 64), (16, 40)):
+        close(program.module()(images(2, size)), model(images(2, size)))
+
+
+# --- loading after the device "meta" ---------------------------------------------------------
+
+
+def small_detr():
+    return DETR(5, 4, 1, 1, SmallBackbone(), 32, 2, 16)
+
+
+LOADED = {
+    **{name: partial(build, name) for name in BACKBONES},
+    "registers": partial(build, "vit", reg_tokens=2, pre_norm=True, qk_norm=True),
+    "legacy": partial(build, "tnt", legacy=True),
+    "autoformer": partial(NINE_BY_SIXTEEN["autoformer"], img_size=32),
+    "supernet": partial(small_supernet),
+    "classical": partial(small_supernet, ClassicalSharing),
+    "mae": partial(
+        MaskedAutoencoder,
+        32,
+        8,
+        3,
+        24,
+        1,
+        2,
+        decoder_embed_dim=16,
+        decoder_depth=1,
+        decoder_num_heads=2,
+    ),
+    "masked beit": partial(BeitForMaskedImageModeling, 32, 8, 3, 16, 24, 1, 3),
+    "detr": small_detr,
+    "panoptic": lambda: PanopticDETR(small_detr(), num_groups=2),
+    "dvae": partial(DiscreteVAE, 8, dim=8),
+    "quantizer": lambda: VQAutoencoder(
+        nn.Conv2d(3, 8, 4, 4), VectorQuantizer(4, 8), nn.ConvTranspose2d(8, 3, 4, 4)
+    ),
+    "gpt": lambda: GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=1, n_head=2, n_embd=16)),
+    "llama": lambda: GPT(
+        GPTConfig(
+            vocab_size=11,
+            block_size=8,
+            n_layer=1,
+            n_head=2,
+            n_embd=16,
+            position="rotary",
+            norm="rms",
+            mlp="swiglu",
+            n_kv_head=1,
+        )
+    ),
+    **{
+        f"transformer, {position}": partial(
+            Transformer, 11, None, 16, 2, 1, 1, 16, max_length=8, position=position
+        )
+        for position in ("sinusoidal", "learned", "relative", "alibi", "rotary", "none")
+    },
+    "captioner": lambda: Captioner(11, PlaceEncoder(16, 32), hidden_dim=16, max_length=6),
+    "draw": partial(Draw, (8, 8), steps=2, glimpse=3, hidden_dim=8, latent_dim=4),
+}
+
+
+def outputs(model, name):
+    """All tensors that a model returns for an input that it takes, without randomness."""
+    torch.manual_seed(0)
+    x = images(2, (32, 32)).float()
+    tokens = torch.randint(1, 11, (2, 6))
+    if name in ("supernet", "classical"):
+        x = torch.randn(2, 1, 10, 10)
+    if name == "masked beit":
+        found = model(x, torch.rand(2, 4, 4) < 0.5)
+    elif name in ("gpt", "llama"):
+        found = model(tokens)
+    elif name.startswith("transformer"):
+        found = model(tokens, tokens)
+    elif name == "captioner":
+        found = model(x, tokens)
+    elif name == "draw":
+        found = model(torch.rand(2, 1, 8, 8))
+    else:
+        found = model(x)
+    return [y for y in tree_leaves(found) if torch.is_tensor(y)]
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["assign", "to_empty"])
+@pytest.mark.parametrize("name", LOADED)
+def test_a_model_from_the_device_meta_equals_the_one_whose_weights_it_gets(name, empty):
+    """Also what is computed and not stored: every buffer that a state dict leaves out."""
+    torch.manual_seed(0)
+    original = LOADED[name]().eval()
+    with torch.device("meta"):
+        model = LOADED[name]().eval()
+    if empty:
+        model.to_empty(device="cpu")
+        for x in itertools.chain(model.parameters(), model.buffers()):
+            x.data.fill_(-1 if x.dtype != torch.bool else True)  # as bad as what may be there
+    model.load_state_dict(original.state_dict(), assign=not empty)
+    for a, b in zip(outputs(original, name), outputs(model, name), strict=True):
+        assert torch.equal(a, b)
+    assert not any(x.is_meta for x in itertools.chain(model.parameters(), model.buffers()))
+
+
+def test_every_registered_class_is_loaded_from_meta_above():
+    classes = {cls for cls, *_ in models.MODELS.values() if isinstance(cls, type)}
+    assert classes <= {type(make()) for make in LOADED.values()}
+
+
+# --- another pooling --------------------------------------------------------------------------
+
+POOLED = {
+    **{name: partial(build, name) for name in BACKBONES},
+    "without class token": partial(build, "vit", class_token=False, global_pool="avg"),
+    "modern": partial(build, "vit", reg_tokens=2, no_embed_class=True, init_values=0.1),
+    "clip": partial(build, "vit", pre_norm=True, norm_layer=nn.LayerNorm),
+    "autoformer": partial(NINE_BY_SIXTEEN["autoformer"], img_size=32),
+}
+SWITCHES = [
+    (name, old, new)
+    for name, make in POOLED.items()
+    for old, new in itertools.product(make().pools, repeat=2)
+]
+
+
+@pytest.mark.parametrize("name, old, new", SWITCHES)
+def test_a_new_head_makes_the_model_that_its_class_makes(name, old, new):
+    """The same modules in the same places, and with the same weights the same outputs."""
+    torch.manual_seed(0)
+    model = POOLED[name](global_pool=old).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    norms = {x.data_ptr() for key, x in model.named_parameters() if "norm" in key}
+    model.reset_classifier(3, new)
+    other = POOLED[name](global_pool=new, num_classes=3).eval()
+    found, wanted = ([(key, type(m)) for key, m in x.named_modules()] for x in (model, other))
+    assert found == wanted
+    other.load_state_dict(model.state_dict(), strict=True)
+    close(model(images().float()), other(images().float()), 0)
+    assert norms == {x.data_ptr() for key, x in model.named_parameters() if "norm" in key}
+
+
+# --- impossible models ------------------------------------------------------------------------
+
+MADE = {
+    "vit": partial(build, "vit"),
+    "deit": partial(build, "deit"),
+    "tnt": partial(build, "tnt"),
+    "beit": partial(build, "beit"),
+    "swin": partial(build, "swin"),
+    "swinv2": partial(build, "swinv2"),
+    "autoformer": partial(NINE_BY_SIXTEEN["autoformer"], img_size=32),
+}
+WRONG = [
+    ("num_classes", -1),
+    ("num_classes", 2.0),
+    ("img_size", 32.0),
+    ("img_size", -32),
+    ("img_size", "32"),
+    ("patch_size", 8.0),
+    ("patch_size", 0),
+    ("in_chans", 0),
+    ("embed_dim", -24),
+    ("mlp_ratio", -1),
+    ("mlp_ratio", 0),
+    ("mlp_ratio", 0.01),
+    ("mlp_ratio", float("nan")),
+]
+
+
+@pytest.mark.parametrize("argument, value", WRONG)
+@pytest.mark.parametrize("name", MADE)
+def test_an_impossible_value_is_named(name, argument, value):
+    if name == "autoformer" and argument == "mlp_ratio":
+        given = {argument: (value,)}  # one for each layer
+    else:
+        given = {argument: value}
+    with pytest.raises(ValueError, match=rf"{argument} .*{re.escape(repr(value))}"):
+        MADE[name](**given)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: build("vit", reg_tokens=-1), r"reg_tokens \(-1\)"),
+        (lambda: build("vit").reset_classifier(-1), r"num_classes \(-1\)"),
+        (lambda: LOADED["autoformer"]().reset_classifier(-1), r"num_classes \(-1\)"),
+        (lambda: build("vit").set_input_size(48.0), r"img_size \(48.0\)"),
+        (lambda: build("swin").set_input_size(48.0), r"img_size \(48.0\)"),
+        (lambda: build("swin", depths=(2, -1)), r"depths\[1\] \(-1\)"),
+        (lambda: build("swin", window_size=4.0), r"window_size \(4.0, 4.0\)"),
+        (lambda: Mlp(8, 0), r"hidden_features \(0\)"),
+        (lambda: SwiGLU(8, 0), r"hidden_features \(0\)"),
+        (lambda: MaskedAutoencoder(32, 8, depth=-1), r"depth \(-1\)"),
+        (lambda: MaskedAutoencoder(32, 8, decoder_depth=-1), r"decoder_depth \(-1\)"),
+        (lambda: DETR(5, num_encoder_layers=-1), r"num_encoder_layers \(-1\)"),
+        (lambda: DETR(5, dim_feedforward=-1), r"dim_feedforward \(-1\)"),
+        (lambda: Transformer(9, dim_feedforward=-1), r"dim_feedforward \(-1\)"),
+        (lambda: Transformer(9, max_length=-1), r"max_length \(-1\)"),
+        (lambda: RecurrentEncoder(9, 4, -1), r"hidden_dim \(-1\)"),
+        (lambda: RecurrentDecoder(9, -4, 1), r"embed_dim \(-4\)"),
+    ],
+)
+def test_an_impossible_part_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 # --- the shared parts ------------------------------------------------------------------------
 
 
@@ -313,17 +589,6 @@ def test_positions_are_kept_where_the_grid_is():
     assert resample_abs_pos_embed(pos[:, :12], (4, 4), (2, 6), 0).shape == (1, 16, 6)
 
 
-NINE_BY_SIXTEEN = {  # 144 patches, as many as 12 by 12 has
-    "vit": partial(build, "vit"),
-    "deit": partial(build, "deit"),
-    "tnt": partial(build, "tnt"),
-    "beit": partial(build, "beit"),
-    "autoformer": partial(
-        AutoFormer, patch_size=8, embed_dim=24, num_heads=(2,), mlp_ratio=(2,), head_dim=8
-    ),
-}
-
-
 @pytest.mark.parametrize("name", NINE_BY_SIXTEEN)
 def test_weights_of_the_models_own_grid_are_loaded_as_they_are(name):
     """Every tensor keeps its values, although the number of patches is a square."""
@@ -340,11 +605,8 @@ def test_weights_of_the_models_own_grid_are_loaded_as_they_are(name):
 @pytest.mark.parametrize("name", NINE_BY_SIXTEEN)
 def test_weights_of_another_grid_are_resampled_if_it_is_given(name):
     """As `set_input_size` resamples them, also where no square could be meant."""
-    for old_size, new_size in (
-        ((96, 96), (72, 128)),
-        ((16, 64), (64, 16)),
-        ((16, 40), (24, 16)),
-    ):
+    sizes = ((96, 96), (72, 128)), ((16, 64), (64, 16)), ((16, 40), (24, 16))
+    for old_size, new_size in sizes:
         trained, model = (NINE_BY_SIXTEEN[name](img_size=s) for s in (old_size, new_size))
         with torch.no_grad():
             for parameter in trained.parameters():

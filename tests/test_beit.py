@@ -162,9 +162,9 @@ def test_features_maps_and_a_new_head():
     assert [m.shape for m in maps] == 3 * [(2, 3, 17, 17)]
     close(maps[0].sum(-1), torch.ones_like(maps[0][..., 0]), 1e-12)
     ours.reset_classifier(7, "avg")
-    theirs.reset_classifier(7, "avg")
-    assert ours(x).shape == (2, 7)
-    close(ours.forward_head(ours.embed(x), True), theirs.forward_head(ours.embed(x), True))
+    _, theirs = twins(global_pool="avg", num_classes=7)  # timm's reset leaves the norm in place
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    close(ours(x), theirs(x))
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -382,6 +382,27 @@ def test_the_encoder_is_the_pretrained_one():
     assert classifier(x).shape == (2, 7)
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(qkv_bias=False), r"qkv_bias \(False\) must be True"),
+        (dict(depth=4), r"depth \(4\) must be 3"),
+        (dict(init_values=None), r"init_values \(None\) must be 0.1"),
+    ],
+)
+def test_an_encoder_that_was_not_trained_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        BeitForMaskedImageModeling(**MASKED).encoder(**options)
+
+
+def test_the_encoder_has_the_dtype_that_is_wanted():
+    model = BeitForMaskedImageModeling(**MASKED).double()
+    assert {p.dtype for p in model.encoder().parameters()} == {torch.float64}
+    half = model.encoder(dtype=torch.bfloat16, global_pool="token")
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    close(half.cls_token, model.cls_token.bfloat16(), 0)
+
+
 def test_parameters_of_pretraining():
     sizes = dict(embed_dim=1024, depth=24, num_heads=16)
     for options, count in (({}, 91_965_776), (sizes, 311_534_016)):
@@ -433,6 +454,18 @@ def test_masks_are_the_authors(sizes):
         wanted = authors_mask(*sizes, random.Random(seed))
         found = block_mask((height, width), count, smallest, rng=random.Random(seed))
         assert torch.equal(found, wanted), seed
+
+
+@pytest.mark.parametrize(
+    "grid, count, smallest",
+    [((14, 14), 10, 16), ((4, 4), 8, 16), ((1, 20), 5, 2), ((2, 2), 2, 1), ((14, 14), 190, 16)],
+)
+def test_masks_hide_almost_as_many_as_asked_for(grid, count, smallest):
+    """On a grid that holds no block of the smallest area, too."""
+    rng = random.Random(0)
+    for _ in range(100):
+        hidden = int(block_mask(grid, count, smallest, rng=rng).sum())
+        assert count - min(smallest, count // 4) <= hidden <= count
 
 
 def test_where_blocks_fall():
@@ -561,6 +594,8 @@ def test_it_learns_to_guess():
         (lambda: BeitForMaskedImageModeling(vocab_size=1), r"num_embeddings \(1\) must be"),
         (lambda: block_mask((4, 4), 0), r"num_masked \(0\) must be an integer from 1 to 15"),
         (lambda: block_mask((4, 4), 16), r"num_masked \(16\) must be an integer from 1 to 15"),
+        (lambda: block_mask((4, 4), 6, 0), r"min_patches \(0\) must be an integer of at least"),
+        (lambda: block_mask((4, 4), 6, 2, 0.0), r"min_aspect \(0.0\) must be in \(0, 1\]"),
         (lambda: Beit(**SMALL | dict(img_size=30)), r"patch_size \(8, 8\) must divide"),
         (lambda: Beit(**SMALL, global_pool="max"), r"global_pool \('max'\) must be one of"),
         (lambda: Beit(**SMALL | dict(num_heads=5)), r"dim \(24\) must be divisible by"),

@@ -31,12 +31,15 @@ from attnlib.spatial import (
     Captioner,
     HardAttention,
     PlaceEncoder,
+    RewardBaseline,
     SoftAttention,
     caption_loss,
     changed_attention,
     reinforce_loss,
     weight_on_objects,
 )
+from attnlib.train import epochs, fit
+from benchmarks.captions import loss_function
 from helpers import close
 
 HALF = partial(HardAttention, soft_share=0.5)
@@ -200,6 +203,12 @@ def test_flickr_is_read_from_its_folder(tmp_path):
     paths, captions = flickr8k(tmp_path, "test")
     assert paths == [tmp_path / "Flicker8k_Dataset" / "cat.jpg"]
     assert captions == [["a cat runs fast"] * 2]
+    line = (
+        "cat.jpg#0\tA T-shirt , and the man 's black-and-white dog; (it does n't \" sit \") - ."
+    )
+    (tmp_path / "Flickr8k.token.txt").write_text(line)
+    _, captions = flickr8k(tmp_path, "test")
+    assert captions == [["a t-shirt and the man 's black-and-white dog it does n't sit"]]
     with pytest.raises(ValueError, match=r"split \('valid'\) must be 'train', 'dev' or 'test'"):
         flickr8k(tmp_path, "valid")
 
@@ -350,6 +359,22 @@ def test_attention_can_be_changed(scenes):
     close(model(x, tokens)[0], usual)  # the hook is gone
 
 
+def test_attention_to_one_place_can_be_changed(scenes):
+    model, (x, tokens) = small(HardAttention), scenes
+    usual = model(x, tokens)
+    with changed_attention(model, lambda weights: weights):
+        same = model(x, tokens)
+    for a, b in zip(usual, same, strict=True):
+        close(a, b)
+    with changed_attention(model, lambda weights: weights.sqrt()):  # the same place
+        close(model(x, tokens)[0], usual[0])
+    with changed_attention(model, lambda weights: weights.flip(-1)):
+        assert (model(x, tokens)[0] - usual[0]).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="model with HardAttention must be in evaluation mode"):
+        with changed_attention(model.train(), lambda weights: weights):
+            pass
+
+
 # --- losses -----------------------------------------------------------------------------------
 
 
@@ -376,8 +401,9 @@ def test_reinforce_is_the_formula(scenes):
     targets = scenes[1][:, 1:]
     logits = torch.randn(6, 9, 23).double()
     log_prob, entropy = (-torch.rand(6, 9).double()).requires_grad_(), torch.rand(6, 9).double()
-    baseline = -torch.rand(12).double()
-    before, wanted = baseline.clone(), 0.0
+    baseline = RewardBaseline(12).double()
+    baseline.means = -torch.rand(12).double()
+    before, wanted = baseline.means.clone(), 0.0
     words = (targets != PAD).sum(1).tolist()
     log_p = [
         [logits[b, t].log_softmax(0)[targets[b, t]] for t in range(words[b])] for b in range(6)
@@ -394,7 +420,43 @@ def test_reinforce_is_the_formula(scenes):
     for t in range(12):
         rewards = [sum(log_p[b][t:]) for b in range(6) if t < words[b]]
         mean = sum(rewards) / len(rewards) if rewards else before[t]
-        close(baseline[t], 0.9 * before[t] + 0.1 * mean)
+        close(baseline.means[t], 0.9 * before[t] + 0.1 * mean)
+    kept = baseline.eval().means.clone()
+    reinforce_loss(logits, targets, log_prob, entropy, baseline)
+    assert torch.equal(baseline.means, kept)  # in evaluation it stays
+
+
+def test_an_interrupted_run_goes_on_with_its_baseline(scenes, tmp_path):
+    found, images = [], scenes[0].float()
+    for stops in (None,), (2, None):
+        torch.manual_seed(0)
+        model = Captioner(
+            len(CAPTION_WORDS), PlaceEncoder(16), attention=HardAttention, hidden_dim=12
+        )
+        start = {key: x.clone() for key, x in model.state_dict().items()}
+        for stop in stops:
+            model.load_state_dict(start)  # as a new process does
+            fit(
+                *(model, loss_function(baseline=model.baseline)),
+                epochs(images, scenes[1], batch_size=3),
+                **dict(steps=4, lr=0.01, every=2, stop_after=stop),
+                checkpoint=tmp_path / f"run_{len(stops)}.json",
+            )
+        found.append(model.state_dict())
+    whole, interrupted = found
+    assert whole["baseline.means"][:5].max() < -1  # it has moved
+    for key, x in whole.items():
+        assert torch.equal(x, interrupted[key]), key
+
+
+def test_a_baseline_without_a_module_is_refused(scenes):
+    logits, some = torch.randn(6, 9, 23), torch.zeros(6, 9)
+    with pytest.raises(TypeError, match="baseline of type Tensor must be a RewardBaseline"):
+        reinforce_loss(logits, scenes[1][:, 1:], some, some, torch.zeros(9))
+    with pytest.raises(
+        ValueError, match=r"captions of 9 words are longer than max_length \(4\)"
+    ):
+        reinforce_loss(logits, scenes[1][:, 1:], some, some, RewardBaseline(4))
 
 
 def test_reinforce_estimates_the_gradient_of_the_bound():
@@ -407,7 +469,8 @@ def test_reinforce_estimates_the_gradient_of_the_bound():
     (wanted,) = torch.autograd.grad((p * f).sum(), theta)
     for start in (0.0, f.mean().item()):
         place = torch.multinomial(p.detach(), n, replacement=True)
-        baseline = torch.full((1,), start).double()
+        baseline = RewardBaseline(1).double()
+        baseline.means.fill_(start)
         loss = reinforce_loss(
             outcomes[place][:, None],
             target.expand(n, 1),

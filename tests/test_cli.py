@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from importlib.abc import MetaPathFinder
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import torch
 from PIL import Image
 
 from attnlib import attention_backend, cli
-from attnlib.data import collages
+from attnlib.data import cifar, collages
+from attnlib.detr import DETR
 from attnlib.models import MODELS, create_model, list_models, unwrap_state_dict
+from attnlib.vit import VisionTransformer
 from tools import torchvision_ops  # noqa: F401  before timm
 
 timm = pytest.importorskip("timm")
@@ -130,6 +133,54 @@ def test_shares_add_up_to_one():
     assert not torch.allclose(token, cli.looked_at(vit, x), rtol=0.01)
 
 
+def test_shares_in_several_windows_are_refused():
+    """Averaged over windows, they would say nothing of the map."""
+    swin = create_model("swin_collages").eval()
+    x = torch.randn(1, 3, 128, 128)
+    with pytest.raises(ValueError, match="model has 4 windows of 16 tokens in its last block"):
+        cli.looked_at(swin, x)
+
+
+def test_shares_of_a_model_without_class_token():
+    model = VisionTransformer(
+        32, 8, embed_dim=12, depth=2, num_heads=2, class_token=False, global_pool="avg"
+    )
+    shares = cli.looked_at(model.eval(), torch.randn(1, 3, 32, 32))
+    assert shares.shape == (4, 4)
+    torch.testing.assert_close(shares.sum(), torch.tensor(1.0))
+
+
+def test_a_model_without_a_classifier_is_no_matter_of_its_weights(picture):
+    for name in ("mae_vit_base_patch16", "vit_small_patch14_dinov2"):
+        assert "has no classifier" in refused("classify", name, picture)
+
+
+class Mismatched(MetaPathFinder):
+    """An import of torchvision that fails as beside a PyTorch of another kind."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torchvision", "timm"):
+            raise RuntimeError("operator torchvision::nms does not exist")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: cli.beside_timm("vit_tiny_patch16_224"),
+        lambda: create_model("detr_resnet50"),
+        lambda: DETR(91),
+        lambda: cifar(),
+    ],
+)
+def test_a_torchvision_of_another_kind_is_said_to_be_one(call, monkeypatch):
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ("torchvision", "timm"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Mismatched(), *sys.meta_path])
+    with pytest.raises(ImportError, match="torchvision does not fit PyTorch .* of one kind"):
+        call()
+
+
 def test_weights_of_a_file_are_used(picture, tmp_path):
     from safetensors.torch import save_file
 
@@ -184,6 +235,7 @@ def test_without_a_network_the_way_out_is_named(picture, monkeypatch):
     def fail(*_, **__):
         raise OSError("no network")
 
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fail)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     problem = refused("classify", "vit_tiny_patch16_224", picture)
     assert "no network" in problem and "--weights FILE" in problem

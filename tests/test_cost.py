@@ -37,6 +37,7 @@ from attnlib.cost import (
 from attnlib.models import create_model
 from attnlib.train import memory_levels, peak_memory
 from attnlib.vit import Block, VisionTransformer
+from helpers import finer_precision
 
 torch.set_num_threads(1)
 positive = st.floats(1e-3, 1e12)
@@ -439,6 +440,18 @@ def test_precision_is_set_and_restored_even_after_an_error(name):
     with pytest.raises(RuntimeError, match="inside"), matmul_precision(name):
         raise RuntimeError("inside")
     assert precision_state() == before
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"),
+    reason="PyTorch before 2.9 has one setting for all",
+)
+def test_precision_is_restored_where_a_library_has_its_own():
+    with finer_precision(cuda="tf32", cpu="bf16"):
+        with matmul_precision("highest"):
+            assert precision_state() == ("highest", ["ieee", "ieee"])
+        matmul = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+        assert [backend.fp32_precision for backend in matmul] == ["bf16", "tf32"]
 
 
 def test_unknown_precision():

@@ -150,6 +150,19 @@ def test_the_published_size_in_float32():
     close(found.boxes, wanted.pred_boxes, 1e-5)
 
 
+def test_what_does_not_belong_to_the_loss_is_refused():
+    output, targets = some_output(), some_targets((1, 1))
+    targets = [target | dict(labels=target["labels"] * 0) for target in targets]
+    for count in (3, 6, 8):
+        with pytest.raises(
+            ValueError, match=rf"output has 8 logits; for num_classes \({count}"
+        ):
+            SetLoss(count)(output, targets)
+    with pytest.raises(ValueError, match=r"weights \('bbox'\) must be for 'class', 'box' or"):
+        SetLoss(7, weights={"bbox": 100})
+    assert SetLoss(7, weights={"box": 100}).weights == {"class": 1, "box": 100, "giou": 2}
+
+
 @pytest.mark.parametrize("counts", [(3, 0), (0, 0), (9, 2), (1, 4)])
 def test_loss_is_transformers(counts):
     output, targets = some_output(), some_targets(counts)
@@ -374,6 +387,79 @@ def test_boxes_are_torchvisions(seed):
         close(own, ops.box_convert(a, one, other))
     scaled = detr.generalized_box_iou(3 * a[:, None] + 1, 3 * b + 1)
     close(scaled, giou, 1e-9)
+
+
+def test_boxes_in_half_precision():
+    """The values are those of float64 for the same coordinates, and what torchvision gives."""
+    large = torch.tensor([[0, 0, 400, 400], [100, 50, 500, 300.0]]).half()
+    small = torch.tensor([[0.5, 0.5, 0.501, 0.501], [0.25, 0, 0.2505, 1]]).half()
+    for boxes in large, small, large.bfloat16():
+        for mine, other in (
+            (lambda a, b: detr.box_iou(a[:, None], b)[0], torchvision.ops.box_iou),
+            (
+                lambda a, b: detr.generalized_box_iou(a[:, None], b),
+                torchvision.ops.generalized_box_iou,
+            ),
+        ):
+            found, wanted = mine(boxes, boxes), mine(boxes.double(), boxes.double())
+            assert found.dtype == torch.float32 and (found.diag() == 1).all()
+            close(found.double(), wanted, 1e-6)
+            close(wanted, other(boxes.double(), boxes.double()), 1e-12)
+    assert detr.box_area(large).tolist() == [160_000, 100_000]
+    whole = torch.tensor([[0, 0, 200, 200], [0, 0, 100, 200]], dtype=torch.uint8)
+    assert detr.box_iou(whole[0], whole[1])[0] == 0.5
+
+
+def test_boxes_without_an_area_have_values():
+    point, line = [2.0, 2, 2, 2], [0.0, 2, 4, 2]
+    turned, full = [3.0, 3, 1, 1], [0.0, 0, 4, 4]
+    boxes = torch.tensor([point, line, turned, full], requires_grad=True)
+    iou, union = detr.box_iou(boxes[:, None], boxes)
+    giou = detr.generalized_box_iou(boxes[:, None], boxes)
+    assert torch.equal(iou, torch.tensor([[0.0] * 4] * 3 + [[0.0, 0, 0, 1]]))
+    assert union[3].tolist() == [16] * 4 and union[:3, :3].max() == 0
+    assert giou.min() >= -1 and (giou.diag() == torch.tensor([0.0, 0, 0, 1])).all()
+    apart = torch.tensor([[1.0, 1, 1, 1], [3, 2, 3, 2]])
+    assert detr.generalized_box_iou(*apart) == -1
+    (iou.sum() + giou.sum()).backward()
+    assert boxes.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("side", [1e-4, 3e-4, 1e-3, 0.5])
+def test_the_loss_in_half_precision(side):
+    """A small box that is predicted exactly, one image of two, and one without objects."""
+    boxes = torch.full((2, 9, 4), 0.25).half()
+    boxes[0, 2] = torch.tensor([0.5, 0.5, side, side])
+    logits = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0)).half()
+    targets = [dict(labels=torch.tensor([3]), boxes=boxes[0, 2:3])]
+    targets += [dict(labels=torch.zeros(0).long(), boxes=torch.zeros(0, 4))]
+    found, wanted = {}, {}
+    for terms, dtype in ((found, torch.float16), (wanted, torch.float64)):
+        x = logits.to(dtype, copy=True).requires_grad_()
+        y = boxes.to(dtype, copy=True).requires_grad_()
+        terms |= SetLoss(7)(Output(x, y, []), targets)
+        terms["total"].backward()
+        terms["slopes"] = x.grad, y.grad
+        assert x.grad.isfinite().all() and y.grad.isfinite().all()
+    close(found["giou"], torch.zeros(1), 1e-6)
+    close(found["total"].double(), wanted["total"].detach(), 1e-4)
+    close(found["slopes"][0].double(), wanted["slopes"][0], 1e-3)
+    box = detr.postprocess(Output(logits, boxes, []), [[1333, 800]] * 2)[0]["boxes"][2]
+    exact = detr.box_cxcywh_to_xyxy(boxes[0, 2].double()) * torch.tensor([800, 1333, 800, 1333])
+    close(box.double(), exact, 1e-3)
+
+
+def test_weights_of_zero_make_a_loss_of_zero():
+    """With `no_object` = 0, images without objects have nothing that counts."""
+    output, none = some_output(2, 2), some_targets((0, 0))
+    loss = SetLoss(7, no_object=0.0)(output, none)
+    assert loss["class"].tolist() == [0, 0] and loss["total"] == 0
+    loss["total"].backward()
+    assert (output.logits.grad == 0).all() and (output.boxes.grad == 0).all()
+    some = SetLoss(7, no_object=0.0)(output, some_targets((3, 0)))["class"][-1]
+    matched = HungarianMatcher()(output.logits, output.boxes, some_targets((3, 0)))[0]
+    label = some_targets((3, 0))[0]["labels"][matched[1]]
+    close(some, nn.functional.cross_entropy(output.logits[0, matched[0]], label))
 
 
 def test_frozen_norms_are_torchvisions():

@@ -1,6 +1,8 @@
 """Scenes for detection, DETR with anchors, and the recorded experiments of its chapter."""
 
+import itertools
 import json
+import math
 import sys
 
 import pytest
@@ -13,6 +15,7 @@ from attnlib.data import box_targets, detection_scenes
 from attnlib.detr import (
     DETR,
     AnchorDETR,
+    BoxQueryDETR,
     InOrder,
     SetLoss,
     SmallBackbone,
@@ -23,6 +26,7 @@ from attnlib.detr import (
     small_detr,
 )
 from attnlib.models import load_pretrained
+from attnlib.panoptic import PanopticDETR
 from attnlib.train import find_records, read_record
 from benchmarks import detr
 
@@ -119,7 +123,7 @@ def test_scenes_refuse(arguments, message):
 def anchored():
     """A model in evaluation whose heads are not zero any more, images, and noised objects."""
     torch.manual_seed(0)
-    model = small_detr(4, AnchorDETR, 20).eval()
+    model = small_detr(4, BoxQueryDETR, 20).eval()
     for p in model.bbox_embed[-1].parameters():
         torch.nn.init.normal_(p, std=0.3)
     targets = box_targets(*(detection_scenes(2, seed=1)[key] for key in ("kind", "box")), 48)
@@ -131,7 +135,7 @@ def test_the_small_detectors_have_the_shapes_they_say():
     assert [tuple(x.shape[1:]) for x in maps] == [
         *((24, 24, 24), (48, 12, 12), (64, 6, 6), (64, 6, 6))
     ]
-    for detector in DETR, AnchorDETR:
+    for detector in DETR, BoxQueryDETR:
         output = small_detr(4, detector)(torch.rand(2, 3, 48, 48))
         assert output.logits.shape == (2, 10, 5) and output.boxes.shape == (2, 10, 4)
         assert len(output.auxiliary) == 2
@@ -139,7 +143,7 @@ def test_the_small_detectors_have_the_shapes_they_say():
 
 def test_the_first_answer_is_the_anchor_and_layers_refine():
     torch.manual_seed(0)
-    model, images = small_detr(4, AnchorDETR, 20).eval(), torch.rand(2, 3, 48, 48)
+    model, images = small_detr(4, BoxQueryDETR, 20).eval(), torch.rand(2, 3, 48, 48)
     anchors = model.query_embed.weight.sigmoid()
     output = model(images)
     for layer in (*output.auxiliary, output):  # the heads' last layers are zero
@@ -153,7 +157,7 @@ def test_the_first_answer_is_the_anchor_and_layers_refine():
 
 def test_no_gradient_passes_from_a_layers_boxes_to_those_before():
     torch.manual_seed(0)
-    model = small_detr(4, AnchorDETR, 20)
+    model = small_detr(4, BoxQueryDETR, 20)
     output = model(torch.rand(1, 3, 48, 48))
     for boxes, reached in ((output.auxiliary[0].boxes, True), (output.boxes, False)):
         (found,) = torch.autograd.grad(
@@ -183,6 +187,74 @@ def test_matching_and_denoising_do_not_see_what_they_must_not(anchored, monkeypa
         leaked, seen = model(images, noised=other)
     assert (leaked.logits - alone.logits).abs().max() > 5e-4
     assert (seen.logits[:, count:] - restored.logits[:, count:]).abs().max() > 5e-4
+
+
+def test_box_queries_have_all_that_a_detr_has(anchored):
+    model, images, noised = anchored
+    with torch.no_grad():
+        output, features = model(images), model.forward_features(images)
+        again = model.forward_head(features.decoded, features.anchors)
+        assert torch.equal(again.boxes, output.boxes)
+        assert torch.equal(
+            features.anchors[0], model.query_embed.weight.sigmoid().expand(2, -1, -1)
+        )
+        for i, layer in enumerate(output.auxiliary):  # a layer starts where the last one ended
+            assert torch.allclose(features.anchors[i + 1], layer.boxes, atol=1e-6)
+        restored = model.forward_features(images, noised=noised)
+        assert restored.decoded.shape[2] == 10 + noised["labels"][0].numel()
+        maps = model.attention_maps(images)
+        assert [tuple(x.shape) for x in maps] == [(2, 4, 10, 6, 6)] * 3
+        assert torch.allclose(maps[0].sum((3, 4)), torch.ones(2, 4, 10), atol=1e-5)
+        panoptic = PanopticDETR(model, num_groups=4).eval()(images)
+    assert torch.equal(panoptic.boxes, output.boxes) and panoptic.masks.shape[:2] == (2, 10)
+
+
+def test_padding_of_a_batch_is_not_seen_by_box_queries(anchored):
+    model, images, _ = anchored
+    wide = torch.cat([images, torch.full((2, 3, 48, 32), 9.0)], dim=3)
+    mask = torch.zeros(2, 48, 80, dtype=torch.bool)
+    mask[..., :48] = True
+    with torch.no_grad():
+        maps = model.attention_maps(wide, mask)
+    assert maps[-1].shape[3:] == (6, 10) and (maps[-1][..., 6:] == 0).all()
+
+
+def test_the_decoder_starts_as_that_of_a_detr():
+    """All its matrices are Xavier-uniform; in the recorded runs they were not."""
+    for detector, everywhere in (BoxQueryDETR, True), (detr.RecordedBoxQueryDETR, False):
+        torch.manual_seed(0)
+        model = small_detr(4, detector, 20)
+        found = []
+        for p in itertools.chain(model.encoder.parameters(), model.decoder.parameters()):
+            if p.ndim > 1:
+                bound = math.sqrt(6 / sum(p.shape))
+                found.append(0.95 * bound < p.abs().max() <= bound)
+        assert all(found) == everywhere
+
+
+def test_the_recorded_start_is_what_it_was():
+    """Sums of some weights, from the code with which the runs were recorded."""
+    torch.manual_seed(0)
+    model = small_detr(10, detr.RecordedBoxQueryDETR, 20)
+    wanted = {
+        "decoder.0.query_place.weight": 253.3536,
+        "decoder.2.scale.2.weight": 259.6100,
+        "decoder.1.multihead_attn.out_proj.weight": 259.2484,
+        "decoder.2.multihead_attn.in_proj_weight": 936.2728,
+        "decoder.2.linear1.weight": 513.7337,
+        "query_embed.weight": 38.3975,
+        "label_embed.weight": 561.6379,
+        "query_mlp.2.weight": 256.6956,
+    }
+    for name, value in wanted.items():
+        found = model.get_parameter(name).double().abs().sum().item()
+        assert found == pytest.approx(value, rel=1e-6), name
+
+
+def test_the_former_name_still_works():
+    with pytest.warns(DeprecationWarning, match="AnchorDETR is now BoxQueryDETR"):
+        model = small_detr(4, AnchorDETR, 20)
+    assert isinstance(model, BoxQueryDETR)
 
 
 def test_anchors_have_the_sines_of_the_places():
@@ -219,7 +291,7 @@ def test_an_image_without_objects_is_trained():
     one = dict(labels=torch.tensor([2]), boxes=torch.tensor([[0.5, 0.5, 0.2, 0.2]]))
     for targets in ([empty, one], [empty, empty]):
         noised, wanted = noised_targets(targets, 4)
-        _, restored = small_detr(4, AnchorDETR)(torch.rand(2, 3, 48, 48), noised=noised)
+        _, restored = small_detr(4, BoxQueryDETR)(torch.rand(2, 3, 48, 48), noised=noised)
         total = SetLoss(4, matcher=InOrder())(restored, wanted)["total"]
         total.backward()
         assert torch.isfinite(total)

@@ -154,7 +154,16 @@ def test_a_query_without_keys_gets_zeros():
     mask = torch.zeros(1, 37, dtype=torch.bool)
     assert not linear_attention(q, k, v, mask=mask)[0].any()
     assert not performer_attention(q, k, v, FEATURES, mask=mask).any()
-    assert not nystrom_attention(q, k, v, 6, mask=mask).any()
+    for iterations in (None, 6):
+        q.grad, q = None, q.detach().requires_grad_()
+        out = nystrom_attention(q, k, v, 6, mask=mask, iterations=iterations)
+        out.sum().backward()
+        assert not out.any() and not q.grad.any()
+    mask = padding_mask(torch.tensor([0, 37]))  # one of two sequences is empty
+    out = nystrom_attention(q, k, v, 6, mask=mask, iterations=6)
+    alone = nystrom_attention(q[1:], k[1:], v[1:], 6, iterations=6)
+    assert not out[0].any()
+    close(out[1:], alone, 1e-10)
 
 
 # --- states -----------------------------------------------------------------------------------

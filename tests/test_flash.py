@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,15 @@ from attnlib.attention import attention, attention_backend, causal_mask
 from attnlib.flash import (
     Ranges,
     flash_attention,
+    flash_decode,
     is_supported,
     merge_partials,
     packed_ranges,
     tiled_attention,
     triton_mode,
 )
+from attnlib.train import peak_memory
+from helpers import finer_precision
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,6 +112,55 @@ def test_bias_and_its_gradient_along_every_axis(shape):
     torch.manual_seed(0)
     mask = torch.rand(2, 1, 1, 20, device=DEVICE) < 0.7
     agree(*qkv(2, 2, n=35, m=20), mask, tensor(*shape))
+
+
+@pytest.mark.parametrize("enough, causal", [(1, True), (20, False)])
+@pytest.mark.parametrize("shape", [(1, 2, 33, 33), (1, 2, 1, 33), (2, 1, 33, 1), (1, 1, 1, 1)])
+def test_gradient_of_a_bias_by_few_and_by_many_programs(shape, enough, causal, monkeypatch):
+    """Written by the kernel itself, or as sums that are added afterwards."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(flash, "_bias_gradient", partial(flash._bias_gradient, enough=enough))
+    mask = torch.rand(2, 1, 33, 1, device=DEVICE) < 0.7
+    bias = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = (x.detach() for x in qkv(2, 2, n=33, m=33, d=16))
+    grad = torch.randn(2, 2, 33, 16, device=DEVICE)
+    out = flash_attention(q, k, v, mask=mask, bias=bias, causal=causal)
+    (found,) = torch.autograd.grad(out, bias, grad)
+    exact = [x.detach().double() for x in (q, k, v, bias)]
+    exact[3].requires_grad_()
+    out = reference(*exact[:3], mask, exact[3], causal, None)
+    (wanted,) = torch.autograd.grad(out, exact[3], grad.double())
+    assert found.dtype == bias.dtype and found.shape == bias.shape
+    assert (found.double() - wanted).abs().max() <= 4e-3 * max(1, wanted.abs().max())
+
+
+def bias_gradient_bytes(shape, n, m, monkeypatch):
+    """What the gradient of a bias in bfloat16 takes; its kernel does not run."""
+    monkeypatch.setattr(flash, "launch", lambda *arguments, **options: None)
+    q, k, v, grad = (
+        torch.zeros(1, 2, length, 16, dtype=torch.bfloat16) for length in (n, m, m, n)
+    )
+    bias = torch.zeros(shape, dtype=torch.bfloat16)
+    rows = torch.zeros(1, 2, n)
+    inputs = q, k, v, None, bias, None
+    return peak_memory(lambda: flash._bias_gradient(inputs, grad, rows, rows, False, 1.0))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what is counted is the same")
+def test_gradient_of_a_bias_takes_no_memory_beside_itself(monkeypatch):
+    """2 bytes for each entry in bfloat16; and what a bias of one row takes knows no queries."""
+    entries = 2 * 1024 * 1024
+    assert bias_gradient_bytes((2, 1024, 1024), 1024, 1024, monkeypatch) <= 2.01 * entries
+    short, long = (
+        bias_gradient_bytes((2, 1, 1024), n, 1024, monkeypatch) for n in (2048, 16384)
+    )
+    assert short == long
+    partial_sums = 4 * 2 * 1024 * 8  # float32, of 8 programs for each of the 128 tiles
+    assert long <= 1.2 * partial_sums
+    short, long = (
+        bias_gradient_bytes((2, 1024, 1), 1024, m, monkeypatch) for m in (2048, 16384)
+    )
+    assert short == long
 
 
 @pytest.mark.parametrize(
@@ -237,6 +290,30 @@ def test_shapes_without_numbers():
     assert flash_attention(q, k, v).shape == q.shape
 
 
+# --- the precision of float32 -----------------------------------------------------------------
+
+
+def test_precision_is_asked_for_in_float32_alone(monkeypatch):
+    """And what PyTorch refuses to say, after settings of both kinds, is not asked."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 1, 5, 8, device=DEVICE)
+    with finer_precision(cuda="tf32", cpu="bf16"):
+        if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+            with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+                torch.get_float32_matmul_precision()
+        out = flash_attention(q, q, q)
+    torch.testing.assert_close(out, attention(q, q, q), rtol=2e-3, atol=2e-3)
+    asked = []
+    monkeypatch.setattr(
+        flash, "float32_products", lambda device: asked.append(device) or "ieee"
+    )
+    for dtype in (torch.float16, torch.bfloat16):
+        flash_attention(*[q.to(dtype)] * 3)
+    assert not asked
+    flash_attention(q, q, q)
+    assert asked
+
+
 # --- strides and axes -------------------------------------------------------------------------
 
 
@@ -260,6 +337,67 @@ def test_nothing_is_copied(monkeypatch):
     for x, y in zip((q, k, v, mask, bias), given):
         assert y.data_ptr() == x.data_ptr()
     assert given[3].shape == mask.shape and given[4].shape == bias.shape
+
+
+# --- decoding ---------------------------------------------------------------------------------
+
+CACHES = {  # of 2 sequences and 2 heads, with room for 30 keys: (its shape, the axes B, h, M)
+    "in a row": ((2, 2, 30, 8), (0, 1, 2)),
+    "tokens first": ((2, 30, 2, 8), (0, 2, 1)),
+    "of the whole batch": ((30, 2, 2, 8), (1, 2, 0)),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("splits, heads, n", [(None, 2, 1), (2, 8, 5), (3, 4, 1)])
+def test_decoding_is_attention_whatever_the_strides(cache, splits, heads, n, monkeypatch):
+    """And the cache that a kernel gets is the cache itself."""
+    torch.manual_seed(0)
+    shape, axes = CACHES[cache]
+    k, v = (torch.randn(shape, device=DEVICE).permute(*axes, 3)[:, :, :23] for _ in range(2))
+    q = torch.randn(2, n, heads, 8, device=DEVICE).transpose(1, 2)
+    given, start = [], flash.launch
+
+    def launch(*arguments, **options):
+        given.append((arguments, options))
+        start(*arguments, **options)
+
+    monkeypatch.setattr(flash, "launch", launch)
+    found = flash_decode(q, k, v, splits=splits)
+    keys, values = (x.double().repeat_interleave(heads // 2, 1) for x in (k, v))
+    wanted = attention(q.double(), keys, values)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    ((arguments, options),) = given
+    for own, x in zip(arguments[4:6], (k, v), strict=True):
+        assert own.data_ptr() == x.data_ptr() and own.stride() == x.stride()
+    assert options["BLOCK_M"] == 16  # the least that tl.dot takes
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what is counted is the same")
+def test_decoding_takes_little_memory_and_pads_a_query_to_16_rows(monkeypatch):
+    """A cache (B, M, h, d) costs what (B, h, M, d) costs, which is far below a copy."""
+    monkeypatch.setattr(flash, "launch", lambda *arguments, **options: None)
+    q, taken = torch.zeros(2, 4, 1, 64), []
+    for shape, axes in (((2, 4, 4096, 64), (0, 1, 2, 3)), ((2, 4096, 4, 64), (0, 2, 1, 3))):
+        cache = torch.zeros(shape).permute(axes)
+        taken.append(peak_memory(lambda: flash_decode(q, cache, cache, splits=16)))
+    assert taken[0] == taken[1] < 0.05 * 4 * cache.numel()
+    for size, widths in ((2, (16, 64, 128, 256)), (4, (16, 64, 128))):
+        for width in widths:
+            assert flash.tiling("decode", width, width, size)["BLOCK_M"] == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_decoding_in_lower_precision_compiled_and_counted(dtype):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 16, device=DEVICE, dtype=dtype) for n in (1, 50, 50))
+    wanted = attention(q.double(), k.double(), v.double())
+    with FlopCounterMode(display=False) as counter:
+        found = flash_decode(q, k, v, splits=3)
+    assert found.dtype == dtype and counter.get_total_flops() == 2 * 2 * 50 * (16 + 16)
+    assert (found.double() - wanted).abs().max() <= LIMIT[dtype]
+    compiled = torch.compile(partial(flash_decode, splits=3), backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), found)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from attnlib.gpt import (
     rotation,
     slowdown,
     text_loss,
+    token_positions,
 )
 from attnlib.inference import optimize_for_inference
 from attnlib.position import apply_rotary
@@ -270,6 +271,53 @@ def test_a_window_reaches_layers_times_its_width():
     assert grad.nonzero()[0] == 19 - 3 * (4 - 1)
 
 
+@optional
+def test_a_block_alone_has_its_window_and_its_positions(option):
+    """As in the model, with the defaults, at once and token by token."""
+    model = small(option)
+    fast, config = optimize_for_inference(small(option).float()), model.config
+    for block, dtype, tolerance in (
+        (model.h[0], torch.float64, 1e-10),
+        (fast.h[0], None, 1e-4),
+    ):
+        x, cache = torch.randn(2, 9, 32, dtype=dtype), KVCache()
+        turn = None
+        if config.position == "rotary":
+            turn = rotation(config, torch.arange(9), x.dtype)
+        wanted = block(x, turn, decoder_mask(9, 9, config.window))
+        close(block(x), wanted, tolerance)
+        parts = [block(part, cache=cache) for part in x.split([1, 4, 1, 3], dim=1)]
+        close(torch.cat(parts, dim=1), wanted, tolerance)
+
+
+@optional
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_padding_anywhere_changes_nothing(option, dtype):
+    """Against the rows without their padding."""
+    model = small(option)
+    mask = torch.tensor([[0, 1, 0, 0, 1, 1, 1, 0, 1, 1], [1] * 10, [0] * 6 + [1] * 4]) == 1
+    tokens = some_tokens(3, 10)
+    found = model(tokens, mask.to(dtype))
+    for row, own, logits in zip(tokens, mask, found):
+        close(logits[own], model(row[own][None])[0])
+
+
+@pytest.mark.parametrize("value", [2.0, -1.0, -math.inf, math.nan, 0.5])
+def test_masks_that_are_not_0_or_1(value):
+    model, tokens = small(), some_tokens(n=5)
+    mask = torch.ones(2, 5)
+    mask[1, 2] = value
+    calls = [
+        lambda: model(tokens, mask),
+        lambda: model.generate(tokens, 2, attention_mask=mask),
+        lambda: decoder_mask(5, 5, attention_mask=mask),
+        lambda: token_positions(5, 0, mask),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"attention_mask holds .*; it must be boolean"):
+            call()
+
+
 def test_grouped_attention_repeats_keys():
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 9, 8, generator=g, dtype=torch.float64) for h in (6, 2, 2))
@@ -374,6 +422,53 @@ def test_streaming_gives_the_same_tokens():
     whole = model.generate(tokens, 9, temperature=0)
     assert torch.equal(torch.stack(new, dim=1), whole[:, 5:]) and len(new) == 9
     assert torch.is_grad_enabled() and not model.training
+
+
+def test_hooks_and_subclasses_take_part_in_generation():
+    """A hook bans a token; a subclass adds to the logits, with or without `last_only`."""
+    tokens = some_tokens(n=5)
+    plain = small().generate(tokens, 6, temperature=0)[:, 5:]
+    banned = int(plain[0, 0])
+    model = small()
+    model.register_forward_hook(lambda module, args, out: out.index_fill(-1, here, -math.inf))
+    here = torch.tensor([banned])
+    found = model.generate(tokens, 6, temperature=0)[:, 5:]
+    assert not (found == banned).any() and (plain == banned).any()
+
+    class Other(GPT):
+        def forward(self, tokens, attention_mask=None, cache=None):
+            out = super().forward(tokens, attention_mask, cache)
+            return out.index_fill(-1, here, -math.inf)
+
+    other = Other(small().config).double()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.generate(tokens, 6, temperature=0)[:, 5:], found)
+
+
+def test_only_the_last_logits_are_computed():
+    model, shapes = small(), []
+    model.lm_head.register_forward_hook(lambda module, args, out: shapes.append(out.shape))
+    model.generate(some_tokens(n=5), 3, temperature=0)
+    assert shapes == [(2, 1, 40)] * 3
+    close(model(some_tokens(), last_only=True), model(some_tokens())[:, -1:])
+
+
+def test_streams_in_turns_and_a_training_step_between():
+    """Dropout is off in every step and on in training; afterwards all modes are as before."""
+    model, tokens = small(dropout=0.9).train(), some_tokens(n=5)
+    model.h[0].eval()
+    before = [part.training for part in model.modules()]
+    wanted = small(dropout=0.9).generate(tokens, 4, temperature=0)[:, 5:]
+    first, second = (model.stream(tokens, 4, temperature=0) for _ in range(2))
+    rows = []
+    for i in range(4):
+        rows += [next(first), next(second)]
+        assert [part.training for part in model.modules()] == before
+        assert (model(tokens) - model(tokens)).abs().max() > 0 and torch.is_grad_enabled()
+        assert torch.equal(rows[-1], wanted[:, i]) and torch.equal(rows[-2], wanted[:, i])
+    assert next(first, None) is None
+    del second
+    assert [part.training for part in model.modules()] == before
 
 
 def test_a_row_ends():

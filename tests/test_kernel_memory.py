@@ -69,6 +69,21 @@ def test_flash(case):
     assert (watching[0] - exact).abs().max() < limit * exact.abs().max()
 
 
+@pytest.mark.parametrize("dtype, width", [(torch.float32, 64), (torch.bfloat16, 20)])
+def test_decoding(dtype, width):
+    """From a cache with room for more keys, tokens first; parts begin at any key."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 5, width, dtype=dtype)
+    k, v = (torch.randn(1, 150, 2, width, dtype=dtype).transpose(1, 2) for _ in range(2))
+    k, v = k[:, :, :133], v[:, :, :133]
+    with gpu_tiles(), watched(flash) as names:
+        found = flash.flash_decode(q, k, v, splits=2)
+    assert names == ["_decode_kernel"]
+    keys, values = (x.double().repeat_interleave(2, 1) for x in (k, v))
+    exact = attention(q.double(), keys, values)
+    assert (found - exact).abs().max() < (1e-5 if dtype == torch.float32 else 0.02)
+
+
 WINDOWS = {  # map, window, shift, heads, width, dtype, cosines, padded before
     "Swin": ((14, 14), (7, 7), (3, 3), 2, 32, torch.bfloat16, False, True),
     "Swin in float32": ((7, 14), (7, 7), (0, 3), 1, 32, torch.float32, False, True),

@@ -20,6 +20,7 @@ from attnlib.mae import (
     harmonic_fill,
     hidden_pixels,
     kernel_fill,
+    lean_loss,
     linear_fill,
     masked_loss,
     normalized,
@@ -129,7 +130,7 @@ def test_the_encoder_is_timms(options):
     theirs = timm.models.VisionTransformer(
         **dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3),
         **dict(num_classes=0) | options,
-    )
+    ).double()
     ours, wanted = model.encoder(**options), theirs.state_dict()
     own = {key: x for key, x in model.state_dict().items() if key in wanted}
     theirs.load_state_dict(
@@ -137,7 +138,7 @@ def test_the_encoder_is_timms(options):
     )
     assert isinstance(ours, VisionTransformer) and ours.pos_embed.requires_grad
     x = images(3)
-    close(ours(x), theirs.double()(x))
+    close(ours(x), theirs(x))
 
 
 def test_the_encoder_is_the_autoencoders_that_hides_nothing():
@@ -151,6 +152,31 @@ def test_the_encoder_is_the_autoencoders_that_hides_nothing():
         encoder = model.encoder()
         encoder.blocks[0].mlp.fc1.weight.zero_()  # a copy
     assert model.blocks[0].mlp.fc1.weight.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(qkv_bias=False), r"qkv_bias \(False\) must be True"),
+        (dict(depth=3), r"depth \(3\) must be 2"),
+        (dict(depth=1), r"depth \(1\) must be 2"),
+        (dict(num_heads=4), r"num_heads \(4\) must be 3"),
+        (dict(init_values=0.1), r"4 untrained tensors \['blocks.0.ls1.gamma'"),
+        (dict(class_token=False, global_pool="avg"), r"not use 1 trained ones \['cls_token'\]"),
+    ],
+)
+def test_an_encoder_that_was_not_trained_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        small().encoder(**options)
+
+
+def test_the_encoder_has_the_dtype_that_is_wanted():
+    model = MaskedAutoencoder(**SMALL)
+    assert model.encoder().cls_token.dtype == torch.float32
+    assert model.double().encoder().cls_token.dtype == torch.float64
+    half = model.encoder(dtype=torch.bfloat16, depth=2)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    close(half.cls_token, model.cls_token.bfloat16(), 0)
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -222,6 +248,32 @@ def test_a_mask_hides_the_share_that_it_is_told(count, hundredths, seed):
     largest_kept = noise.gather(1, keep).max(1, keepdim=True).values
     assert (noise[mask == 0].view(3, -1) <= largest_kept).all()
     assert ((noise > largest_kept) == mask.bool()).all()
+
+
+def test_nothing_hidden_and_no_images_cost_nothing():
+    model, x = small(), images()
+    prediction = torch.randn(2, 16, 192, requires_grad=True)
+    loss = model.forward_loss(x, prediction, torch.zeros(2, 16))
+    loss.backward()
+    assert loss == 0 and (prediction.grad == 0).all()
+    none, noise = x[:0], torch.rand(0, 16)
+    assert model(none, noise=noise)[0] == 0 and lean_loss(model, none, noise) == 0
+    assert patchify(none, 8).shape == (0, 16, 192)
+    assert unpatchify(patchify(none, 8), (4, 4), 8).shape == none.shape
+
+
+@pytest.mark.parametrize("options", [{}, dict(norm_pix_loss=True, patch_size=(4, 8))])
+def test_the_lean_loss_is_the_loss(options):
+    model, x = small(**options), images()
+    noise = torch.rand(2, model.patch_embed.num_patches)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    loss = model(x, 0.6, noise)[0]
+    lean = lean_loss(model, x, noise, 0.6)
+    close(lean, loss)
+    for found, wanted in zip(
+        torch.autograd.grad(lean, trained), torch.autograd.grad(loss, trained)
+    ):
+        close(found, wanted)
 
 
 def test_all_subsets_are_drawn_alike():
@@ -366,6 +418,8 @@ def test_what_does_not_fit():
         model(images(), 0.99)
     with pytest.raises(ValueError, match=r"mask_ratio \(0.0\) hides none of 16 patches"):
         model(images(), 0.0)
+    with pytest.raises(ValueError, match=r"mask_ratio \(0.0\) hides none of 16 patches"):
+        lean_loss(model, images(), torch.rand(2, 16), 0.0)
     for shape in (2, 15), (3, 16), (2, 16, 1):
         with pytest.raises(ValueError, match=re.escape(f"noise of shape {shape} must have")):
             model(images(), noise=torch.rand(shape))

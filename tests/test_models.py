@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save_file
 
-from attnlib import models
+from attnlib import models, train
 from attnlib.models import (
     adapt_input_conv,
     create_model,
+    fetch_weights,
     list_models,
     load_pretrained,
     read_weights,
@@ -383,7 +384,123 @@ def test_a_module_without_hooks_loads_as_it_is():
     )
 
 
+# --- checkpoints of train.fit -----------------------------------------------------------------
+
+
+def checkpoint(folder, **state):
+    model = fresh()
+    nn.init.normal_(model.cls_token)
+    tensors = {f"model.{key}": x for key, x in model.state_dict().items()}
+    tensors["optimizer.0.exp_avg"] = torch.zeros(3)
+    train.save_checkpoint(folder / "run.json", tensors, {"step": 400} | state)
+    return model
+
+
+def test_a_checkpoint_is_read_by_its_record_and_by_its_tensors(tmp_path):
+    trained = checkpoint(tmp_path)
+    for name in ("run.json", "run-00000400.safetensors"):
+        model = create_model(NAME, pretrained=tmp_path / name, **SMALL)
+        assert equal(copy_of(model), copy_of(trained))
+
+
+def test_a_record_without_weights_is_no_pickle(tmp_path):
+    path = tmp_path / "run.json"
+    for content in ('{"loss": 1}', "[1]", "no JSON"):
+        path.write_text(content)
+        message = refuses(fresh(), path)
+        assert "pickle" not in message and "run.json holds no weights" in message
+    checkpoint(tmp_path)
+    (tmp_path / "run-00000400.safetensors").unlink()
+    message = refuses(fresh(), path, FileNotFoundError)
+    assert "run-00000400.safetensors, which is missing" in message
+    path.write_text('{"tensors": "run-00000400.shards"}')
+    assert "several processes wrote; train.load_checkpoint" in refuses(fresh(), path)
+
+
 # --- the hub ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub in a folder: repository/file; without the folder there is no network."""
+
+    class Hub:
+        folder = tmp_path / "hub"
+        asked = []
+
+        def put(self, repository, name, content):
+            path = self.folder / repository / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+        def metadata(self, url):
+            repository, name = url.split("/resolve/")
+            repository = repository.removeprefix("https://huggingface.co/")
+            if not self.folder.exists():
+                raise OSError("no route to host\nand more")
+            if not (self.folder / repository / name.rpartition("/")[2]).exists():
+                raise huggingface_hub.errors.EntryNotFoundError("404")
+
+        def download(self, repository, name, revision=None, local_files_only=False):
+            self.asked.append((repository, name, revision, local_files_only))
+            if local_files_only:
+                raise huggingface_hub.errors.LocalEntryNotFoundError("not in the cache")
+            return str(self.folder / repository / name)
+
+    fake = Hub()
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fake.metadata)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fake.download)
+    return fake
+
+
+def test_a_repository_with_a_pickle_alone_is_read_without_running_it(published, hub):
+    content = published[0].with_suffix(".pth").read_bytes()
+    hub.put("owner/old", "pytorch_model.bin", content)
+    model = fresh()
+    assert load_pretrained(model, "owner/old") == []
+    assert torch.equal(model.cls_token, published[1].cls_token)
+    assert hub.asked == [("owner/old", "pytorch_model.bin", None, False)]
+    hub.put("owner/old", "model.safetensors", published[0].read_bytes())
+    assert fetch_weights("owner/old").name == "model.safetensors"
+    hub.put("owner/bad", "pytorch_model.bin", pickle.dumps(print))
+    assert "is refused: a pickle may run code" in refuses(fresh(), "owner/bad")
+    hub.put("owner/empty", "config.json", b"{}")
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor pytorch_model"):
+        fetch_weights("owner/empty")
+
+
+def test_a_folder_with_a_pickle_alone(published, tmp_path):
+    content = published[0].with_suffix(".pth").read_bytes()
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    assert load_pretrained(fresh(), tmp_path) == []
+
+
+def test_offline_there_is_one_attempt(hub, monkeypatch):
+    """The hub's own download would try again for half a minute."""
+    attempts = []
+
+    def metadata(url):
+        attempts.append(url)
+        hub.metadata(url)
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
+    with pytest.raises(ConnectionError):
+        fetch_weights("owner/name")
+    assert len(attempts) == 1 and all(local for *_, local in hub.asked)
+
+
+def test_offline_the_cache_is_used(published, monkeypatch):
+    def offline(url):
+        raise OSError("no network")
+
+    def cached(repository, name, revision=None, local_files_only=False):
+        if name != "pytorch_model.bin":
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not in the cache")
+        return str(published[0].with_suffix(".pth"))
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", offline)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", cached)
+    assert load_pretrained(fresh(), "owner/name") == []
 
 
 def test_pretrained_fetches_timms_file(published, monkeypatch):
@@ -393,6 +510,7 @@ def test_pretrained_fetches_timms_file(published, monkeypatch):
         asked.append((args, kwargs))
         return str(published[0])
 
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     model = create_model(NAME, pretrained=True, num_classes=10, **SMALL)
     repository = "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
@@ -402,11 +520,7 @@ def test_pretrained_fetches_timms_file(published, monkeypatch):
     assert asked[1] == (("owner/other.name", "model.safetensors"), {"revision": "v1.0"})
 
 
-def test_offline_says_what_was_wanted_and_what_to_do(monkeypatch):
-    def offline(*args, **kwargs):
-        raise OSError("no route to host\nand more")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+def test_offline_says_what_was_wanted_and_what_to_do(hub):
     with pytest.raises(ConnectionError) as caught:
         create_model(NAME, pretrained=True, **SMALL)
     assert str(caught.value) == (
@@ -556,10 +670,45 @@ def test_preprocessing_is_timms(name):
     wanted = timm.data.resolve_data_config(
         pretrained_cfg=timm.get_pretrained_cfg(tagged(name)).to_dict()
     )
-    found = models.data_config(name)
-    assert {key: found[key] for key in wanted if key != "crop_mode"} == {
-        key: value for key, value in wanted.items() if key != "crop_mode"
-    }
+    model = create_model(name, device="meta")
+    assert models.data_config(name) == model.data_config == wanted
+    assert timm.data.resolve_model_data_config(model) == wanted
+    assert model.pretrained_cfg["architecture"] == name
+    assert model.pretrained_cfg["num_classes"] == model.num_classes
+    timm.data.create_transform(**model.data_config)
+
+
+def test_every_model_says_what_images_it_wants():
+    """Those that timm does not have, too; what is said follows the changes of a model."""
+    for name in ("mae_photographs", "autoformer_tiny", "autoformer_tiny_supernet"):
+        model = create_model(name)
+        resolved = timm.data.resolve_model_data_config(model)
+        assert resolved == model.data_config == models.data_config(name)
+
+
+@pytest.mark.parametrize("name", ["vit_collages", "swin_collages", "tnt_collages"])
+def test_what_a_model_wants_follows_its_changes(name):
+    model = create_model(name)
+    before = model.data_config
+    model.set_input_size((96, 128))
+    model.reset_classifier(7)
+    assert model.data_config == before | {"input_size": (3, 96, 128)}
+    assert timm.data.resolve_model_data_config(model) == model.data_config
+    assert model.pretrained_cfg["num_classes"] == 7
+    assert before["input_size"] == (3, 64, 64)
+    model = create_model(name, num_classes=3, in_chans=1, img_size=(32, 64))
+    assert model.data_config["input_size"] == (1, 32, 64)
+    assert model.data_config["mean"] == (0.5,) and model.pretrained_cfg["num_classes"] == 3
+    with pytest.raises(ValueError, match="config wants images of 1 channels"):
+        models.preprocess(model.data_config)
+
+
+def test_means_are_adapted_like_the_weights():
+    """A first layer for six channels repeats its weights, and one for gray adds them up."""
+    config = models.data_config("swin_tiny_patch4_window7_224", in_chans=6)
+    assert config["mean"] == (0.485, 0.456, 0.406) * 2
+    config = models.data_config("swin_tiny_patch4_window7_224", in_chans=1)
+    assert config["std"] == pytest.approx(((0.229 + 0.224 + 0.225) / 3,))
 
 
 @given(
@@ -652,7 +801,10 @@ def test_labels():
 
 def test_classify_refuses_a_model_that_classifies_nothing():
     model = create_model("mae_photographs").eval()
-    with pytest.raises(ValueError, match="model returns a tuple; it must return the logits"):
+    with pytest.raises(ValueError, match=r"model \(MaskedAutoencoder\) has no classifier"):
+        models.classify(model, np.zeros((96, 96, 3), np.uint8))
+    model = fresh(num_classes=0)
+    with pytest.raises(ValueError, match=r"model \(VisionTransformer\) has no classifier"):
         models.classify(model, np.zeros((96, 96, 3), np.uint8))
 
 

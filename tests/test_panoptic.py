@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchmetrics.functional.detection import panoptic_quality as metrics_quality
@@ -17,6 +18,7 @@ from attnlib.panoptic import (
     MaskHead,
     PanopticDETR,
     confident,
+    cut_padding,
     dice_loss,
     focal_loss,
     mask_loss,
@@ -253,6 +255,25 @@ def test_the_loss_of_a_batch_is_that_of_transformers():
     assert mask_loss(unseen, targets, matched) == found
 
 
+def test_losses_in_half_precision():
+    """300 x 300 pixels of one mask: their number is not in the range of float16."""
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(2, 300, 300)).half()
+    targets = torch.ones(2, 300, 300)
+    targets[1, 150:] = 0
+    exact = logits.double()
+    for loss in dice_loss, focal_loss:
+        found = loss(logits, targets.half())
+        assert found.dtype == torch.float32
+        close(found.double(), loss(exact, targets.double()), 1e-5)
+        close(loss(logits, targets.bool()), found, 1e-7)
+    objects = [dict(labels=torch.zeros(2).long(), masks=targets)]
+    matched = [(torch.arange(2), torch.arange(2))]
+    found, wanted = (mask_loss(x[None], objects, matched) for x in (logits, exact))
+    for key in wanted:
+        close(found[key].double(), wanted[key], 1e-5)
+
+
 def test_no_objects_no_loss():
     empty = [dict(labels=torch.zeros(0).long(), masks=torch.zeros(0, 8, 8))] * 2
     masks = torch.randn(2, 3, 4, 4, requires_grad=True)
@@ -292,6 +313,45 @@ def test_small_segments_go_and_leave_their_pixels():
     assert len(infos) == 1 and (segments == 1).all()
     segments, infos = merge(logits, masks, things={0}, smallest=144)
     assert infos == [] and (segments == 0).all() and segments.shape == (12, 12)
+
+
+def in_a_padded_batch():
+    """An image of 40 x 60 pixels, padded to 64 x 96, with masks of 16 x 24 places: one thing on
+    the left 32 columns, another on the other 28, a third on the padding."""
+    masks = torch.full((3, 16, 24), -9.0)
+    masks[0, :10, :8] = masks[1, :10, 8:15] = 9.0
+    masks[2, 10:] = masks[2, :, 15:] = 9.0
+    mask = torch.zeros(64, 96, dtype=torch.bool)
+    mask[:40, :60] = True
+    return 9 * torch.eye(3, 4), masks, mask
+
+
+def test_padding_is_not_stretched_into_the_image():
+    logits, masks, mask = in_a_padded_batch()
+    stretched = merge(logits, masks, {0, 1, 2}, (40, 60))[1]
+    assert [info["area"] for info in stretched] == [500, 444, 1456]  # the padding is the third
+    for size in (40, 60), None:
+        segments, infos = merge(logits, masks, {0, 1, 2}, size, mask=mask)
+        assert [info["area"] for info in infos] == [1280, 1120]
+        assert (segments[:, :32] == 1).all() and (segments[:, 32:] == 2).all()
+    # PostProcessSegm of the authors' code: to the padded size, cut, to the image's own size
+    large = F.interpolate(masks[None], (64, 96), mode="bilinear")[..., :40, :60]
+    wanted = F.interpolate(large, (80, 90), mode="bilinear")[0].argmax(0)
+    segments, _ = merge(logits, masks, {0, 1, 2}, (80, 90), mask=mask)
+    assert torch.equal(segments, wanted + 1)
+    none, infos = merge(0 * logits, masks, {0}, mask=mask)
+    assert infos == [] and none.shape == (40, 60)
+
+
+def test_cut_maps_line_up_with_the_image():
+    """A map that is linear in the row and column is the same function of the image's pixels."""
+    row, column = torch.meshgrid(torch.arange(16.0), torch.arange(24.0), indexing="ij")
+    maps = torch.stack([row, column])
+    mask = torch.zeros(64, 96, dtype=torch.bool)
+    mask[8:40, 4:60] = True
+    found = cut_padding(maps, mask)
+    row, column = torch.meshgrid(torch.arange(8, 40), torch.arange(4, 60), indexing="ij")
+    close(found, (torch.stack([row, column]) + 0.5) / 4 - 0.5, 1e-5)
 
 
 def test_nothing_found_is_legal():
@@ -450,6 +510,18 @@ ONE = (MAP, [dict(id=1, category_id=0)])
             r"\(3, 4\) and masks \(2",
         ),
         (lambda: merge(torch.zeros(1, 3, 4), torch.zeros(3, 4, 4), {0}), "one image, the same"),
+        (
+            lambda: merge(*sky(), {0}, mask=torch.ones(12, 12)),
+            r"mask of dtype torch.float32 and shape \(12, 12\) must be torch.bool and \(H, W\)",
+        ),
+        (
+            lambda: merge(*sky(), {0}, mask=torch.eye(12).bool()),
+            r"mask is True at 12 pixels of \(12, 12\); it must be True in one rectangle",
+        ),
+        (
+            lambda: merge(*sky(), {0}, mask=torch.zeros(12, 12).bool()),
+            "mask is True at 0 pixels",
+        ),
         (
             lambda: merge(9 * torch.eye(2, 3), torch.full((2, 4, 4), -torch.inf), {0}),
             "masks of queries above the threshold are -inf",

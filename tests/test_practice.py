@@ -29,6 +29,7 @@ from attnlib.swin import SwinTransformer
 from attnlib.tnt import TNT
 from attnlib.train import adamw
 from attnlib.vit import VisionTransformer
+from helpers import build, close
 
 SMALL = dict(img_size=16, patch_size=4, num_classes=3, embed_dim=12, depth=3, num_heads=3)
 
@@ -205,6 +206,31 @@ def test_maps_have_a_number_for_each_patch():
         found = function(model, x, 4)
         assert found.shape == (3, 16) and torch.isfinite(found).all()
     assert torch.allclose(rollout_map(model, x, 4).sum(1), torch.ones(3), atol=0.5)
+
+
+def test_rollout_is_of_the_tokens_that_the_head_reads():
+    """The class token's row of the product of the blocks' maps, or the mean of the patches'."""
+    x = images(2, 32)
+    for options, prefix in (
+        (dict(), 1),
+        (dict(global_pool="avg"), 1),
+        (dict(class_token=False, global_pool="avg"), 0),
+        (dict(reg_tokens=2), 3),
+    ):
+        torch.manual_seed(0)
+        model = build("vit", **options).eval()
+        step = torch.eye(16 + prefix)
+        for weights in model.attention_maps(x[1:]):
+            step = (weights[0].mean(0) / 2 + torch.eye(16 + prefix) / 2) @ step
+        row = step[0] if model.global_pool == "token" else step[prefix:].mean(0)
+        close(rollout_map(model, x, 8)[1], row[prefix:], 1e-6)
+
+
+@pytest.mark.parametrize("name", ["swin", "swinv2"])
+def test_rollout_through_windows_is_refused(name):
+    model = build(name).eval()
+    with pytest.raises(ValueError, match=r"model \(Swin.* windows, which cannot be chained"):
+        rollout_map(model, images(2, 32), 4)
 
 
 def test_occlusion_finds_the_only_patch_that_counts():

@@ -14,11 +14,13 @@ from attnlib.recipes import (
     crop_and_flip,
     distill,
     distill_small,
+    number_pairs,
     small_convnet,
     small_run,
     train_classifier,
     train_processes,
     train_small,
+    train_translator,
 )
 from helpers import build, images
 
@@ -199,3 +201,36 @@ def test_two_processes_share_what_they_are_told_to():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_runs_without_a_seed_begin_with_different_networks():
+    """Each begins with the next random numbers, although all take their steps with seed 0."""
+    torch.manual_seed(0)
+    found = [train_small("vit", steps=1, lr=1e-9)[0] for _ in range(3)]
+    weights = [model.blocks[0].mlp.fc1.weight for model in found]
+    for i, weight in enumerate(weights):
+        for other in weights[:i]:
+            assert (weight - other).abs().max() > 0.01
+    assert not any(model.training for model in found)
+
+
+def test_an_interrupted_student_has_a_teacher_that_was_trained_to_its_end():
+    teachers = []
+    for options in ({}, dict(stop_after=1)):
+        torch.manual_seed(0)
+        student, teacher, history = distill_small(steps=4, every=1, batch_size=8, **options)
+        teachers.append(teacher.state_dict())
+    assert [row["step"] for row in history] == [1]
+    for name, x in teachers[0].items():
+        assert torch.equal(x, teachers[1][name])
+    assert not student.training
+
+
+def test_a_translator_leaves_the_random_numbers_of_its_caller():
+    tokenizer, parts = number_pairs()
+    few = {name: {key: x[:64] for key, x in part.items()} for name, part in parts.items()}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    model, _ = train_translator(tokenizer, few, steps=1, every=1, warmup=0)
+    assert torch.equal(torch.rand(3), expected) and not model.training

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from attnlib import scaling
 from attnlib.attention import attention
@@ -31,8 +32,9 @@ from attnlib.scaling import (
     unshard_sequence,
     visits,
 )
+from attnlib.spatial import RewardBaseline
 from attnlib.transformer import Transformer
-from attnlib.vit import VisionTransformer
+from attnlib.vit import Attention, Mlp, VisionTransformer
 
 SMALL = dict(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_embd=32, tied=False)
 
@@ -44,6 +46,17 @@ def four():
 
 
 # --- what the workers run ---------------------------------------------------------------------
+
+
+def updated_baseline(lengths):
+    """The means after an update by one of several ranks, whose captions differ in length."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    reward = torch.randn(3, lengths[rank], generator=generator)
+    words = torch.rand(3, lengths[rank], generator=generator) < 0.7
+    baseline = RewardBaseline(6)
+    baseline.update(reward, words)
+    return baseline.means, reward, words
 
 
 def reduce_in_groups(n):
@@ -69,7 +82,7 @@ def reduce_in_groups(n):
 
 def model_and_inputs(kind):
     torch.manual_seed(0)
-    tokens = torch.randint(64, (2, 12))
+    tokens = torch.randint(1, 64, (2, 12))
     if kind == "gpt":
         return GPT(GPTConfig(**SMALL, qk_norm=True, bias=True)), (tokens,)
     if kind == "gpt of 2019":
@@ -99,6 +112,37 @@ def apart_from_whole(kind):
     return (out - cut_out).abs().max().item(), max(shared), len(shared), len(grads)
 
 
+def dropped_units(checkpointed=False):
+    """In training, what is kept of 16 equal hidden units, and of 4 equal heads, and a gradient.
+
+    The second layer is the identity, so that each unit can be seen.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    mlp, attn = Mlp(16, 16, drop=0.5), Attention(16, 4, attn_drop=0.5)
+    with torch.no_grad():
+        for first, last in ((mlp.fc1, mlp.fc2), (attn.qkv, attn.proj)):
+            first.weight.mul_(0.01)
+            first.bias.fill_(1.0)
+            last.weight.copy_(torch.eye(16))
+            last.bias.zero_()
+    model = tensor_parallel(torch.nn.ModuleList([mlp, attn]), mesh)
+    x = torch.randn(1, 200, 16, requires_grad=True)
+    torch.manual_seed(1)
+    run = partial(checkpoint, use_reentrant=False) if checkpointed else lambda f, x: f(x)
+    hidden, heads = (run(layer, x) for layer in model)
+    after = torch.rand(())  # with what all ranks go on
+    (hidden.sum() + heads.square().sum()).backward()
+    return [y.detach() for y in (hidden[0], heads[0], x.grad, after)]
+
+
+def outputs_in_training():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = tensor_parallel(GPT(GPTConfig(**SMALL, dropout=0.5)), mesh)
+    return model(torch.arange(12)[None]).detach()
+
+
 def attend(qkv, causal, balanced):
     """Ring attention of this rank's tokens and its gradients, with ones for gradient."""
     cut = partial(
@@ -108,6 +152,38 @@ def attend(qkv, causal, balanced):
     out = ring_attention(q, k, v, causal=causal, balanced=balanced)
     out.sum().backward()
     return [x.detach() for x in (out, q.grad, k.grad, v.grad)]
+
+
+def exchanges():
+    """How often shapes have been exchanged after each of some calls, and whether all agree."""
+    exchange, seen, found = dist.all_gather_object, [], []
+
+    def noted(*arguments, **options):
+        seen.append(1)
+        exchange(*arguments, **options)
+
+    dist.all_gather_object = noted
+    try:
+        other = dist.new_group(range(dist.get_world_size()))
+        for tokens, group in (
+            (6, None),
+            (6, None),
+            (8, None),
+            (6, None),
+            (6, other),
+            (6, other),
+        ):
+            torch.manual_seed(dist.get_rank())
+            q = torch.randn(1, tokens, 8)
+            out = ring_attention(q, q, q, group=group)
+            whole = [torch.empty_like(q) for _ in range(dist.get_world_size())]
+            dist.all_gather(whole, q)
+            keys = torch.cat(whole, 1)
+            torch.testing.assert_close(out, attention(q, keys, keys))
+            found.append(len(seen))
+    finally:
+        dist.all_gather_object = exchange
+    return found
 
 
 def unequal_shards():
@@ -149,6 +225,16 @@ def test_states_are_shared_and_losses_are_those_of_one_process(four):
         assert abs(other - loss) < 1e-5 and states == 4 * parameters
 
 
+def test_processes_share_a_baseline(four):
+    """The running means of `reinforce_loss` are those of the rewards of all ranks together."""
+    found = four.run(updated_baseline, [4, 5, 3, 4])
+    assert all(torch.equal(means, found[0][0]) for means, _, _ in found)
+    for t in range(6):
+        rewards = [x[:, t][words[:, t]] for _, x, words in found if t < x.shape[1]]
+        wanted = 0.1 * torch.cat(rewards).mean() if rewards else torch.tensor(0.0)
+        torch.testing.assert_close(found[0][0][t], wanted, rtol=0, atol=1e-6)
+
+
 # --- matrices ---------------------------------------------------------------------------------
 
 
@@ -156,6 +242,33 @@ def test_states_are_shared_and_losses_are_those_of_one_process(four):
 def test_cut_models_give_what_whole_ones_give(four, kind):
     for output, gradient, whole, all_of_them in four.run(apart_from_whole, kind):
         assert output < 1e-5 and gradient < 1e-6 and 0 < whole < all_of_them
+
+
+def test_ranks_drop_units_of_their_own(four):
+    hidden, heads, gradient, after = (list(x) for x in zip(*four.run(dropped_units)))
+    for found in (hidden, heads, gradient, after):
+        assert all(torch.equal(x, found[0]) for x in found)  # the ranks agree on the sum
+    kept = (hidden[0] != 0).float()  # of 200 tokens the 16 units, 4 of each rank
+    assert kept.mean().item() == pytest.approx(1 / 4, abs=0.03)  # the second drop is common
+    for i in range(4):
+        for shift in (4, 8, 12):
+            both = (kept[:, i] * kept[:, (i + shift) % 16]).mean().item()
+            assert both == pytest.approx(1 / 16, abs=0.06)
+    both = torch.stack([kept[:, :4] * kept[:, i : i + 4] for i in (4, 8, 12)])
+    assert both.mean().item() == pytest.approx(1 / 16, abs=0.015)  # 1/8 with the same masks
+    first, *others = heads[0].unflatten(1, (4, 4)).unbind(1)
+    assert all((first - other).abs().max() > 0.05 for other in others)
+
+
+def test_units_that_are_dropped_are_dropped_again_in_a_recomputation(four):
+    plain, again = four.run(dropped_units), four.run(dropped_units, True)
+    for a, b in zip(plain[0], again[0]):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_cut_gpt_with_dropout_gives_all_ranks_the_same(four):
+    first, *others = four.run(outputs_in_training)
+    assert all(torch.equal(first, other) for other in others)
 
 
 class Mesh:
@@ -202,6 +315,11 @@ def test_half_precision_is_as_near_as_its_rounding(four):
     assert out.dtype == torch.bfloat16
     exact = attention(*(x.double() for x in qkv), mask="causal")
     assert (out.double() - exact).abs().max() < 0.02
+
+
+def test_shapes_are_compared_once_in_a_group():
+    with Workers(2) as two:
+        assert two.run(exchanges) == [[1, 1, 2, 2, 3, 3]] * 2
 
 
 def test_each_pair_of_chunks_meets_once():

@@ -219,6 +219,52 @@ def test_set_input_size_equals_timms_model_with_pretrained_windows(change):
         close(ours(x), theirs(x))
 
 
+def same(a, b):
+    x = images(1, 32)
+    with torch.no_grad():
+        return torch.equal(a.eval()(x), b.eval()(x))
+
+
+@pytest.mark.parametrize("window_size", [8, 4, (6, 16)])
+@pytest.mark.parametrize("img_size", [64, 32, (96, 128)])
+def test_weights_remember_the_window_they_were_trained_with(tmp_path, img_size, window_size):
+    source = backbone("swinv2", img_size=64, window_size=8)  # windows of 8 in both stages
+    wanted = copy.deepcopy(source)
+    wanted.set_input_size(img_size, window_size)
+    path = tmp_path / "weights.pt"
+    torch.save(source.state_dict(), path)
+
+    def fresh():
+        return build("swinv2", img_size=img_size, window_size=window_size).double()
+
+    model = fresh()
+    model.load_state_dict(source.state_dict())
+    assert same(model, wanted)
+    again = fresh()
+    again.load_state_dict(model.state_dict())
+    assert same(again, wanted)
+    for weights in (source.state_dict(), path):
+        model = fresh()
+        assert load_pretrained(model, weights) == [] and same(model, wanted)
+    model = fresh()
+    model.load_state_dict(dict(source.state_dict()))  # without a note
+    windows = {block.attn.window_size for block in model.blocks}
+    assert same(model, wanted) == (windows == {(8, 8)})
+
+
+def test_the_size_that_weights_were_trained_at_tells_their_windows(tmp_path):
+    source = backbone("swinv2", img_size=64, window_size=8)
+    wanted = copy.deepcopy(source)
+    wanted.set_input_size(32, 8)  # windows of 8 and 4
+    weights = dict(source.state_dict())  # as from a safetensors file
+    model = build("swinv2", img_size=32, window_size=8).double()
+    load_pretrained(model, weights, img_size=64)
+    assert same(model, wanted)
+    given = build("swinv2", img_size=32, window_size=8, pretrained_window_sizes=(3, 3)).double()
+    load_pretrained(given, weights, img_size=64)
+    assert {block.attn.trained_window() for block in given.blocks} == {(3, 3)}
+
+
 @pytest.mark.parametrize("size", [(40, 40), (66, 35)])
 def test_windows_one_after_the_other_change_no_number(size):
     model = backbone("swinv2", drop_path_rate=0.2).train()

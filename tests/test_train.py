@@ -13,8 +13,14 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedType
+from torch.utils.data import DataLoader, TensorDataset
 
 from attnlib import train
+from attnlib.autoformer import ClassicalSharing, small_supernet
+from attnlib.beit import BeitForMaskedImageModeling
 from attnlib.train import (
     adamw,
     epochs,
@@ -149,6 +155,30 @@ def test_biases_and_norms_do_not_decay():
     groups = adamw(network(), 1e-3, (0.9, 0.98), 0.1).param_groups
     assert {p.ndim for p in groups[0]["params"]} == {2} and groups[0]["weight_decay"] == 0.1
     assert {p.ndim for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0
+
+
+def spared(model):
+    groups = adamw(model, 1e-3, (0.9, 0.98), 0.1).param_groups
+    still = {p for group in groups if group["weight_decay"] == 0 for p in group["params"]}
+    return {name for name, p in model.named_parameters() if p in still and p.ndim > 1}
+
+
+def test_tokens_positions_and_tables_do_not_decay_within_another_module():
+    wide = dict(embed_dim=8, num_heads=2, depth=1)
+    vit = VisionTransformer(8, 4, num_classes=2, **wide)
+    assert spared(vit) == {"cls_token", "pos_embed"}
+    wrapped = nn.ModuleDict(dict(inner=nn.Sequential(vit), other=nn.Linear(2, 2)))
+    assert spared(wrapped) == {"inner.0.cls_token", "inner.0.pos_embed"}
+    classical = small_supernet(ClassicalSharing)
+    tokens = {
+        name
+        for name, _ in classical.named_parameters()
+        if name.endswith(("cls_token", "pos_embed"))
+    }
+    assert spared(classical) == tokens and len(tokens) == 2 * 3  # for each of three widths
+    beit = BeitForMaskedImageModeling(8, 4, vocab_size=5, **wide)
+    table = "rel_pos_bias.relative_position_bias_table"
+    assert spared(beit) == {"cls_token", "mask_token", table}
 
 
 def test_parameters_learn_with_their_own_rates():
@@ -616,3 +646,332 @@ def test_a_checkpoint_is_json(tmp_path):
 def test_the_commit_is_none_without_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert train.machine()["commit"] is None
+
+
+# --- what a run leaves behind -----------------------------------------------------------------
+
+
+def test_a_loss_that_asks_for_the_step_receives_it(tmp_path):
+    seen = []
+
+    def asks(model, batch, *, step):
+        seen.append(step)
+        return loss_fn(model, batch)
+
+    def has_its_own(model, batch, step=7):
+        assert step == 7
+        return loss_fn(model, batch)
+
+    batches = epochs(*data(), batch_size=16)
+    run = dict(steps=6, every=2, checkpoint=tmp_path / "a.json")
+    fit(network(), asks, batches, **run, stop_after=4)
+    fit(network(), asks, batches, **run)
+    assert seen == [0, 1, 2, 3, 4, 5]
+    fit(network(), has_its_own, batches, steps=2)
+
+
+def test_random_numbers_go_on_as_if_there_had_been_no_run():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    model = nn.Linear(5, 3)
+    state = torch.get_rng_state()
+    fit(model, loss_fn, epochs(*data(), batch_size=16), steps=3, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(3)
+    fit(model, loss_fn, epochs(*data(), batch_size=16), steps=3, seed=1)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_networks_made_after_runs_differ():
+    """Each draws other initial weights, although all runs have the same seed."""
+    first_weights = []
+    for _ in range(4):
+        model = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.3), nn.Linear(16, 3))
+        first_weights.append(model[0].weight.detach().clone())
+        fit(model, loss_fn, epochs(*data(), batch_size=16), steps=2)
+    for i, weights in enumerate(first_weights):
+        assert not any(torch.equal(weights, other) for other in first_weights[:i])
+
+
+@pytest.mark.parametrize("evaluate", [None, lambda model: {"answer": 42}])
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_are_as_before(evaluate, training):
+    model = network().train(training)
+    model[3].train(not training)
+    modes = [module.training for module in model.modules()]
+    batches = epochs(*data(), batch_size=16)
+    fit(model, loss_fn, batches, steps=2, every=1, evaluate=evaluate)
+    assert [module.training for module in model.modules()] == modes
+
+    def fails(model, batch):
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fit(model, fails, batches, steps=2)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_frozen_parts_stay_in_evaluation_mode():
+    """A frozen BatchNorm and a Dropout in a frozen part; what learns is trained as ever."""
+    frozen = nn.Sequential(nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 5))
+    frozen.requires_grad_(False).eval()
+    model = nn.Sequential(frozen, nn.Dropout(0.3), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    before = {name: x.clone() for name, x in frozen.state_dict().items()}
+    modes = []
+
+    def looks(model, batch):
+        modes.append([module.training for module in model.modules()])
+        return loss_fn(model, batch)
+
+    batches = epochs(*data(), batch_size=16)
+    run = dict(steps=4, every=2, evaluate=lambda model: {"answer": 42})
+    fit(model, looks, batches, **run)
+    for name, x in frozen.state_dict().items():
+        assert torch.equal(x, before[name])
+    expected = [module not in set(frozen.modules()) for module in model.modules()]
+    assert modes == [expected] * 4
+    # what learns is trained, even if the model came in evaluation mode
+    fit(model.eval(), looks, batches, **run)
+    assert modes == [expected] * 8
+    # a frozen part that was left in training mode stays in it
+    fit(model.train(), looks, batches, **run)
+    assert modes[8:] == [[True] * len(expected)] * 4
+    assert not torch.equal(frozen[0].running_mean, before["0.running_mean"])
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """Accelerate's state of a process that has not used it."""
+    states = (PartialState, AcceleratorState, GradientState)
+    before = [dict(state._shared_state) for state in states]
+    for state in states:
+        state._shared_state.clear()
+    yield
+    for state, values in zip(states, before):
+        state._shared_state.clear()
+        state._shared_state.update(values)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_half_precision_ends_with_the_run():
+    """Neither the model, nor the next run, nor the next accelerator stays in autocast."""
+    model = network().eval()
+    names = set(vars(model))
+    batches = epochs(*data(), batch_size=16)
+    x = data()[0]
+    kinds = []
+
+    def looks(model, batch):
+        kinds.append(model[0](batch[0]).dtype)
+        return loss_fn(model, batch)
+
+    half = Accelerator(mixed_precision="bf16")
+    fit(model, looks, batches, steps=2, accelerator=half)
+    assert set(vars(model)) == names and "forward" not in vars(model)
+    assert model(x).dtype == torch.float32
+    with torch.no_grad():
+        plain = x
+        for module in model:
+            plain = module(plain)
+        assert torch.equal(model(x), plain)
+    fit(model, looks, batches, steps=2)
+    assert kinds == [torch.bfloat16] * 2 + [torch.float32] * 2
+    # the caller's own accelerator is as it was, and holds on to nothing
+    assert half.mixed_precision == "bf16" and Accelerator().mixed_precision == "bf16"
+    fit(model, looks, batches, steps=2, accelerator=half)
+    assert kinds[4:] == [torch.bfloat16] * 2
+    assert half._models == [] and half._optimizers == []
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_the_next_accelerator_may_have_another_precision():
+    fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=1)
+    assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_an_earlier_accelerator_keeps_its_accumulation():
+    earlier = Accelerator(gradient_accumulation_steps=8)
+    fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=1)
+    assert earlier.gradient_accumulation_steps == 8
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_fit_ignores_an_unfinished_accumulation():
+    """Accelerate's optimizers do nothing in the midst of one, for all accelerators."""
+    batches = epochs(*data(), batch_size=16)
+    earlier = Accelerator(gradient_accumulation_steps=2)
+    other = network()
+    earlier.prepare(other)
+    with earlier.accumulate(other):
+        assert not earlier.sync_gradients
+        model, expected = network(), network()
+        fit(model, loss_fn, batches, steps=3)
+        with pytest.raises(
+            ValueError, match=r"accelerator.gradient_accumulation_steps \(2\) must be 1"
+        ):
+            fit(model, loss_fn, batches, steps=3, accelerator=earlier)
+        earlier.gradient_accumulation_steps = 1
+        with pytest.raises(ValueError, match=r"accelerator.sync_gradients \(False\)"):
+            fit(model, loss_fn, batches, steps=3, accelerator=earlier)
+    optimizer = adamw(expected, 1e-3, (0.9, 0.98), 0.01)
+    for step in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * learning_rate(step, steps=3, warmup=0, schedule="cosine")
+        torch.manual_seed(step)
+        x, y = batches(step)
+        optimizer.zero_grad()
+        F.cross_entropy(expected(x), y).backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        optimizer.step()
+    for a, b in zip(model.parameters(), expected.parameters()):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            dict(gradient_accumulation_steps=8),
+            r"accelerator.gradient_accumulation_steps \(8\) must be 1",
+        ),
+        (
+            dict(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)),
+            r"accelerator.dispatch_batches \(True\) must be None or False",
+        ),
+    ],
+)
+def test_settings_of_an_accelerator_that_fit_does_not_follow(options, message):
+    model = network()
+    before = [x.clone() for x in model.parameters()]
+    with pytest.raises(ValueError, match=message):
+        fit(
+            model,
+            loss_fn,
+            epochs(*data(), batch_size=16),
+            steps=3,
+            accelerator=Accelerator(**options),
+        )
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("mixed_precision", "fp8", r"accelerator.mixed_precision \('fp8'\) must be 'no'"),
+        (
+            "distributed_type",
+            DistributedType.FSDP,
+            r"accelerator.distributed_type \('FSDP'\) must be 'NO'",
+        ),
+        (
+            "distributed_type",
+            DistributedType.DEEPSPEED,
+            r"accelerator.distributed_type \('DEEPSPEED'\) must be 'NO'",
+        ),
+    ],
+)
+def test_kinds_of_accelerators_that_fit_does_not_follow(monkeypatch, name, value, message):
+    """These need packages or processes that a test does not have."""
+    monkeypatch.setattr(Accelerator, name, value)
+    batches = epochs(*data(), batch_size=16)
+    with pytest.raises(ValueError, match=message):
+        fit(network(), loss_fn, batches, steps=3, accelerator=Accelerator())
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_settings_of_loaders_and_schedulers_change_nothing():
+    """`fit` has neither."""
+    batches = epochs(*data(), batch_size=16)
+    found = []
+    for options in (
+        {},
+        dict(step_scheduler_with_optimizer=False),
+        dict(dataloader_config=DataLoaderConfiguration(split_batches=True)),
+        dict(dataloader_config=DataLoaderConfiguration(even_batches=False)),
+        dict(rng_types=["torch"]),
+    ):
+        model = network()
+        fit(model, loss_fn, batches, steps=3, accelerator=Accelerator(**options))
+        found.append(model[0].weight)
+    assert all(torch.equal(weight, found[0]) for weight in found)
+
+
+def test_a_checkpoint_leaves_the_files_of_others(tmp_path):
+    """Their names look like those of a checkpoint's tensors."""
+    others = ["vit-2.safetensors", "vit-00000001.safetensors", "vit-12345678.safetensors"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"mine")
+    (tmp_path / "vit-7.shards").mkdir()
+    (tmp_path / "vit-7.shards" / "a").write_bytes(b"mine")
+    for step in (10, 20, 30):
+        save_checkpoint(tmp_path / "vit.json", {"a": torch.full((3,), step)}, {"step": step})
+    assert load_checkpoint(tmp_path / "vit.json")[0]["a"].tolist() == [30] * 3
+    for name in (*others, "vit-7.shards/a"):
+        assert (tmp_path / name).read_bytes() == b"mine"
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+@pytest.mark.parametrize("name", ["../mine.safetensors", "mine.safetensors", "", 3, None])
+def test_a_checkpoint_deletes_nothing_that_a_foreign_file_names(tmp_path, name):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    for path in (tmp_path / "mine.safetensors", folder / "mine.safetensors"):
+        path.write_bytes(b"mine")
+    (folder / "a.json").write_text(json.dumps({"tensors": name}))
+    save_checkpoint(folder / "a.json", {"a": torch.ones(3)}, {"step": 1})
+    for path in (tmp_path / "mine.safetensors", folder / "mine.safetensors"):
+        assert path.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize(
+    "loss, message",
+    [
+        (
+            lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+            r"loss_fn returned a Tensor of shape \(\); it must return a pair",
+        ),
+        (
+            lambda model, batch: model(batch[0])[:2, 0],
+            r"loss_fn returned a Tensor of shape \(2,\); it must return a pair",
+        ),
+        (
+            lambda model, batch: (model(batch[0]).sum(), 16, 0),
+            r"loss_fn returned a tuple of length 3; it must return a pair",
+        ),
+        (lambda model, batch: None, "loss_fn returned None; it must return a pair"),
+        (
+            lambda model, batch: (model(batch[0]), 16),
+            r"loss_fn returned a Tensor of shape \(16, 3\) as the loss; it must return a pair",
+        ),
+        (lambda model, batch: (0.5, 16), r"loss_fn returned 0.5 as the loss"),
+        (3, r"loss_fn \(3\) must be a function of a model and a batch"),
+    ],
+)
+def test_what_a_loss_may_return(loss, message):
+    with pytest.raises(TypeError, match=message):
+        fit(network(), loss, epochs(*data(), batch_size=16), steps=1)
+
+
+@pytest.mark.parametrize(
+    "batches", [DataLoader(TensorDataset(*data()), batch_size=16), list(range(3)), None]
+)
+def test_batches_are_a_function_of_the_step(batches):
+    kind = type(batches).__name__
+    with pytest.raises(
+        TypeError, match=rf"batches \(of type {kind}\) must be a function of the step"
+    ):
+        fit(network(), loss_fn, batches, steps=1)
+
+
+def test_a_finished_run_says_how_to_train_for_longer(tmp_path):
+    run = dict(every=5, checkpoint=tmp_path / "a.json")
+    fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=5, **run)
+    with pytest.raises(
+        ValueError,
+        match=r"steps \(10\) must be 5, .*; for another run, take another",
+    ):
+        fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=10, **run)

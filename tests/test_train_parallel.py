@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from attnlib import train
+from attnlib.beit import VectorQuantizer
 from attnlib.gpt import GPT, GPTConfig, text_loss
 from attnlib.train import fit, load_checkpoint, save_checkpoint, shard_blocks
 
@@ -180,6 +181,43 @@ def test_buffers_that_change_are_those_of_the_first_process(tmp_path):
         assert torch.equal(x, stored["resumed"][key]), key
 
 
+def quantizers():
+    """A quantizer that starts from random codes, and one that starts by k-means."""
+    torch.manual_seed(0)
+    first = VectorQuantizer(4, 2, decay=0.5, kmeans_steps=0)
+    return first, VectorQuantizer(9, 2, kmeans_steps=3)
+
+
+def vectors():
+    return torch.randn(9, 2, generator=torch.Generator().manual_seed(1))
+
+
+def quantize_together(folder):
+    """Two ranks with 5 and 4 of 9 vectors; DDP would hide that their codes differ."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    for name, quantizer in zip(("random", "k-means"), quantizers()):
+        torch.manual_seed(10 + rank)  # as in `fit`, the ranks draw different numbers
+        quantizer(vectors()[rank::2])
+        torch.save(quantizer.embedding, folder / f"{name}.rank{rank}")
+
+
+def test_codes_are_moved_by_the_vectors_of_all_processes(tmp_path):
+    assert together(2, tmp_path, quantize_together, tmp_path) == [0, 0]
+    found = {}
+    for name in ("random", "k-means"):
+        found[name], other = (torch.load(tmp_path / f"{name}.rank{rank}") for rank in range(2))
+        assert torch.equal(found[name], other)
+    alone, _ = quantizers()
+    alone(vectors())
+    torch.testing.assert_close(found["random"], alone.embedding)
+    # with as many codes as vectors, k-means has them all, in some order
+    unit = nn.functional.normalize(vectors(), dim=-1)
+    cosines = found["k-means"] @ unit.T
+    torch.testing.assert_close(cosines.amax(0), torch.ones(9))
+    torch.testing.assert_close(cosines.amax(1), torch.ones(9))
+
+
 @SHARDED
 def test_mean_of_means_is_another_loss(tmp_path, whole):
     """Control: what the sum and the count of `loss_fn` prevent."""
@@ -270,8 +308,11 @@ def test_folder_of_another_model_is_refused(folder, tmp_path, changes, message):
 
 def test_older_tensors_are_removed_and_nothing_else(tmp_path):
     kept = ["run-2", "run-2.safetensors.d", "run-x.shards", "other-00000001.shards"]
+    kept += ["run-7.shards", "run-00000003.shards"]
     for name in [*kept, "run-00000001.shards"]:
         (tmp_path / name).mkdir()
+    # only this one is the folder of the older checkpoint
+    (tmp_path / "run.json").write_text('{"tensors": "run-00000001.shards"}')
     save_checkpoint(tmp_path / "run.json", {"a": torch.ones(1)}, {"step": 2})
     names = {file.name for file in tmp_path.iterdir()}
     assert names == {*kept, "run.json", "run-00000002.safetensors"}

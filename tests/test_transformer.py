@@ -2,6 +2,7 @@
 
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,14 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlib.attention import attention_backend, causal_mask
-from attnlib.decoding import KVCache
+from attnlib.decoding import KVCache, greedy
 from attnlib.train import epochs, fit
 from attnlib.transformer import (
     POSITIONS,
+    CrossAttention,
     DecoderLayer,
     Encoder,
     EncoderLayer,
+    Positions,
+    SelfAttention,
     Transformer,
+    evaluation,
     from_torch,
     label_smoothing_loss,
 )
@@ -447,6 +452,7 @@ def test_key_values_are_what_was_put_in(parts, seed):
     for n in parts:
         every.append(torch.randn(2, 2, 3, 2, n, 4, generator=generator))  # of two layers
         cache.update(0, *every[-1][0] + 1)  # a call that fails: never advanced
+        cache.rewind()
         found = [torch.stack(cache.update(i, *new)) for i, new in enumerate(every[-1])]
         cache.advance(n)
         expected = torch.cat(every, dim=4)
@@ -459,6 +465,118 @@ def test_key_values_are_what_was_put_in(parts, seed):
     assert torch.equal(found, expected[1][:, rows])
     with pytest.raises(ValueError, match="cache has 3 rows and cannot take 1"):
         cache.update(0, *torch.zeros(2, 1, 2, 1, 4))
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_self_attention_alone_with_a_cache(rotary):
+    torch.manual_seed(0)
+    layer, x, cache = (
+        SelfAttention(8, 2, rotary).double(),
+        torch.randn(2, 6, 8).double(),
+        KVCache(),
+    )
+    parts = [layer(part, "causal", cache=cache) for part in x.split([1, 2, 1, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), layer(x, "causal"), **EXACT)
+
+
+def test_cross_attention_alone_with_a_cache():
+    torch.manual_seed(0)
+    layer, x, cache = CrossAttention(8, 2).double(), torch.randn(2, 6, 8).double(), KVCache()
+    for memory in torch.randn(2, 2, 5, 8).double():  # another one replaces the first
+        for part in x.split(2, dim=1):
+            found = layer(part, memory, cache=cache)
+            torch.testing.assert_close(found, layer(part, memory), **EXACT)
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 1], [1], [0, 0, 2, 2]])
+def test_after_reordering_rows_attend_to_the_memory_that_is_given(rows):
+    model, src = shake(small()), sentences(3, 5)
+    tgt = sentences(3, 4, seed=1, shortest=4)
+    memory, mask = model.encode(src)
+    cache = KVCache()
+    model.decode(tgt[:, :3], memory, mask, cache)
+    cache.reorder(torch.tensor(rows))
+    found = model.decode(tgt[rows, 3:], memory[rows], mask[rows], cache)
+    expected = model.decode(tgt[rows], memory[rows], mask[rows])
+    torch.testing.assert_close(found, expected[:, 3:], **EXACT)
+
+
+def test_a_memory_is_projected_once():
+    model, src = small(), sentences(2, 5)
+    tgt = sentences(2, 4, seed=1, shortest=4)
+    memory, mask = model.encode(src)
+    layer, cache, inputs = model.decoder.layers[0].multihead_attn, KVCache(), []
+    project = layer.project
+    layer.project = lambda *x: inputs.append(len(x)) or project(*x)
+    for part in tgt.split(1, dim=1):
+        model.decode(part, memory, mask, cache)
+    assert inputs == [3, 1, 1, 1]
+
+
+@pytest.mark.parametrize("scheme", ["sinusoidal", "learned"])
+def test_positions_beyond_the_table(scheme):
+    positions = Positions(scheme, 8, 2, 10)
+    x = torch.zeros(1, 3, 8)
+    assert positions.add(x, 7).shape == x.shape
+    for offset in (8, 9, 10, -1):
+        with pytest.raises(ValueError, match=r"x at the positions .* must lie in 0 to 9"):
+            positions.add(x, offset)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_padding_before_a_token_is_refused(position):
+    model = small(position=position)
+    for row in ([0, 4, 5, 6], [4, 0, 5, 0]):
+        src = torch.tensor([[3, 4, 5, 0], row])
+        with pytest.raises(ValueError, match=r"src has padding \(0\) before a token in row 1"):
+            model(src, torch.tensor([[1], [1]]))
+        with pytest.raises(ValueError, match=r"src has padding \(0\) before a token in row 1"):
+            greedy(model, src, 3)
+
+
+# --- evaluation mode --------------------------------------------------------------------------
+
+
+def modes(model):
+    return [part.training for part in model.modules()]
+
+
+@pytest.mark.parametrize("order", ["nested", "crossed"])
+def test_overlapping_evaluation(order):
+    model = small().train()
+    model.encoder.eval()
+    before = modes(model)
+    blocks = evaluation(model), evaluation(model.decoder)
+    blocks[0].__enter__()
+    blocks[1].__enter__()
+    assert not any(modes(model))
+    first, last = (1, 0) if order == "nested" else (0, 1)
+    blocks[first].__exit__(None, None, None)
+    assert not any(modes((model, model.decoder)[last]))
+    blocks[last].__exit__(None, None, None)
+    assert modes(model) == before
+    with pytest.raises(ZeroDivisionError), evaluation(model):
+        raise ZeroDivisionError
+    assert modes(model) == before
+
+
+def test_threads_that_generate_with_one_model():
+    """Blocks of evaluation overlap in every order; dropout is off in each of them."""
+    model, src = small(dropout=0.9, num_encoder_layers=1).train(), sentences(2, 5)
+    with evaluation(model):
+        expected = model.encode(src)[0]
+
+    def encode(_):
+        with evaluation(model):
+            return model.encode(src)[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(encode, range(40)):
+            torch.testing.assert_close(found, expected, **EXACT)
+    assert all(modes(model))
+
+
+# --- what hides nothing -----------------------------------------------------------------------
 
 
 def test_a_mask_that_hides_nothing_changes_nothing():
@@ -610,6 +728,68 @@ def test_torch_with_another_activation():
     ).double()
     ours, x = from_torch(theirs, 20), torch.randn(2, 5, 8, dtype=torch.float64)
     torch.testing.assert_close(ours.encoder(x), theirs.encoder(x), rtol=0, atol=1e-10)
+
+
+def test_torch_with_layers_that_differ():
+    """Activation, eps, order of norms, width, and heads are those of each layer."""
+    torch.manual_seed(0)
+    options = dict(dropout=0.0, batch_first=True)
+    layers = [
+        nn.TransformerEncoderLayer(8, 2, 8, activation="gelu", layer_norm_eps=0.1, **options),
+        nn.TransformerEncoderLayer(8, 4, 12, norm_first=True, activation=nn.PReLU(), **options),
+    ]
+    encoder = nn.TransformerEncoder(layers[0], 2, nn.LayerNorm(8, eps=0.3))
+    encoder.layers[1] = layers[1]
+    layer = nn.TransformerDecoderLayer(
+        8, 2, 16, activation=torch.tanh, norm_first=True, layer_norm_eps=0.2, **options
+    )
+    theirs = nn.Transformer(
+        8,
+        2,
+        custom_encoder=encoder,
+        custom_decoder=nn.TransformerDecoder(layer, 3),
+        batch_first=True,
+    ).double()
+    shake(theirs)
+    ours = from_torch(theirs, 20, max_length=9)
+    x, y = (torch.randn(2, n, 8, dtype=torch.float64) for n in (5, 4))
+    mask = ~causal_mask(4)
+    torch.testing.assert_close(
+        ours.decoder(y, ours.encoder(x), "causal"), theirs(x, y, tgt_mask=mask), **EXACT
+    )
+    assert ours.decoder.norm is None and ours.positions.table.dtype == torch.float64
+    given, copied = layers[1].activation, ours.encoder.layers[1].feed_forward.activation
+    assert copied is not given and torch.equal(copied.weight, given.weight)
+
+
+def test_torch_with_what_ours_has_not():
+    theirs = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
+    for options in (dict(norm_first=True), dict(final_norm=False), dict(d_model=4)):
+        with pytest.raises(TypeError, match=rf"{next(iter(options))} .* is no option"):
+            from_torch(theirs, 20, **options)
+    theirs.decoder.layers[0].multihead_attn.add_zero_attn = True
+    with pytest.raises(
+        ValueError, match=r"multihead_attn of the layer must have add_zero_attn"
+    ):
+        from_torch(theirs, 20)
+    theirs.encoder.layers[0] = nn.Linear(8, 8)
+    with pytest.raises(TypeError, match=r"layer \(Linear\) must be a torch.nn.Transformer"):
+        from_torch(theirs, 20)
+    with pytest.raises(RuntimeError, match="bias"):
+        from_torch(nn.Transformer(8, 2, 1, 1, 8, bias=False, batch_first=True), 20)
+
+
+def test_layers_do_not_share_the_parameters_of_an_activation():
+    activation = nn.PReLU()
+    model = small(activation=activation)
+    own = {id(part) for part in model.modules() if isinstance(part, nn.PReLU)}
+    assert len(own) == 5 and id(activation) not in own
+    label_smoothing_loss(model(sentences(2, 5), sentences(2, 4)), sentences(2, 4, seed=2))[
+        0
+    ].backward()
+    layers = [*model.encoder.layers, *model.decoder.layers]
+    grads = [layer.feed_forward.activation.weight.grad.item() for layer in layers]
+    assert len(set(grads)) == 5
 
 
 def test_a_failed_step_leaves_the_cache_as_it_was():

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import math
 import subprocess
 import sys
 import tarfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,6 +122,12 @@ def test_the_tag_can_stand_on_the_side_of_the_target(tokenizer):
 
     model = small_model(320)
     texts, wanted = ["one", "two", "three"], ["de", "es", "de"]
+    for languages in (wanted[:2], [*wanted, "de"]):
+        for side in sides:
+            with pytest.raises(ValueError, match=r"language has [24] languages for 3 texts"):
+                translate_numbers(model, tokenizer, texts, languages, tag_on=side)
+    with pytest.raises(TypeError, match=r"texts \('one'\) must be a sequence of str"):
+        translate_numbers(model, tokenizer, "one", "de")
     said = translate_numbers(model, tokenizer, texts, wanted, tag_on="target", max_length=9)
     for text, language, own in zip(texts, wanted, said):
         start = tokenizer.token_to_id(tag(language))
@@ -145,7 +153,7 @@ def test_a_table_of_some_languages_is_that_of_all_elsewhere_padding(tokenizer):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**6 - 1), st.sampled_from(LANGUAGES))
+@given(st.integers(0, 10**9 - 1), st.sampled_from(LANGUAGES))
 def test_a_name_is_in_its_language(number, language):
     (name,) = number_words([number], language)
     assert is_in(name, language) and not is_in(name + "x", language)
@@ -153,7 +161,7 @@ def test_a_name_is_in_its_language(number, language):
 
 def test_a_name_of_a_large_number_is_not_in_another_language():
     four = ("en", "de", "es", "fi")
-    for number in draw_numbers(60, 10**6, seed=5):
+    for number in draw_numbers(60, 10**9, seed=5):
         for a in four if number else ():
             (name,) = number_words([number], a)
             assert [b for b in four if is_in(name, b)] == [a]
@@ -181,6 +189,16 @@ def test_answers_are_sorted(text, kind):
     four = ("en", "de", "es", "fi")
     tokenizer = number_tokenizer(draw_numbers(500, 10**6, seed=3), 300, four)
     assert answer_kind(tokenizer, text, 77, "de", "es", four) == kind
+
+
+def test_answers_above_a_million_are_sorted():
+    own, number = ("en", "de", "es"), 41_002_077
+    tokenizer = number_tokenizer(draw_numbers(300, 10**6, seed=3), 300, own)
+    for language in own:
+        (right,), (wrong,) = (number_words([n], language) for n in (number, number + 1))
+        kinds = [answer_kind(tokenizer, x, number, "en", "es", own) for x in (right, wrong)]
+        named = "right" if language == "es" else f"named in {language}"
+        assert kinds == [named, f"in {language}"]
 
 
 def test_trim():
@@ -223,6 +241,39 @@ def test_accuracy_counts_right_answers_and_those_in_another_language(monkeypatch
         None, tokenizer, numbers, [("en", "de"), ("en", "es"), ("en", "fi")][:1]
     )
     assert scores["supervised"]["right"] == 1 and "de-en" in scores["zero_shot"]["directions"]
+
+
+def test_accuracy_with_the_tag_on_the_target(tokenizer):
+    """As by hand; the model says "zwei" after the tag <de>, and else nothing."""
+
+    class Speaker(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = small_model(320)
+            self.output, self.max_length, self.pad_id = self.inner.output, 128, 0
+
+        def encode(self, src):
+            return self.inner.encode(src)
+
+        def decode(self, tgt, memory, src_mask=None, cache=None):
+            past = 0 if cache is None else len(cache)
+            row = encode(tokenizer, ["zwei"])[0, 1:].tolist()
+            if past == 0:
+                self.starts = tgt[:, 0] == tokenizer.token_to_id("<de>")
+            says = torch.where(self.starts, row[min(past, len(row) - 1)], data.EOS)
+            if cache is not None:
+                cache.advance(1)
+            return 9.0 * F.one_hot(says, 320)[:, None]
+
+    model, directions = Speaker(), [("en", "de"), ("en", "es")]
+    numbers = [2, 2, 3, 3]
+    found = direction_accuracy(model, tokenizer, numbers, directions, tag_on="target")
+    assert found == {("en", "de"): (0.5, 0), ("en", "es"): (0, 0)}
+    scores = number_scores(model, tokenizer, numbers, directions, tag_on="target")
+    assert scores["supervised"]["right"] == 0.25
+    assert direction_accuracy(model, tokenizer, numbers, directions)["en", "de"] == (0, 0)
+    with pytest.raises(ValueError, match="tag_on"):
+        direction_accuracy(model, tokenizer, numbers, directions, tag_on="both")
 
 
 def test_number_run_partitions_directions_and_records_its_settings():
@@ -464,6 +515,44 @@ def test_multi30k_run_reads_the_archives_and_goes_on_from_a_checkpoint(tmp_path,
     for name, x in model.state_dict().items():
         assert torch.equal(x, again.state_dict()[name])
         assert torch.equal(x, third.state_dict()[name])
+
+
+def test_two_runs_in_one_folder_keep_their_own_weights(tmp_path, monkeypatch):
+    write_archives(tmp_path, monkeypatch)
+    sizes = dict(vocab_size=60, d_model=16, layers=1, batch_size=3, every=2, beam_size=1)
+    alone, _, record = multi30k_run(tmp_path, steps=2, seed=1, **sizes)
+    runs = tmp_path / "runs"
+    multi30k_run(tmp_path, steps=16, lr=2e-2, checkpoint=runs / "a.json", **sizes)  # is better
+    path = runs / "b.json"
+    for _ in range(2):  # the second time after the checkpoint, but not all of it, was removed
+        model, _, found = multi30k_run(tmp_path, steps=2, seed=1, checkpoint=path, **sizes)
+        assert found == record
+        for name, x in alone.state_dict().items():
+            assert torch.equal(x, model.state_dict()[name])
+        path.unlink()
+    weights, _ = translation.load_checkpoint(runs / "a-best.json")
+    multi30k_run(tmp_path, steps=2, seed=1, checkpoint=path, **sizes)
+    translation.save_checkpoint(runs / "b-best.json", weights, {"step": 0, "loss": 1e9})
+    with pytest.raises(ValueError, match="b-best.json has weights of the loss"):
+        multi30k_run(tmp_path, steps=2, seed=1, checkpoint=path, **sizes)
+
+
+def test_a_loss_that_is_nan_is_replaced(tmp_path, monkeypatch):
+    losses = iter([math.nan, 3.0, math.nan, 2.0, 4.0])
+    monkeypatch.setattr(
+        translation,
+        "translation_loss",
+        lambda *_: (torch.tensor(next(losses)), torch.tensor(1)),
+    )
+    path, src = tmp_path / "best.json", torch.ones(1, 3, dtype=torch.int64)
+    look, kept, rows = translation.keep_best(path, src, src), [], []
+    model = small_model(30)
+    for step in range(5):
+        rows.append({"step": step} | look(model))
+        kept.append(translation.load_checkpoint(path)[1]["loss"])
+    assert math.isnan(kept[0]) and kept[1:] == [3.0, 3.0, 2.0, 2.0]
+    assert translation.lowest_row(rows)["step"] == 3
+    assert translation.lowest_row(rows[:1])["step"] == 0
 
 
 def test_the_weights_with_the_lowest_validation_loss_are_kept(tmp_path):

@@ -1,6 +1,8 @@
 """A Swin block as five kernels is the block, and says what it cannot do."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +216,98 @@ def test_bad_input():
     model.layers[0].blocks[0].mlp.act = nn.ReLU()
     with pytest.raises(TypeError, match="with GELU"):
         fuse_swin(model)
+
+
+@pytest.mark.parametrize("affine", [dict(elementwise_affine=False), dict(bias=False)])
+def test_norms_without_parameters(affine):
+    layer, norm = randomized(nn.Linear(24, 8)), nn.LayerNorm(24, **affine).to(DEVICE)
+    norm = randomized(norm)
+    x = 3 + torch.randn(5, 24, device=DEVICE)
+    with torch.no_grad():
+        found, exact = (
+            fused_linear(x, layer, norm=norm),
+            layer.double()(norm.double()(x.double())),
+        )
+    assert (found - exact).abs().max() <= LIMIT[torch.float32] * max(
+        exact.abs().max().item(), 1
+    )
+
+
+@pytest.mark.parametrize("owner", ["layer.weight", "layer.bias", "norm.weight", "norm.bias"])
+def test_no_gradient_is_lost(owner):
+    """Each parameter alone asks for a gradient, which the kernel does not have."""
+    parts = dict(layer=nn.Linear(8, 4), norm=nn.LayerNorm(8))
+    layer, norm = (part.to(DEVICE).requires_grad_(False) for part in parts.values())
+    name, _, parameter = owner.partition(".")
+    getattr(parts[name], parameter).requires_grad_(True)
+    x = torch.randn(3, 8, device=DEVICE)
+    with pytest.raises(RuntimeError, match="fused_linear has no gradients"):
+        fused_linear(x, layer, norm=norm)
+
+
+def test_changed_parts_are_not_fused():
+    """A block with a hook or an exchanged part is refused; a changed merging is called."""
+
+    class Own(nn.LayerNorm):
+        pass
+
+    def changes(block):
+        yield block.register_forward_hook(lambda *_: None)
+        yield block.attn.register_forward_pre_hook(lambda *_: None)
+        yield block.attn.qkv.register_forward_hook(lambda *_: None)
+        yield block.mlp.fc2.register_forward_hook(lambda *_: None)
+        yield block.norm1.register_forward_hook(lambda *_: None)
+
+    model = randomized(SwinTransformer(16, 4, 1, 3, **SMALL))
+    for change in changes(model.blocks[-1]):
+        with pytest.raises(TypeError, match="without hooks or exchanged parts"):
+            fuse_swin(model)
+        change.remove()
+    fuse_swin(model)
+    for owner, name, part in (
+        ("", "norm2", Own(16)),
+        ("", "norm2", nn.RMSNorm(16)),
+        ("attn", "qkv", nn.Sequential(nn.Linear(16, 48))),
+        ("mlp", "fc1", nn.utils.parametrizations.weight_norm(nn.Linear(16, 64))),
+        ("mlp", "drop", nn.ReLU()),
+    ):
+        model = randomized(SwinTransformer(16, 4, 1, 3, **SMALL))
+        setattr(model.blocks[-1].get_submodule(owner), name, part.to(DEVICE))
+        with pytest.raises(TypeError, match="without hooks or exchanged parts"):
+            fuse_swin(model)
+    model, x = (
+        randomized(SwinTransformer(16, 4, 1, 3, **SMALL)).eval(),
+        torch.randn(1, 1, 16, 16),
+    )
+    model.layers[1].downsample.norm.register_forward_hook(lambda norm, inputs, out: 2 * out)
+    with torch.no_grad():
+        found, wanted = fuse_swin(model)(x.to(DEVICE)), model(x.to(DEVICE))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_the_state_of_a_fused_copy():
+    """Other weights and training mode are refused, and what is kept follows the weights."""
+    options = SMALL | dict(depths=(1, 2))
+    model = randomized(SwinTransformer(16, 4, 1, 3, **options)).eval()
+    fused, x = fuse_swin(model), torch.randn(1, 1, 16, 16, device=DEVICE)
+    with torch.no_grad():
+        before = fused(x)
+        with pytest.raises(RuntimeError, match="load it into the model"):
+            fused.load_state_dict({key: 2 * y for key, y in model.state_dict().items()})
+        with pytest.raises(RuntimeError, match="must be False"):
+            fused.train()
+        for copied in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+            assert torch.equal(copied(x), before)
+            with pytest.raises(RuntimeError, match="load it into the model"):
+                copied.load_state_dict(model.state_dict())
+        for window in (4, 2, 3):  # the maps are 4 and 2 wide: the window of a map may stay
+            fused.set_input_size(16, window)
+            model.set_input_size(16, window)
+            torch.testing.assert_close(fused(x), model(x), rtol=1e-3, atol=1e-4)
+        fused.half()
+        fused(x.half())
+        bias = fused.blocks[0].last[2]
+        assert bias.dtype == torch.float16
 
 
 def test_a_gpu_or_triton_that_is_too_old_is_named(monkeypatch):

@@ -162,7 +162,7 @@ def beams():
     words = [tokenizer.id_to_token(i).replace("▁", "_") for i in range(150)]
     found = [dict(title="a table of three words", model=Tree(), source=torch.tensor([[3]]))]
     for text in (
-        "twenty hundred and three",
+        "eighty hundred and three",
         "nineteen hundred and eighty-four",
         "forty-eight thousand and twenty-one",
     ):

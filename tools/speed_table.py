@@ -30,7 +30,8 @@ DAGGER = (
 def cell(rows, ours):
     """What the table says of one of our models, "plain" or "optimized", in some rows."""
     own = [row["ms"] for row in rows if row["name"] == OURS[ours]]
-    rivals = [row for row in rows if row["name"] not in OURS.values()]
+    which = "ratio" if ours == "plain" else "optimized"
+    rivals = [row for row in rows if row["name"] not in OURS.values() and row.get(which)]
     if not own or not rivals:
         return ""
     ratios = {row["name"]: row if ours == "plain" else row["optimized"] for row in rivals}
