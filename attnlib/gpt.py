@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['CHOICES', 'SCALINGS', 'OF_2019', 'LLAMA_3', 'LLAMA_31', 'QWEN', 'PUBLISHED', 'GPTConfig', 'check_config', 'rotation',
-           'slowdown', 'boolean_mask', 'token_positions', 'decoder_mask', 'grouped_attention', 'layer_inputs',
-           'CausalSelfAttention', 'MLP', 'make_norm', 'Block', 'init_weights', 'check_prompt', 'check_prompts',
-           'pad_left', 'min_p_filter', 'next_token', 'config_of', 'check_published', 'read_transformers', 'GPT',
-           'text_batches', 'text_loss', 'text_bits']
+           'slowdown', 'boolean_mask', 'token_positions', 'decoder_mask', 'for_groups', 'grouped_attention',
+           'layer_inputs', 'CausalSelfAttention', 'MLP', 'make_norm', 'Block', 'init_weights', 'check_prompt',
+           'check_prompts', 'pad_left', 'min_p_filter', 'next_token', 'config_of', 'check_published',
+           'read_transformers', 'GPT', 'text_batches', 'text_loss', 'text_bits']
 
 # %% ../nbs/24_gpt.ipynb #imports
 import inspect
@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .attention import attention
+from .attention import attention, check_attention, check_fits
 from .convert import GPT2, LLAMA, fuse_qkv, rename_keys
 from .decoding import KVCache, check_count, top_k_filter, top_p_filter
 from .modern import SwiGLU
@@ -292,28 +292,70 @@ def decoder_mask(n, m, window=None, attention_mask=None, device=None):
     return mask
 
 # %% ../nbs/24_gpt.ipynb #grouped
-def grouped_attention(q, k, v, mask=None, dropout_p=0.0):
+def for_groups(x, groups):
+    """A mask or bias of one query, laid out for the heads of a group as queries.
+
+    Parameters
+    ----------
+    x : Tensor, broadcastable to (B, h, 1, M)
+    groups : int
+        The number g of groups.
+
+    Returns
+    -------
+    Tensor, broadcastable to (B, g, h / g, M)
+    """
+    if x.ndim < 3 or x.shape[-3] == 1:
+        return x  # the same for all heads
+    return x.squeeze(-2).unflatten(-2, (groups, -1))  # (..., h, 1, M) -> (..., g, h / g, M)
+
+
+def grouped_attention(q, k, v, mask=None, dropout_p=0.0, bias=None):
     """Attention in which groups of h / g query heads share one head of keys and values.
+
+    With one query, as in generation, nothing is copied: the heads of a group are computed, and
+    recorded by `record_attention`, as h / g queries (B, g, h / g, d).
 
     Parameters
     ----------
     q : Tensor, shape (B, h, N, d)
     k, v : Tensor, shape (B, g, M, d), g a divisor of h
-    mask, dropout_p
-        As of `attnlib.attention.attention`.
+    mask, dropout_p, bias
+        As of `attnlib.attention.attention`, broadcastable to (B, h, N, M).
 
     Returns
     -------
     Tensor, shape (B, h, N, d)
+
+    Raises
+    ------
+    ValueError
+        If g does not divide h, or as `attnlib.attention.attention` does.
+    TypeError
+        As `attnlib.attention.attention` does.
     """
-    group = q.shape[1] // k.shape[1]
-    if group > 1 and q.shape[2] == 1:  # the heads of a group become h / g queries
-        queries = q.reshape(*k.shape[:2], group, -1)  # (B, h, 1, d) -> (B, g, h / g, d)
-        heads = attention(queries, k, v, mask=mask, dropout_p=dropout_p)
-        return heads.reshape(q.shape)  # (B, g, h / g, d) -> (B, h, 1, d)
-    if group > 1:
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))  # -> (B, h, M, d) each
-    return attention(q, k, v, mask=mask, dropout_p=dropout_p)
+    h, g = q.shape[1], k.shape[1]
+    if g == 0 or h % g:
+        raise ValueError(f"k of shape {tuple(k.shape)} has {g} heads; they must divide the {h} "
+                         "heads of q")
+    if h > g and q.shape[2] == 1:
+        shape = (q.shape[0], h, 1, k.shape[2])
+        if isinstance(mask, str):
+            check_attention(q[:, :1], k[:, :1], v[:, :1], mask)  # another word, or no key
+            mask = None  # the last query may attend to all keys
+        if mask is not None:
+            check_fits("mask", mask, shape)
+            mask = for_groups(mask, g)
+        if bias is not None:
+            check_fits("bias", bias, shape)
+            bias = for_groups(bias, g)
+        queries = q.reshape(q.shape[0], g, h // g, q.shape[3])  # -> (B, g, h / g, d)
+        heads = attention(queries, k, v, mask=mask, bias=bias, dropout_p=dropout_p)
+        return heads.reshape(q.shape[0], h, 1, v.shape[3])  # -> (B, h, 1, d)
+    if h > g:
+        k = k.repeat_interleave(h // g, dim=1)  # (B, g, M, d) -> (B, h, M, d)
+        v = v.repeat_interleave(h // g, dim=1)
+    return attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p)
 
 # %% ../nbs/24_gpt.ipynb #attention
 def layer_inputs(config, x, turn, mask, past):
@@ -930,7 +972,8 @@ def text_loss(model, batch):
     """
     (tokens,) = batch
     logits = model(tokens[:, :-1]).flatten(0, 1)  # (B, n, vocab) -> (B n, vocab)
-    loss = F.cross_entropy(logits.float(), tokens[:, 1:].flatten(), reduction="sum")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for a long sum
+    loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
     return loss, tokens[:, 1:].numel()
 
 

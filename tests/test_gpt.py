@@ -24,6 +24,7 @@ from attnlib.gpt import (
     pad_left,
     rotation,
     slowdown,
+    text_loss,
     token_positions,
 )
 from attnlib.inference import optimize_for_inference
@@ -325,6 +326,76 @@ def test_grouped_attention_repeats_keys():
     )
     close(grouped_attention(q, k, v, "causal"), wanted)
     close(grouped_attention(q[:, :, -1:], k, v), wanted[:, :, -1:])
+
+
+MASKS = {  # of queries (2, 4, n, d) and keys (2, 2, 5, d)
+    "none": lambda n: None,
+    "causal": lambda n: "causal",
+    "for all": lambda n: torch.rand(n, 5) > 0.4,
+    "of keys": lambda n: torch.rand(5) > 0.4,
+    "per head": lambda n: torch.rand(4, n, 5) > 0.4,
+    "per head and row": lambda n: torch.rand(2, 4, n, 5) > 0.4,
+    "per head, of queries": lambda n: torch.rand(4, n, 1) > 0.4,
+    "padding": lambda n: torch.rand(2, 1, 1, 5) > 0.4,
+}
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("bias_shape", [None, (5,), (4, 1, 1), (2, 1, 1, 5), (2, 4, 1, 5)])
+def test_grouped_attention_is_that_of_repeated_keys(n, groups, name, bias_shape):
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, n, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, groups, 5, 8, dtype=torch.float64)
+    mask = MASKS[name](n)
+    bias = None if bias_shape is None else torch.randn(bias_shape, dtype=torch.float64)
+    found = grouped_attention(q, k, v, mask, bias=bias)
+    own = torch.arange(4) // (4 // groups)  # the head of keys that each head of queries has
+    logits = q @ k[:, own].mT / 8**0.5
+    if bias is not None:
+        logits = logits + bias
+    if isinstance(mask, str):
+        mask = torch.arange(5) <= torch.arange(5 - n, 5)[:, None]
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    weights = logits.softmax(-1).nan_to_num(0)  # zeros where a query has no key
+    close(found, weights @ v[:, own], 1e-12)
+
+
+def test_grouped_attention_of_one_key_and_wide_values():
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 3)
+    for mask in (None, "causal"):
+        found = grouped_attention(q, k, v, mask)
+        close(found, v.repeat_interleave(2, 1), 1e-6)  # the one value
+
+
+@pytest.mark.parametrize(
+    "k_shape, mask, message",
+    [
+        ((2, 3, 5, 8), None, r"k of shape \(2, 3, 5, 8\) has 3 heads; they must divide the 4"),
+        ((2, 2, 5, 8), torch.ones(2, 1, 5) > 0, r"mask of shape \(2, 1, 5\) must broadcast"),
+        ((2, 2, 5, 8), torch.ones(2, 5) > 0, r"mask of shape \(2, 5\) must broadcast"),
+        ((2, 2, 5, 8), "all", r"mask \('all'\) must be boolean, or 'causal'"),
+        ((2, 2, 0, 8), "causal", r"mask \('causal'\) must be .* as many keys \(0\)"),
+    ],
+)
+def test_grouped_attention_refuses(k_shape, mask, message):
+    k = torch.randn(k_shape)
+    with pytest.raises(ValueError, match=message):
+        grouped_attention(torch.randn(2, 4, 1, 8), k, k, mask)
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 1e-4)]
+)
+def test_the_loss_of_a_text_keeps_float64(dtype, tolerance):
+    logits, tokens = torch.randn(2, 5, 9).to(dtype), torch.randint(9, (2, 6))
+    total, count = text_loss(lambda _: logits, (tokens,))
+    wide = logits.double()
+    wanted = wide.exp().sum(-1).log() - wide.gather(2, tokens[:, 1:, None])[..., 0]
+    assert count == 10 and total.dtype == torch.promote_types(dtype, torch.float32)
+    close(total.double(), wanted.sum(), tolerance)
 
 
 def test_layouts_of_rotary_positions():
