@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CHOICES', 'SCALINGS', 'OF_2019', 'LLAMA_3', 'LLAMA_31', 'QWEN', 'PUBLISHED', 'GPTConfig', 'check_config', 'rotation',
            'slowdown', 'boolean_mask', 'token_positions', 'decoder_mask', 'for_groups', 'grouped_attention',
-           'layer_inputs', 'CausalSelfAttention', 'MLP', 'make_norm', 'Block', 'init_weights', 'check_prompt',
-           'check_prompts', 'pad_left', 'min_p_filter', 'next_token', 'config_of', 'check_published',
+           'layer_inputs', 'CausalSelfAttention', 'MLP', 'make_norm', 'Block', 'init_weights', 'tie_weights',
+           'check_prompt', 'check_prompts', 'pad_left', 'min_p_filter', 'next_token', 'config_of', 'check_published',
            'read_transformers', 'GPT', 'text_batches', 'text_loss', 'text_bits']
 
 # %% ../nbs/24_gpt.ipynb #imports
@@ -20,11 +20,11 @@ import torch.nn.functional as F
 
 from .attention import attention, check_attention, check_fits
 from .convert import GPT2, LLAMA, fuse_qkv, rename_keys
-from .decoding import KVCache, check_count, top_k_filter, top_p_filter
+from .decoding import KVCache, check_count, check_numbers, top_k_filter, top_p_filter
 from .modern import SwiGLU
 from .multihead import check_heads, merge_heads, split_heads
 from .position import position_angles, relative_positions, rotate_halves
-from .transformer import check_tokens, evaluation
+from .transformer import check_tied, check_tokens, evaluation
 
 # %% ../nbs/24_gpt.ipynb #config
 @dataclass(frozen=True)
@@ -502,6 +502,22 @@ def init_weights(model):
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)
 
+
+def tie_weights(model, incompatible_keys=None):
+    """Let the last matrix of a `GPT` be its embedding.
+
+    It runs after each `load_state_dict`, because ``assign=True`` and `to_empty` put two
+    parameters in place of the one.
+
+    Parameters
+    ----------
+    model : GPT
+        It is changed.
+    incompatible_keys : optional
+        What PyTorch passes to such a hook; it is not used.
+    """
+    model.lm_head.weight = model.wte.weight
+
 # %% ../nbs/24_gpt.ipynb #check-prompt
 def check_prompt(tokens, attention_mask, config, past=0, more=0):
     """Raise unless a model can read these tokens behind `past` others and write `more`.
@@ -550,8 +566,9 @@ def check_prompts(tokens, max_new_tokens, attention_mask, config, eos_id=None):
         If they cannot, or padding stands on the right.
     """
     check_count("max_new_tokens", max_new_tokens)
-    if eos_id is not None and not 0 <= eos_id < config.vocab_size:
-        raise ValueError(f"eos_id ({eos_id}) must be a token, from 0 to "
+    is_token = isinstance(eos_id, int) and 0 <= eos_id < config.vocab_size
+    if eos_id is not None and not is_token:
+        raise ValueError(f"eos_id ({eos_id!r}) must be a token, from 0 to "
                          f"{config.vocab_size - 1}")
     check_prompt(tokens, attention_mask, config, more=max_new_tokens - 1)
     if attention_mask is None:
@@ -609,7 +626,10 @@ def min_p_filter(logits, p):
     ------
     ValueError
         If p is outside [0, 1].
+    TypeError
+        If it is no number.
     """
+    check_numbers(min_p=p)
     if not 0 <= p <= 1:
         raise ValueError(f"min_p ({p}) must be in [0, 1]")
     if p == 0:
@@ -636,7 +656,10 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, gene
     ------
     ValueError
         If a number is out of its range.
+    TypeError
+        If an argument is no number.
     """
+    check_numbers(temperature=temperature)
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature ({temperature}) must be at least 0, and finite")
     if temperature == 0:
@@ -815,6 +838,8 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.lm_head.weight = self.wte.weight
+            self.register_load_state_dict_pre_hook(check_tied)
+            self.register_load_state_dict_post_hook(tie_weights)
         init_weights(self)
 
     def features(self, tokens, attention_mask=None, cache=None):
@@ -909,6 +934,8 @@ class GPT(nn.Module):
         ValueError
             If a number is out of its range, the text gets longer than `block_size`, padding
             stands on the right, or the mask holds other values than 0 and 1.
+        TypeError
+            If `temperature`, `top_p`, or `min_p` is no number.
         """
         sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         new = self.stream(tokens, max_new_tokens, attention_mask=attention_mask, eos_id=eos_id,
@@ -995,8 +1022,20 @@ def text_bits(model, tokens, length, stride=None):
     Returns
     -------
     float
+
+    Raises
+    ------
+    ValueError
+        If `length` or `stride` is less than 1, or `stride` is more than `length`, so that
+        tokens would be left out.
     """
-    stride, total = length // 2 if stride is None else stride, 0.0
+    check_count("length", length)
+    if stride is None:
+        stride = max(1, length // 2)
+    check_count("stride", stride)
+    if stride > length:
+        raise ValueError(f"stride ({stride}) must be at most length ({length})")
+    total = 0.0
     with evaluation(model):
         for start in range(0, len(tokens) - 1, stride):
             begin = max(0, start + stride - length)

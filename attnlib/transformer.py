@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'POSITIONS', 'SelfAttention', 'CrossAttention', 'FeedForward', 'EncoderLayer', 'DecoderLayer',
-           'Encoder', 'Decoder', 'Positions', 'check_settings', 'check_tokens', 'check_rows', 'check_padding',
-           'evaluation', 'Transformer', 'label_smoothing_loss', 'layer_from_torch', 'from_torch']
+           'Encoder', 'Decoder', 'Positions', 'check_settings', 'check_tokens', 'check_tied', 'check_rows',
+           'check_padding', 'evaluation', 'Transformer', 'label_smoothing_loss', 'layer_from_torch', 'from_torch']
 
 # %% ../nbs/21_transformer.ipynb #imports
 import copy
@@ -337,6 +337,39 @@ def check_tokens(name, tokens, vocab, max_length, offset=0):
                                  f"it must be from 0 to {vocab - 1}")
 
 
+def check_tied(module, state_dict, prefix="", *unused):
+    """Raise if a state dict has two different tensors for a parameter that a module shares.
+
+    A hook for `register_load_state_dict_pre_hook`: PyTorch itself keeps the tensor that comes
+    last, so that a tied model would compute with only one matrix of an untied one.
+
+    Parameters
+    ----------
+    module : Module
+    state_dict : dict of str to Tensor
+    prefix : str
+        What stands before the module's own names in the state dict.
+    *unused
+        What PyTorch passes to such a hook in addition.
+
+    Raises
+    ------
+    ValueError
+        If the two differ.
+    """
+    first_names = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first_name = first_names.setdefault(parameter, name)
+        first = state_dict.get(prefix + first_name)
+        other = state_dict.get(prefix + name)
+        if first is None or other is None or first is other or first.is_meta:
+            continue
+        if first.shape == other.shape and not torch.equal(first, other):
+            raise ValueError("state_dict has different tensors for "
+                             f"{prefix + first_name!r} and {prefix + name!r}, which are one "
+                             "parameter of the model; build it with weights that are not tied")
+
+
 def check_rows(tgt, memory):
     """Raise unless targets (B, N) and memory (B, M, d_model) have the same number of rows.
 
@@ -478,6 +511,7 @@ class Transformer(nn.Module):
         self.decoder = Decoder(decoder, nn.LayerNorm(d_model) if last else None)
         self.dropout = nn.Dropout(dropout)
         self.init_weights()
+        self.register_load_state_dict_pre_hook(check_tied)
 
     def init_weights(self):
         """Embeddings of variance 1 / d_model, Xavier-uniform matrices, biases of zero."""

@@ -30,6 +30,7 @@ from attnlib.gpt import (
     next_token,
     pad_left,
     text_batches,
+    text_bits,
     token_positions,
 )
 from attnlib.transformer import (
@@ -103,9 +104,12 @@ GENERATION = [
     (lambda: generate(top_p=0.0), ValueError, "top_p"),
     (lambda: generate(min_p=2.0), ValueError, "min_p"),
     (lambda: generate(eos_id=5), ValueError, "eos_id"),
-    (lambda: generate(eos_id=[1, 2]), TypeError, "eos_id"),
-    (lambda: generate(eos_id=1.5), TypeError, "eos_id"),
+    (lambda: generate(eos_id=[1, 2]), ValueError, "eos_id"),
+    (lambda: generate(eos_id=1.5), ValueError, "eos_id"),
     (lambda: generate(temperature="1"), TypeError, "temperature"),
+    (lambda: generate(top_p="1"), TypeError, "top_p"),
+    (lambda: generate(min_p=[0.1]), TypeError, "min_p"),
+    (lambda: text_bits(tiny_gpt(), torch.ones(9).long(), 4, stride=5), ValueError, "stride"),
     (lambda: tiny_gpt()(torch.tensor([[5]])), ValueError, "tokens"),
     (lambda: GPTConfig(n_head=3, n_embd=8), ValueError, "n_embd"),
     (lambda: GPTConfig(norm="batch"), ValueError, "norm"),

@@ -679,3 +679,42 @@ def test_weights_of_attention_are_recorded():
     with record_attention() as maps:
         model(tokens)
     assert [tuple(x.shape) for x in maps] == [(2, 4, 20, 20)] * 2
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_tied_weights_stay_tied_when_a_state_dict_is_assigned(empty):
+    config = GPTConfig(vocab_size=11, block_size=8, n_layer=1, n_head=2, n_embd=8)
+    model = GPT(config)
+    with torch.device("meta"):
+        other = GPT(config)
+    if empty:
+        other = other.to_empty(device="cpu")
+    other.load_state_dict(model.state_dict(), assign=not empty)
+    assert other.lm_head.weight is other.wte.weight
+    assert sum(p.numel() for p in other.parameters()) == sum(
+        p.numel() for p in model.parameters()
+    )
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(model(tokens), other(tokens))
+    other(tokens).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=1.0).step()
+    assert torch.equal(other.lm_head.weight, other.wte.weight)
+
+
+def test_a_tied_model_refuses_two_different_matrices():
+    config = dict(vocab_size=11, block_size=8, n_layer=1, n_head=2, n_embd=8)
+    untied = GPT(GPTConfig(**config, tied=False))
+    with pytest.raises(ValueError, match=r"'wte.weight' and 'lm_head.weight'"):
+        GPT(GPTConfig(**config)).load_state_dict(untied.state_dict())
+    with pytest.raises(ValueError, match=r"'0.wte.weight' and '0.lm_head.weight'"):
+        torch.nn.Sequential(GPT(GPTConfig(**config))).load_state_dict(
+            {f"0.{name}": x for name, x in untied.state_dict().items()}
+        )
+
+
+def test_a_stride_of_one_is_the_default_of_a_short_window():
+    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=1, n_head=2, n_embd=8))
+    tokens = torch.tensor([1, 2, 3, 4])
+    log_probs = model(tokens[:-1, None])[:, 0].double().log_softmax(-1)  # each token alone
+    bits = -log_probs.gather(1, tokens[1:, None]).sum().item() / math.log(2)
+    assert text_bits(model, tokens, 1) == pytest.approx(bits, abs=1e-6)

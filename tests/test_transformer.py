@@ -938,3 +938,11 @@ def test_vmap_over_models():
     )(weights, buffers)
     expected = torch.stack([model(src, tgt) for model in models])
     torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_a_tied_model_refuses_an_untied_state_dict():
+    options = dict(d_model=8, nhead=2, num_encoder_layers=1, num_decoder_layers=1)
+    untied = Transformer(11, **options, tie_weights=False)
+    with pytest.raises(ValueError, match=r"'src_embed.weight' and 'tgt_embed.weight'"):
+        Transformer(11, **options).load_state_dict(untied.state_dict())
+    Transformer(11, **options).load_state_dict(Transformer(11, **options).state_dict())
