@@ -279,7 +279,11 @@ def test_weights_of_the_models_own_grid_are_loaded_as_they_are(name):
 @pytest.mark.parametrize("name", NINE_BY_SIXTEEN)
 def test_weights_of_another_grid_are_resampled_if_it_is_given(name):
     """As `set_input_size` resamples them, also where no square could be meant."""
-    for old_size, new_size in (((96, 96), (72, 128)), ((16, 64), (64, 16)), ((16, 40), (24, 16))):
+    for old_size, new_size in (
+        ((96, 96), (72, 128)),
+        ((16, 64), (64, 16)),
+        ((16, 40), (24, 16)),
+    ):
         trained, model = (NINE_BY_SIXTEEN[name](img_size=s) for s in (old_size, new_size))
         with torch.no_grad():
             for parameter in trained.parameters():

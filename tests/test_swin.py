@@ -310,7 +310,9 @@ def test_weights_of_another_window_are_resampled():
     torch.testing.assert_close(constant, torch.ones(9 * 17, 2))
     with pytest.raises(ValueError, match=r"old_window \(None\) .* 168 rows .* needs 169"):
         resize_rel_pos_bias_table(torch.ones(168, 2), (7, 7))
-    with pytest.raises(ValueError, match=r"table has 168 rows; .* old_window \(7, 7\) needs 169"):
+    with pytest.raises(
+        ValueError, match=r"table has 168 rows; .* old_window \(7, 7\) needs 169"
+    ):
         resize_rel_pos_bias_table(torch.ones(168, 2), (9, 9), (7, 7))
 
 
