@@ -97,6 +97,7 @@ class DiscreteVAE(nn.Module):
     def __init__(self, num_embeddings, in_chans=3, patch_size=8, dim=64):
         super().__init__()
         check_vocabulary(num_embeddings)
+        self.num_embeddings = num_embeddings
         self.encoder = conv_encoder(in_chans, dim, num_embeddings, patch_size)
         self.codes = nn.Conv2d(num_embeddings, dim, 1, bias=False)  # one column for each code
         self.decoder = conv_decoder(dim, dim, in_chans, patch_size)
@@ -117,8 +118,9 @@ class DiscreteVAE(nn.Module):
 
     def decode(self, tokens):
         """Images of tokens (B, H', W')."""
-        z = F.one_hot(tokens, self.codes.in_channels).permute(0, 3, 1, 2)  # (B, K, H', W')
-        return self.decoder(self.codes(z.to(self.codes.weight.dtype)))
+        z = F.one_hot(tokens, self.num_embeddings).permute(0, 3, 1, 2)  # (B, K, H', W')
+        dtype = next(self.parameters()).dtype
+        return self.decoder(self.codes(z.to(dtype)))
 
 # %% ../nbs/41_beit.ipynb #dvae-loss
 def dvae_loss(x, reconstruction, logits, beta=0.0):

@@ -13,13 +13,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention
-from .backbone import check_counts, check_rates, to_2tuple
+from .backbone import check_counts, check_rates, is_plain, to_2tuple
 from .data import data_extra
 from .models import register_model
 from .multihead import merge_heads, split_heads
 from .position import sincos_2d
 from .tnt import patchify as cut, unpatchify as put_together
-from .vit import SIZES, Block, LayerNorm, PatchEmbed, VisionTransformer, check_divides
+from attnlib.vit import (
+    SIZES, Attention, Block, LayerNorm, PatchEmbed, VisionTransformer, check_divides,
+)
 
 # %% ../nbs/40_mae.ipynb #pieces
 def pieces(count, split="train", size=64, *, seed=0):
@@ -511,6 +513,9 @@ def masked_loss(model, batch, mask_ratio=0.75):
 def last_block(block, x, m):
     """A block's output for the first m of its tokens only.
 
+    What has a hook, or is of another class than in a `MaskedAutoencoder`, is called with all
+    tokens.
+
     Parameters
     ----------
     block : Block
@@ -522,7 +527,10 @@ def last_block(block, x, m):
     -------
     Tensor, shape (B, m, D)
     """
-    layer, y = block.attn, block.norm1(x)
+    layer = block.attn
+    if not (is_plain(block, Block) and is_plain(layer, Attention)):
+        return block(x)[:, :m]
+    y = block.norm1(x)
     q, k, v = layer.qkv(y).chunk(3, dim=-1)
     q, k, v = (split_heads(part, layer.num_heads) for part in (q[:, :m], k, v))
     x = x[:, :m] + layer.proj(merge_heads(attention(q, k, v)))

@@ -368,7 +368,7 @@ def names_right(model, tokenizer, part, max_length=48):
     -------
     float
     """
-    tokens = greedy(model, part["src"].to(model.output.weight.device), max_length)
+    tokens = greedy(model, part["src"].to(next(model.parameters()).device), max_length)
     said, wanted = decode(tokenizer, tokens.cpu()), number_words(part["numbers"], "de")
     return sum(a == b for a, b in zip(said, wanted)) / len(wanted)
 

@@ -120,6 +120,7 @@ class Captioner(nn.Module):
         check_counts(vocab_size=vocab_size, hidden_dim=hidden_dim, max_length=max_length)
         self.encoder = encoder or PlaceEncoder()
         dim, self.max_length, self.pad_id = self.encoder.num_channels, max_length, pad_id
+        self.vocab_size = vocab_size
         self.embed = nn.Embedding(vocab_size, hidden_dim)
         self.first_h = nn.Sequential(nn.Linear(dim, hidden_dim), nn.Tanh())
         self.first_c = nn.Sequential(nn.Linear(dim, hidden_dim), nn.Tanh())
@@ -184,7 +185,7 @@ class Captioner(nn.Module):
             If a caption has no token or one that is unknown, or there are not as many captions
             as images.
         """
-        check_captions(tokens, images.shape[0], self.output.out_features, self.pad_id)
+        check_captions(tokens, images.shape[0], self.vocab_size, self.pad_id)
         places, _ = self.encode(images)
         *found, _ = self.unroll(tokens, self.start(places), places,
                                 self.attend.prepare(places))

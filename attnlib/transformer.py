@@ -499,7 +499,10 @@ class Transformer(nn.Module):
         self.d_model, self.max_length, self.pad_id = d_model, max_length, pad_id
         self.src_embed = nn.Embedding(src_vocab, d_model)
         self.tgt_embed = self.src_embed if shared else nn.Embedding(tgt_vocab, d_model)
-        self.output = self.tgt_embed if tie_weights else nn.Embedding(tgt_vocab, d_model)
+        table = self.tgt_embed if tie_weights else nn.Embedding(tgt_vocab, d_model)
+        self.output = nn.Linear(d_model, tgt_vocab, bias=False, device="meta")
+        self.output.weight = table.weight
+        self.src_vocab_size, self.vocab_size = src_vocab, tgt_vocab
         self.output_bias = nn.Parameter(torch.zeros(tgt_vocab)) if output_bias else None
         self.positions = Positions(position, d_model, nhead, max_length)
         layer = (d_model, nhead, dim_feedforward, dropout, activation, norm_first,
@@ -534,7 +537,7 @@ class Transformer(nn.Module):
         The mask hides padding: it is False there. Padding must stand after the tokens of its
         row; this is checked on the CPU.
         """
-        check_tokens("src", src, self.src_embed.num_embeddings, self.max_length)
+        check_tokens("src", src, self.src_vocab_size, self.max_length)
         check_padding("src", src, self.pad_id)
         mask = (src != self.pad_id)[:, None, None, :]  # (B, M) -> (B, 1, 1, M)
         bias = self.positions.bias("encoder", src.shape[1], src.shape[1], src.device)
@@ -549,13 +552,14 @@ class Transformer(nn.Module):
         not the tensor of the call before.
         """
         past, n = 0 if cache is None else len(cache), tgt.shape[-1]
-        check_tokens("tgt", tgt, self.tgt_embed.num_embeddings, self.max_length, past)
+        check_tokens("tgt", tgt, self.vocab_size, self.max_length, past)
         check_rows(tgt, memory)
         mask = "causal" if n > 1 else None  # one token may attend to all
         bias = self.positions.bias("decoder", n, past + n, tgt.device)
         x = self.embed(tgt, self.tgt_embed, past)
         x = self.decoder(x, memory, mask, src_mask, bias, cache)
-        return F.linear(x, self.output.weight, self.output_bias)  # (B, N, d) -> (B, N, vocab)
+        logits = self.output(x)  # (B, N, d) -> (B, N, vocab)
+        return logits if self.output_bias is None else logits + self.output_bias
 
     def forward(self, src, tgt):
         """Logits (B, N, tgt_vocab) for source tokens (B, M) and target tokens (B, N)."""

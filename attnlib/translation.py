@@ -197,7 +197,8 @@ def translate_numbers(model, tokenizer, texts, language, *, max_length=100,
     if len(wanted) != len(texts):
         raise ValueError(f"language has {len(wanted)} languages for {len(texts)} texts; it "
                          "must be one str, or one for each text")
-    tags, device = [tag(name) for name in wanted], model.output.weight.device
+    tags = [tag(name) for name in wanted]
+    device = next(model.parameters()).device
     if tag_on == "source":
         out = greedy(model, encode(tokenizer, texts, prefix=tags).to(device), max_length)
         return decode(tokenizer, out.cpu())
@@ -508,7 +509,7 @@ def length_run(position, *, longest=5, steps=1500, numbers=30_000, tests=300, d_
     fit(model, translation_loss, lambda step: tuple(map(trim, pairs(step))), steps=steps,
         lr=3e-3, warmup=steps // 10, weight_decay=0.0, every=steps, seed=seed,
         accelerator=accelerator)
-    src = encode(tokenizer, number_words(every, "en")).to(model.output.weight.device)
+    src = encode(tokenizer, number_words(every, "en")).to(next(model.parameters()).device)
     said = dict(zip(every, decode(tokenizer, greedy(model, src, 120).cpu())))
     right = {n: said[n] == number_words([n], "de")[0] for n in every}
     accuracy = [round(sum(right[n] for n in own) / len(own), 4) for own in tests.values()]
@@ -632,7 +633,7 @@ def keep_best(path, src, tgt, batch_size=256):
         From a model to {"valid": loss}.
     """
     def evaluate(model):
-        device, found = model.output.weight.device, []
+        device, found = next(model.parameters()).device, []
         for batch in zip(src.split(batch_size), tgt.split(batch_size)):
             found.append(translation_loss(model, [trim(x).to(device) for x in batch]))
         total, count = (sum(column) for column in zip(*found))
@@ -685,7 +686,7 @@ def translate(model, tokenizer, texts, *, beam_size=4, length_penalty=1.0, max_l
         rows = order[first : first + batch_size]
         batch = [texts[i] for i in rows]
         src = (tokenizer(batch, return_tensors="pt", padding=True).input_ids if marian
-               else encode(tokenizer, batch)).to(model.output.weight.device)
+               else encode(tokenizer, batch)).to(next(model.parameters()).device)
         out, _ = beam_search(model, src, max_length, beam_size, length_penalty=length_penalty,
                              **ends)
         read = (tokenizer.batch_decode(out, skip_special_tokens=True) if marian

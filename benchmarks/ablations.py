@@ -144,8 +144,9 @@ def train_output(task, variant, lr, seed, steps, output, every=20):
     torch.manual_seed(seed)
     model = recipes.small_transformer()
     if output == "untied":
-        model.output = nn.Embedding(*model.tgt_embed.weight.shape)
-        nn.init.normal_(model.output.weight, std=model.d_model**-0.5)
+        table = nn.Embedding(*model.tgt_embed.weight.shape)
+        nn.init.normal_(table.weight, std=model.d_model**-0.5)
+        model.output.weight = table.weight
     elif output == "tied, small start":
         nn.init.normal_(model.tgt_embed.weight, std=0.02)
     train, valid = (parts[part] for part in ("train", "valid"))

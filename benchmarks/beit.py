@@ -105,17 +105,6 @@ def vq_loss(model, batch):
     return len(x) * (F.mse_loss(found, target) + commitment), len(x)
 
 
-def with_temperature(batches, steps):
-    """The same batches, and for each image the temperature of the step, from 1 to 0.3."""
-
-    def at(step):
-        images, *others = batches(step)
-        tau = torch.full((len(images),), 0.3 ** (step / steps), dtype=torch.float64)
-        return images, *others, tau
-
-    return at
-
-
 def teacher_loss(model, batch):
     """One minus the cosine between the decoder's output and the teacher's features."""
     x, target = batch
@@ -153,9 +142,9 @@ class Tokens(Bench):
         if name.startswith("dVAE"):
             model, beta = DiscreteVAE(VOCABULARY, 1, 2, 32), TOKENIZERS[name]["beta"]
 
-            def loss_fn(model, batch):
-                images, tau = batch
-                return dvae_loss(images, *model(images, tau[0].item()), beta) / 64, 1
+            def loss_fn(model, batch, *, step):
+                tau = 0.3 ** (step / steps)  # the temperature falls from 1 to 0.3
+                return dvae_loss(batch[0], *model(batch[0], tau), beta) / 64, 1
 
             tensors = (x,)
         elif name == "teacher":
@@ -169,8 +158,6 @@ class Tokens(Bench):
         else:
             model, loss_fn, tensors = vq(**TOKENIZERS[name]), vq_loss, (x,)
         batches = self.batches(seed, *tensors)
-        if name.startswith("dVAE"):
-            batches = with_temperature(batches, steps)
         _, seconds = self.train(model, loss_fn, batches, steps, 3e-3, seed, weight_decay=0.0)
         return model.eval(), seconds
 

@@ -257,7 +257,7 @@ def test_slices_are_views():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "linear", spy)
         model(images(1, 12), Subnet(16, (1, 2), (1, 2)))
-    assert len(seen) == 2 * 6 + 1 and set(seen) <= pointers
+    assert len(seen) == 2 * 4 + 1 and set(seen) <= pointers
 
 
 def test_training_a_network_leaves_the_other_entries(seed=0):

@@ -1,0 +1,257 @@
+"""Adapters, hooks, pruning, and quantization take effect in every model, or are refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.nn.utils import prune
+
+from attnlib.autoformer import AutoFormer, Subnet, extract, small_supernet
+from attnlib.beit import BeitForMaskedImageModeling, DiscreteVAE
+from attnlib.decoding import greedy
+from attnlib.detr import DETR, BoxQueryDETR, small_detr
+from attnlib.gpt import GPT, GPTConfig
+from attnlib.mae import MaskedAutoencoder, lean_loss
+from attnlib.panoptic import small_panoptic
+from attnlib.spatial import AttentiveConvnet, Captioner, PlaceEncoder
+from attnlib.transformer import Transformer
+from helpers import BACKBONES, build
+
+LAYERS = nn.Linear, nn.Conv2d, nn.Embedding
+IMAGES = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
+DECODER = dict(decoder_embed_dim=20, decoder_depth=2, decoder_num_heads=5)
+
+
+def image(size=32, chans=3):
+    return torch.randn(2, chans, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def tokens(n):
+    return torch.randint(3, 20, (2, n), generator=torch.Generator().manual_seed(n))
+
+
+def noise():
+    return torch.rand(2, 16, generator=torch.Generator().manual_seed(0))
+
+
+def hidden():
+    return torch.arange(32).view(2, 4, 4) % 3 == 0
+
+
+def detr():
+    sizes = dict(num_encoder_layers=1, num_decoder_layers=2, embed_dim=32, num_heads=4)
+    return DETR(5, 6, backbone="resnet18", dim_feedforward=48, dropout=0.0, **sizes)
+
+
+def transformer(**options):
+    sizes = dict(d_model=16, nhead=2, num_encoder_layers=1, num_decoder_layers=2)
+    return Transformer(20, dim_feedforward=24, dropout=0.0, max_length=16, **sizes, **options)
+
+
+def joined(output):
+    """All tensors that a model returns, one after the other."""
+    if isinstance(output, torch.Tensor):
+        return output.flatten()
+    return torch.cat([joined(x) for x in output if x is not None and not isinstance(x, list)])
+
+
+MODELS = {  # what makes a model, and what it is called with
+    **{name: (lambda name=name: build(name), lambda m: m(image())) for name in BACKBONES},
+    "autoformer": (
+        lambda: AutoFormer(32, 8, 3, 5, "avg", 24, (1, 2), (2, 1)),
+        lambda m: m(image()),
+    ),
+    "supernet": (lambda: small_supernet(), lambda m: m(image(10, 1))),
+    "masked beit": (
+        lambda: BeitForMaskedImageModeling(**IMAGES, vocab_size=11),
+        lambda m: m(image(), hidden()),
+    ),
+    "mae": (
+        lambda: MaskedAutoencoder(**IMAGES, **DECODER),
+        lambda m: m(image(), noise=noise())[:2],
+    ),
+    "mae, lean": (
+        lambda: MaskedAutoencoder(**IMAGES, **DECODER),
+        lambda m: lean_loss(m, image(), noise()),
+    ),
+    "detr": (detr, lambda m: m(image(40))),
+    "box queries": (lambda: small_detr(4, BoxQueryDETR), lambda m: m(image(48))),
+    "panoptic": (small_panoptic, lambda m: m(image(48))),
+    "transformer": (transformer, lambda m: m(tokens(5), tokens(6))),
+    "transformer, untied": (
+        lambda: transformer(tie_weights=False, output_bias=True),
+        lambda m: m(tokens(5), tokens(6)),
+    ),
+    "gpt": (
+        lambda: GPT(GPTConfig(vocab_size=20, block_size=8, n_layer=2, n_head=2, n_embd=16)),
+        lambda m: m(tokens(6)),
+    ),
+    "captioner": (
+        lambda: Captioner(20, PlaceEncoder(16), hidden_dim=12),
+        lambda m: m(image(), tokens(4)),
+    ),
+    "convnet": (lambda: AttentiveConvnet(4, "dot"), lambda m: m(image(48))),
+}
+
+
+def make(name):
+    """The model with no weight at 0 or 1, in evaluation mode."""
+    torch.manual_seed(0)
+    model = MODELS[name][0]()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model.eval()
+
+
+def run(name, model):
+    return joined(MODELS[name][1](model))
+
+
+def layers_of(model):
+    """The names of the linear layers, convolutions, and tables, each once."""
+    found = {}
+    for key, layer in model.named_modules():
+        if isinstance(layer, LAYERS):
+            found[key] = layer
+    return found
+
+
+class Adapter(nn.Module):
+    """A layer with a trained addition, which has none of the layer's own attributes."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        y = self.base(x)
+        return y + self.scale * (3 * y).sin()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_adapter_around_any_layer_takes_effect(name):
+    model, adapters = make(name), {}
+    with torch.no_grad():
+        before = run(name, model)
+    for key, layer in layers_of(model).items():
+        adapters[key] = Adapter(layer)
+        model.set_submodule(key, adapters[key])
+    after = run(name, model)
+    assert (after - before).abs().max() > 1e-3
+    after.square().sum().backward()
+    for key, adapter in adapters.items():
+        assert adapter.scale.grad is not None and adapter.scale.grad != 0, key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_hook_on_any_layer_runs(name):
+    model, called = make(name), set()
+    for key, layer in layers_of(model).items():
+        layer.register_forward_hook(lambda *_, key=key: called.add(key))
+    with torch.no_grad():
+        run(name, model)
+    assert called == layers_of(model).keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pruned_layers_can_be_trained(name):
+    model = make(name).requires_grad_(True)
+    with torch.no_grad():
+        before = run(name, model)
+    for layer in layers_of(model).values():
+        prune.l1_unstructured(layer, "weight", amount=0.3)
+    pruned = run(name, model)
+    assert (pruned - before).abs().max() > 1e-4
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):  # a weight that is not computed again fails in the second round
+        optimizer.zero_grad()
+        run(name, model).square().mean().backward()
+        optimizer.step()
+    assert not torch.equal(run(name, model), pruned)
+    for layer in layers_of(model).values():
+        prune.remove(layer, "weight")
+        assert (layer.weight == 0).float().mean() > 0.2
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_models_run(name):
+    model = make(name)
+    quantized = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})
+    count = sum("quantized" in type(part).__module__ for part in quantized.modules())
+    with torch.no_grad():
+        before, after = run(name, model), run(name, quantized)
+    if name != "supernet":  # whose layers are of classes that PyTorch does not quantize
+        plain = [layer for layer in layers_of(model).values() if type(layer) is nn.Linear]
+        assert count >= len(plain) > 0 and not torch.equal(after, before)
+    assert (after - before).abs().max() < 0.2 * before.abs().max() + 0.2
+
+
+# --- networks within networks, and functions --------------------------------------------------
+
+
+def test_a_narrower_network_refuses_an_adapter():
+    model, narrow = small_supernet().eval(), Subnet(32, (1, 2), (1, 2))
+    model.blocks[1].fc1 = Adapter(model.blocks[1].fc1)
+    x = image(10, 1)
+    assert model(x).shape == (2, 10)  # the largest network has it
+    message = r"blocks.1.fc1 \(Adapter\) must be a Linear or LayerNorm of attnlib.autoformer"
+    with pytest.raises(TypeError, match=message):
+        model(x, narrow)
+    with pytest.raises(TypeError, match=message):
+        extract(model, narrow)
+
+
+def test_narrower_networks_have_the_hooks_and_the_pruning_of_the_supernet():
+    torch.manual_seed(0)
+    model, narrow, called = small_supernet().eval(), Subnet(32, (1, 2), (1, 2)), []
+    model.blocks[0].attn.qkv.register_forward_hook(lambda *_: called.append(1))
+    before = model(image(10, 1), narrow)
+    assert called == [1]
+    prune.l1_unstructured(model.blocks[0].attn.qkv, "weight", amount=0.5)
+    for _ in range(2):
+        after = model(image(10, 1), narrow)
+        after.sum().backward()
+    assert (after - before).abs().max() > 1e-5
+    with pytest.raises(ValueError, match="supernet has no blocks.0.attn.qkv.weight"):
+        extract(model, narrow)
+    prune.remove(model.blocks[0].attn.qkv, "weight")
+    assert torch.allclose(extract(model, narrow)(image(10, 1)), after, atol=1e-6)
+
+
+def test_a_hook_on_the_last_block_changes_the_lean_loss():
+    model = make("mae")
+    x = image()
+    block = model.decoder_blocks[-1]
+    for part in block, block.attn:
+        hook = part.register_forward_hook(lambda module, inputs, output: output.sin())
+        lean, whole = lean_loss(model, x, noise()), model(x, noise=noise())[0]
+        hook.remove()
+        assert (whole - model(x, noise=noise())[0]).abs() > 1e-3
+        assert torch.allclose(lean, whole, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapted_and_quantized_models_decode():
+    for name in "transformer", "captioner":
+        model = make(name)
+        src = tokens(5) if name == "transformer" else image()
+        options = dict(max_length=6, bos_id=1, eos_id=2)
+        plain = greedy(model, src, **options)
+        quantized = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})
+        assert greedy(quantized, src, **options).shape[0] == 2
+        model.output = Adapter(model.output)
+        model.output.scale.data.fill_(0.0)
+        assert torch.equal(greedy(model, src, **options), plain)
+
+
+def test_an_adapter_around_the_codes_of_a_tokenizer():
+    torch.manual_seed(0)
+    model = DiscreteVAE(6, 1, 2, 8).eval()
+    places = torch.randint(6, (2, 3, 3))
+    before = model.decode(places)
+    model.codes = Adapter(model.codes)
+    assert (model.decode(places) - before).abs().max() > 1e-4
