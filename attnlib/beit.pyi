@@ -10,6 +10,7 @@ def conv_encoder(in_chans: int, dim: int, out_dim: int, patch_size: int | tuple[
 def conv_decoder(in_dim: int, dim: int, out_chans: int, patch_size: int | tuple[int, int]) -> torch.nn.Sequential: ...
 def check_vocabulary(num_embeddings: int) -> None: ...
 class DiscreteVAE(nn.Module):
+    num_embeddings: int
     encoder: Any
     codes: torch.nn.Conv2d
     decoder: Any

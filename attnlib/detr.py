@@ -777,12 +777,7 @@ def small_detr(num_classes, detector=DETR, temperature=10000):
 # %% ../nbs/42_detr.ipynb #slow-anchor-layer
 class PlacedAttention(MultiHeadAttention):
     """Multi-head attention whose logits compare contents, and places (DAB-DETR, Liu et al.
-    2022).
-
-    Parameters
-    ----------
-    embed_dim, num_heads, dropout
-        As in `MultiHeadAttention`.
+    2022). It is constructed as `MultiHeadAttention` is.
     """
 
     def forward(self, x, memory, near, far, mask=None):

@@ -24,6 +24,7 @@ class Captioner(nn.Module):
     encoder: Any
     max_length: int
     pad_id: int
+    vocab_size: int
     embed: torch.nn.Embedding
     first_h: torch.nn.Sequential
     first_c: torch.nn.Sequential

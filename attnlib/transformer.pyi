@@ -7,7 +7,7 @@ from .position import LearnedPositionalEmbedding, RelativePositionBias
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 from .decoding import KVCache
-__all__ = ['ACTIVATIONS', 'POSITIONS', 'SelfAttention', 'CrossAttention', 'FeedForward', 'EncoderLayer', 'DecoderLayer', 'Encoder', 'Decoder', 'Positions', 'check_settings', 'check_tokens', 'check_rows', 'check_padding', 'evaluation', 'Transformer', 'label_smoothing_loss', 'layer_from_torch', 'from_torch']
+__all__ = ['ACTIVATIONS', 'POSITIONS', 'SelfAttention', 'CrossAttention', 'FeedForward', 'EncoderLayer', 'DecoderLayer', 'Encoder', 'Decoder', 'Positions', 'check_settings', 'check_tokens', 'check_tied', 'check_rows', 'check_padding', 'evaluation', 'Transformer', 'label_smoothing_loss', 'layer_from_torch', 'from_torch']
 class SelfAttention(MultiHeadAttention):
     rotary: bool
     def __init__(self, embed_dim: int, num_heads: int, rotary: bool = ...) -> None: ...
@@ -63,6 +63,7 @@ class Positions(nn.Module):
     def bias(self, stack: Any, n: int, m: int, device: torch.device | str) -> Any: ...
 def check_settings(pad_id: int, dropout: float, vocabularies: dict[str, int], layers: dict[str, int]) -> None: ...
 def check_tokens(name: str, tokens: torch.Tensor, vocab: int, max_length: int, offset: int = ...) -> None: ...
+def check_tied(module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str = ..., *unused: Any) -> None: ...
 def check_rows(tgt: torch.Tensor, memory: torch.Tensor) -> None: ...
 def check_padding(name: str, tokens: torch.Tensor, pad_id: int) -> None: ...
 @contextmanager
@@ -73,7 +74,9 @@ class Transformer(nn.Module):
     pad_id: int
     src_embed: torch.nn.Embedding
     tgt_embed: Any
-    output: Any
+    output: torch.nn.Linear
+    src_vocab_size: int
+    vocab_size: int | None
     output_bias: Any
     positions: Positions
     encoder: Encoder

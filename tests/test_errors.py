@@ -7,6 +7,7 @@ make it, and the message has to name the argument.
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
@@ -19,6 +20,7 @@ from attnlib.attention import (
     causal_mask,
     padding_mask,
 )
+from attnlib.data import number_words
 from attnlib.decoding import top_p_filter
 from attnlib.gpt import (
     GPT,
@@ -33,6 +35,8 @@ from attnlib.gpt import (
     text_bits,
     token_positions,
 )
+from attnlib.recipes import distill_small, train_small
+from attnlib.train import epochs, fit, learning_rate, save_checkpoint
 from attnlib.transformer import (
     Positions,
     Transformer,
@@ -68,6 +72,19 @@ def backend(name):
 
 def transfer(train, test):
     return practice.transfer("vit_collages", train, test, pretrained=False, steps=1, lr=0.1)
+
+
+def linear():
+    return nn.Linear(5, 3)
+
+
+def loss(model, batch):
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets, reduction="sum"), len(targets)
+
+
+def batches(step):
+    return torch.zeros(8, 5), torch.zeros(8, dtype=torch.int64)
 
 
 def nan(*_):
@@ -211,7 +228,57 @@ VISION = [
         "model",
     ),
 ]
-ROWS = [*ATTENTION, *GENERATION, *TRANSLATION, *VISION]
+TRAINING = [
+    (lambda: fit(linear(), 3, batches, steps=1), TypeError, "loss_fn"),
+    (
+        lambda: fit(linear(), lambda m, b: m(b[0]).mean(), batches, steps=1),
+        TypeError,
+        "loss_fn",
+    ),
+    (lambda: fit(linear(), lambda m, b: (m(b[0]), 8), batches, steps=1), TypeError, "loss_fn"),
+    (
+        lambda: fit(linear(), lambda m, b: (m(b[0]).sum(), 0), batches, steps=1),
+        ValueError,
+        "loss_fn",
+    ),
+    (lambda: fit(linear(), loss, [1, 2], steps=1), TypeError, "batches"),
+    (lambda: fit(linear(), loss, batches, steps=0), ValueError, "steps"),
+    (lambda: fit(linear(), loss, batches, steps=1, lr=0.0), ValueError, "lr"),
+    (lambda: fit(linear(), loss, batches, steps=1, warmup=2), ValueError, "warmup"),
+    (lambda: fit(linear(), loss, batches, steps=1, clip=-1.0), ValueError, "clip"),
+    (lambda: fit(linear(), loss, batches, steps=1, every=0), ValueError, "every"),
+    (
+        lambda: fit(linear(), loss, batches, steps=9, every=2, stop_after=3),
+        ValueError,
+        "stop_after",
+    ),
+    (lambda: fit(linear(), loss, batches, steps=1, schedule="linear"), ValueError, "schedule"),
+    (lambda: fit(linear(), loss, batches, steps=1, parallel="zero"), ValueError, "parallel"),
+    (
+        lambda: fit(linear(), loss, batches, steps=1, lr_scale={"no": 1.0}),
+        ValueError,
+        "lr_scale",
+    ),
+    (
+        lambda: fit(linear(), loss, batches, steps=1, evaluate=lambda m: 3),
+        ValueError,
+        "evaluate",
+    ),
+    (lambda: fit(linear(), loss, batches, steps=1, checkpoint="a.txt"), ValueError, "path"),
+    (lambda: save_checkpoint("a.txt", {}, {"step": 1}), ValueError, "path"),
+    (lambda: epochs(torch.zeros(3), batch_size=4), ValueError, "batch_size"),
+    (
+        lambda: learning_rate(0, steps=1, warmup=0, schedule="linear"),
+        ValueError,
+        "schedule",
+    ),
+    (lambda: number_words([1], "xx"), ValueError, "language"),
+    (lambda: number_words([10**9], "en"), ValueError, "numbers"),
+    (lambda: train_small("resnet"), ValueError, "model"),
+    (lambda: train_small("vit", "imagenet"), ValueError, "data"),
+    (lambda: distill_small("cats"), ValueError, "data"),
+]
+ROWS = [*ATTENTION, *GENERATION, *TRANSLATION, *VISION, *TRAINING]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from attnlib.gpt import (
     pad_left,
     rotation,
     slowdown,
+    text_bits,
     text_loss,
     token_positions,
 )
