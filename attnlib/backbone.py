@@ -6,9 +6,11 @@
 __all__ = ['FORWARD_HOOKS', 'to_2tuple', 'check_counts', 'check_naturals', 'check_sizes', 'hidden_width', 'check_rates',
            'torchvision_import', 'is_unchanged', 'is_plain', 'DropPath', 'drop_path_rates', 'init_weights',
            'classifier', 'feature_take_indices', 'as_map', 'source_grid', 'resample_abs_pos_embed',
-           'resample_parameter', 'resample_stored', 'Backbone']
+           'resample_parameter', 'resample_stored', 'Backbone', 'frozen_copy', 'refuse_weights', 'keep_evaluation',
+           'guard']
 
 # %% ../nbs/94_backbone.ipynb #imports
+import copy
 import functools
 import math
 from contextlib import contextmanager
@@ -557,3 +559,48 @@ class Backbone(nn.Module):
                 pair = return_prefix_tokens and self.num_prefix_tokens > 0
                 found.append((y, prefix) if pair else y)
         return found if intermediates_only else (self.norm(tokens), found)
+
+# %% ../nbs/94_backbone.ipynb #guards
+def frozen_copy(model):
+    """Return a copy of a model in evaluation mode, whose parameters have no gradients.
+
+    Parameters
+    ----------
+    model : Module
+        Its layers may be pruned, which `copy.deepcopy` alone refuses.
+    """
+    known = {}  # copies by the ids of their originals, as deepcopy keeps them
+    for part in model.modules():
+        for x in vars(part).values():
+            if isinstance(x, torch.Tensor) and not x.is_leaf:  # computed, by a hook of prune
+                known[id(x)] = x.detach().clone()
+    return copy.deepcopy(model, known).eval().requires_grad_(False)
+
+
+def refuse_weights(*inputs):
+    """A hook that refuses other weights for an optimized copy, whatever its `inputs`."""
+    raise RuntimeError("state_dict cannot be loaded into an optimized copy, which keeps "
+                       "results computed from its weights; load it into the model and "
+                       "optimize that")
+
+
+def keep_evaluation(model, mode=True):
+    """`train` of an optimized copy: an error unless `mode`, of `model`, is False."""
+    if mode:
+        raise RuntimeError(f"mode ({mode}) must be False: a copy made for inference has no "
+                           "dropout and no gradient; train the model itself")
+    return type(model).train(model, False)
+
+
+def guard(model):
+    """Make an optimized copy refuse other weights and training mode; return it.
+
+    Parameters
+    ----------
+    model : Module
+        It is changed.
+    """
+    for part in model.modules():
+        part.register_load_state_dict_pre_hook(refuse_weights)
+    model.train = functools.partial(keep_evaluation, model)
+    return model

@@ -7,11 +7,10 @@ __all__ = ['FUNCTIONS', 'SMALL', 'WHOLE', 'EACH_TOKEN', 'REPLACEMENTS', 'NORMS',
            'check_packed', 'PackedLinear', 'attend', 'pack', 'FastWindowAttention', 'FastSelfAttention',
            'FastCrossAttention', 'decode', 'FastCausalAttention', 'pack_gpt_mlp', 'PackedConv', 'FastBlock',
            'FastResNet', 'first_tokens', 'forward_short', 'can_shorten', 'pack_mlp', 'pack_feed_forward', 'can_replace',
-           'can_pack_resnet', 'replace', 'has_global_hooks', 'pack_all', 'devices', 'fuse', 'no_maps', 'frozen_copy',
-           'refuse_weights', 'keep_evaluation', 'guard', 'optimize_for_inference']
+           'can_pack_resnet', 'replace', 'has_global_hooks', 'pack_all', 'devices', 'fuse', 'no_maps',
+           'optimize_for_inference']
 
 # %% ../nbs/53_inference.ipynb #imports
-import copy
 from functools import partial
 
 import torch
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.utils import fuse_conv_bn_eval
 
 from .attention import attention, fastest_backend
-from .backbone import DropPath, is_plain, is_unchanged
+from .backbone import DropPath, frozen_copy, guard, is_plain, is_unchanged
 from .deit import DistilledVisionTransformer
 from .detr import FrozenBatchNorm2d, ResNet, detection_extra
 from .gpt import MLP, CausalSelfAttention, grouped_attention, layer_inputs
@@ -604,51 +603,6 @@ def no_maps(*inputs, **options):
     """`attention_maps` of an optimized copy: an error, for any `inputs` and `options`."""
     raise RuntimeError("a copy made by optimize_for_inference keeps no attention maps; "
                        "ask the model itself")
-
-# %% ../nbs/53_inference.ipynb #guards
-def frozen_copy(model):
-    """Return a copy of a model in evaluation mode, whose parameters have no gradients.
-
-    Parameters
-    ----------
-    model : Module
-        Its layers may be pruned, which `copy.deepcopy` alone refuses.
-    """
-    known = {}  # copies by the ids of their originals, as deepcopy keeps them
-    for part in model.modules():
-        for x in vars(part).values():
-            if isinstance(x, torch.Tensor) and not x.is_leaf:  # computed, by a hook of prune
-                known[id(x)] = x.detach().clone()
-    return copy.deepcopy(model, known).eval().requires_grad_(False)
-
-
-def refuse_weights(*inputs):
-    """A hook that refuses other weights for an optimized copy, whatever its `inputs`."""
-    raise RuntimeError("state_dict cannot be loaded into an optimized copy, which keeps "
-                       "results computed from its weights; load it into the model and "
-                       "optimize that")
-
-
-def keep_evaluation(model, mode=True):
-    """`train` of an optimized copy: an error unless `mode`, of `model`, is False."""
-    if mode:
-        raise RuntimeError(f"mode ({mode}) must be False: a copy made for inference has no "
-                           "dropout and no gradient; train the model itself")
-    return type(model).train(model, False)
-
-
-def guard(model):
-    """Make an optimized copy refuse other weights and training mode; return it.
-
-    Parameters
-    ----------
-    model : Module
-        It is changed.
-    """
-    for part in model.modules():
-        part.register_load_state_dict_pre_hook(refuse_weights)
-    model.train = partial(keep_evaluation, model)
-    return model
 
 # %% ../nbs/53_inference.ipynb #optimize
 def optimize_for_inference(model):

@@ -19,8 +19,7 @@ from attnlib.flash import (
     LOG2E, compile_kernel, dot, is_supported, launch, product_precision, refusal, rounded, tl,
     triton,
 )
-from .backbone import DropPath, is_plain
-from .inference import can_replace, frozen_copy, guard
+from .backbone import DropPath, frozen_copy, guard, is_plain
 from attnlib.swin import (
     PatchMerging, SwinBlock, SwinTransformer, WindowAttention, merge_patches,
 )
@@ -845,8 +844,14 @@ def can_fuse(block):
              (block.drop_path, DropPath), (block.attn, WindowAttention), (block.mlp, Mlp))
     if not all(is_plain(part, cls) for part, cls in parts):
         return False
-    fits = can_replace(block.attn) and can_replace(block.mlp)
-    return fits and block.mlp.act.approximate == "none"
+    attn = block.attn
+    mlp = block.mlp
+    layers = ((attn.qkv, nn.Linear), (attn.proj, nn.Linear), (attn.proj_drop, nn.Dropout),
+              (mlp.fc1, nn.Linear), (mlp.act, nn.GELU), (mlp.fc2, nn.Linear),
+              (mlp.drop, nn.Dropout))
+    if not all(is_plain(layer, cls) for layer, cls in layers):
+        return False
+    return mlp.act.approximate == "none"
 
 
 def can_fuse_merging(module):
