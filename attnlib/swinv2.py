@@ -80,7 +80,7 @@ def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None,
 
     axes = map(axis, window_size, pretrained_window_size)
     offsets = torch.meshgrid(*axes, indexing="ij")  # rows and columns, (2M - 1, 2M - 1) each
-    return torch.stack(offsets, dim=-1).flatten(0, 1)
+    return torch.stack(offsets, dim=-1).flatten(0, 1).to(dtype)
 
 # %% ../nbs/33_swinv2.ipynb #check-pretrained
 def check_pretrained_window(window_size):
