@@ -342,7 +342,8 @@ def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens
     Returns
     -------
     Tensor, shape (1, num_prefix_tokens + new_size[0]·new_size[1], D)
-        Bicubic, antialiased where the grid shrinks, computed in float32, as in timm.
+        Bicubic, antialiased where the grid shrinks; half precision is computed in float32, as
+        in timm.
 
     Raises
     ------
@@ -359,7 +360,8 @@ def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens
     if known and tuple(new_size) == old_size:
         return pos_embed  # a graph for all sizes must not ask this
     prefix, grid = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
-    grid = grid.float().unflatten(1, old_size)  # (1, H W, D) -> (1, H, W, D)
+    grid = grid.to(torch.promote_types(grid.dtype, torch.float32))
+    grid = grid.unflatten(1, old_size)  # (1, H W, D) -> (1, H, W, D)
     grid = grid.permute(0, 3, 1, 2)  # -> (1, D, H, W)
     grid = F.interpolate(grid, size=tuple(new_size), mode="bicubic", antialias=True)
     grid = grid.flatten(2).transpose(1, 2).to(prefix.dtype)  # (1, D, H, W) -> (1, H W, D)

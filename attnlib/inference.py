@@ -277,8 +277,9 @@ def decode(model, tgt, memory, src_mask=None, cache=None):
     past, n = 0 if cache is None else len(cache), tgt.shape[-1]
     check_tokens("tgt", tgt, model.tgt_embed.num_embeddings, model.max_length, past)
     check_rows(tgt, memory)
-    bias = model.positions.bias("decoder", n, past + n, tgt.device)
-    x, mask = model.embed(tgt, model.tgt_embed, past), "causal" if n > 1 else None
+    x = model.embed(tgt, model.tgt_embed, past)
+    bias = model.positions.bias("decoder", n, past + n, x.device, x.dtype)
+    mask = "causal" if n > 1 else None
     return model.packed_output(model.decoder(x, memory, mask, src_mask, bias, cache))
 
 # %% ../nbs/53_inference.ipynb #gpt

@@ -484,7 +484,8 @@ def adapt_input_conv(weight, in_chans):
     channels = weight.shape[1]
     if in_chans == channels:
         return weight
-    dtype, weight = weight.dtype, weight.float()
+    dtype = weight.dtype
+    weight = weight.to(torch.promote_types(dtype, torch.float32))  # for a long sum
     if in_chans == 1:
         return weight.sum(1, keepdim=True).to(dtype)
     repeats = math.ceil(in_chans / channels)  # red, green, blue, red, ...
@@ -758,5 +759,6 @@ def classify(model, picture, k=5, names=None):
     if logits.shape[1:] != (len(names),):
         raise ValueError(f"names has {len(names)} entries; the model's output has shape "
                          f"{tuple(logits.shape)}")
-    probability, number = logits.float().softmax(-1)[0].topk(min(k, len(names)))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    probability, number = logits.softmax(-1)[0].topk(min(k, len(names)))
     return [(names[i], p) for i, p in zip(number.tolist(), probability.tolist())]

@@ -13,6 +13,8 @@ import math
 import torch
 import torch.nn as nn
 
+from .attention import broadcasts
+
 # %% ../nbs/12_position.ipynb #angles
 def position_angles(positions, dim, *, base=10000.0):
     """The angles pos · ω_i with ω_i = base^(-2i / dim) (Vaswani et al. 2017, section 3.5).
@@ -256,8 +258,18 @@ class RelativePositionBias(nn.Module):
         return self.relative_attention_bias(buckets).permute(2, 0, 1)  # (n, m, h) -> (h, n, m)
 
 # %% ../nbs/12_position.ipynb #alibi
-def alibi_slopes(num_heads, *, device=None):
-    """ALiBi's slope for each head, shape (num_heads,) (Press et al. 2022, section 3).
+def alibi_slopes(num_heads, *, device=None, dtype=torch.float32):
+    """ALiBi's slope for each head (Press et al. 2022, section 3).
+
+    Parameters
+    ----------
+    num_heads : int
+    device, dtype
+        Of the result.
+
+    Returns
+    -------
+    Tensor, shape (num_heads,)
 
     Raises
     ------
@@ -270,7 +282,7 @@ def alibi_slopes(num_heads, *, device=None):
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     # for other numbers, as in their code: every second slope of twice as many heads
     between = [2 ** (-4 * h / power) for h in range(1, 2 * power, 2)]
-    return torch.tensor(slopes + between[: num_heads - power], device=device)
+    return torch.tensor(slopes + between[: num_heads - power], device=device, dtype=dtype)
 
 
 def alibi_bias(num_heads, n, m=None, *, device=None, dtype=torch.float32):
@@ -298,7 +310,8 @@ def alibi_bias(num_heads, n, m=None, *, device=None, dtype=torch.float32):
         If `num_heads` is not positive or `m` is less than `n`.
     """
     distance = relative_positions(n, m, device=device).abs()  # (n, m)
-    slopes = alibi_slopes(num_heads, device=device)[:, None, None]  # (h, 1, 1)
+    wide = torch.promote_types(dtype, torch.float32)
+    slopes = alibi_slopes(num_heads, device=device, dtype=wide)[:, None, None]  # (h, 1, 1)
     return (-slopes * distance).to(dtype)
 
 # %% ../nbs/12_position.ipynb #sincos-2d
@@ -383,6 +396,7 @@ def rotate_pairs(x, angles):
     pairs = (*x.shape[:-1], x.shape[-1] // 2)
     _check_broadcast("angles", angles, pairs, "one for each pair of x")
     dtype = torch.promote_types(x.dtype, torch.float32)
+    angles = angles.to(torch.promote_types(angles.dtype, dtype))
     turn = torch.polar(torch.ones_like(angles), angles)  # e^(i · angle)
     turn = turn.to(device=x.device, dtype=torch.promote_types(dtype, torch.complex64))
     z = x.to(dtype).contiguous().unflatten(-1, (-1, 2))  # (..., N, d) -> (..., N, d / 2, 2)
@@ -391,8 +405,7 @@ def rotate_pairs(x, angles):
 
 
 def _check_broadcast(name, x, shape, what):
-    fits = all(a in (1, b) for a, b in zip(x.shape[::-1], shape[::-1]))
-    if x.ndim > len(shape) or not fits:
+    if not broadcasts(x.shape, shape):
         raise ValueError(
             f"{name} of shape {tuple(x.shape)} must broadcast to {tuple(shape)}, {what}")
 

@@ -269,7 +269,9 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
     device = next(model.parameters()).device
     for step in range(1, steps + 1):
         x, y = (part.to(device) for part in batches(step - 1))
-        x, targets = mixup(x, F.one_hot(y, model.num_classes).float(), alpha)
+        targets = F.one_hot(y, model.num_classes)
+        targets = targets.to(torch.promote_types(x.dtype, torch.float32))
+        x, targets = mixup(x, targets, alpha)
         loss = F.cross_entropy(model.train()(x), targets)
         optimizer.zero_grad()
         loss.backward()

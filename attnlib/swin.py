@@ -238,7 +238,7 @@ def resampling_matrix(old, new):
 
     Returns
     -------
-    float32 Tensor, shape (new, old)
+    float64 Tensor, shape (new, old)
     """
     low, high = 1.01, 1.5
     while high - low > 1e-6:  # the ratio r with which the old offsets span the new ones
@@ -249,7 +249,7 @@ def resampling_matrix(old, new):
     places = np.concatenate([-steps[::-1], [0], steps])
     wanted = np.arange(-(new // 2), new // 2 + 1)
     rows = [np.interp(wanted, places, one) for one in np.eye(old)]  # (old, new)
-    return torch.tensor(np.array(rows), dtype=torch.float32).mT
+    return torch.tensor(np.array(rows), dtype=torch.float64).mT
 
 
 def source_window(rows, new_window):
@@ -313,8 +313,10 @@ def resize_rel_pos_bias_table(table, new_window, old_window=None):
                          f"{tuple(old_window)} needs {old[0] * old[1]}")
     if old == new:
         return table
-    y, x = (resampling_matrix(*lengths).to(table.device) for lengths in zip(old, new))
-    grid = table.float().unflatten(0, old)  # ((2M - 1)², h) -> (2M - 1, 2M - 1, h)
+    grid = table.to(torch.promote_types(table.dtype, torch.float32))
+    grid = grid.unflatten(0, old)  # ((2M - 1)², h) -> (2M - 1, 2M - 1, h)
+    y = resampling_matrix(old[0], new[0]).to(grid.dtype).to(grid.device)
+    x = resampling_matrix(old[1], new[1]).to(grid.dtype).to(grid.device)
     return torch.einsum("ya,xb,abh->yxh", y, x, grid).flatten(0, 1).to(table.dtype)
 
 # %% ../nbs/32_swin.ipynb #window-bias

@@ -51,7 +51,8 @@ def normalize(x, length=1.0):
     return x * factor.to(x.dtype)
 
 # %% ../nbs/33_swinv2.ipynb #coordinates
-def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None):
+def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None,
+                    dtype=torch.float32):
     """The offsets in a window as the bias network sees them (Liu et al. 2022, equation 4).
 
     Parameters
@@ -61,20 +62,25 @@ def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None):
         The window that was trained, whose farthest offset is 1 before the logarithm; (0, 0) for
         `window_size` itself.
     device : torch.device, optional
+    dtype : torch.dtype
+        Of the result, which is computed in float32 at least.
 
     Returns
     -------
-    float32 Tensor, shape ((2M - 1)², 2)
+    Tensor, shape ((2M - 1)², 2)
         Rows and columns between two tokens, each sign(x)·log₈(1 + 8|x|) of the offset x in
         units of M - 1.
     """
+    wide = torch.promote_types(dtype, torch.float32)
+
     def axis(length, trained):
-        x = torch.arange(1 - length, length, device=device) / max((trained or length) - 1, 1)
+        x = torch.arange(1 - length, length, device=device, dtype=wide)
+        x = x / max((trained or length) - 1, 1)
         return x.sign() * (8 * x.abs() + 1).log2() / 3  # log₂ 8 = 3
 
     axes = map(axis, window_size, pretrained_window_size)
     offsets = torch.meshgrid(*axes, indexing="ij")  # rows and columns, (2M - 1, 2M - 1) each
-    return torch.stack(offsets, dim=-1).flatten(0, 1)
+    return torch.stack(offsets, dim=-1).flatten(0, 1).to(dtype)
 
 # %% ../nbs/33_swinv2.ipynb #check-pretrained
 def check_pretrained_window(window_size):
@@ -203,7 +209,7 @@ class WindowAttentionV2(nn.Module):
     def bias_table(self):
         """The bias of each offset and head, ((2M - 1)², h)."""
         size, trained, like = self.window_size, self.pretrained_window_size, self.logit_scale
-        offsets = log_coordinates(size, trained, like.device).to(like.dtype)  # ((2M - 1)², 2)
+        offsets = log_coordinates(size, trained, like.device, like.dtype)  # ((2M - 1)², 2)
         return 16 * self.cpb_mlp(offsets).sigmoid()  # -> ((2M - 1)², h)
 
     def bias(self, layout, masked=True):

@@ -245,12 +245,27 @@ class Positions(nn.Module):
             raise ValueError(f"position ({scheme!r}) must be one of {POSITIONS}")
         self.scheme, self.nhead = scheme, nhead
         if scheme == "sinusoidal":
-            self.register_buffer("table", sinusoidal_encoding(max_length, d_model))
+            table = sinusoidal_encoding(max_length, d_model, dtype=torch.get_default_dtype())
+            self.register_buffer("table", table)
         elif scheme == "learned":
             self.learned = LearnedPositionalEmbedding(max_length, d_model)
         elif scheme == "relative":
             self.encoder = RelativePositionBias(nhead)
             self.decoder = RelativePositionBias(nhead, bidirectional=False)
+
+    def rows(self, first, end):
+        """Rows of the sinusoidal table.
+
+        A model in float64 gets them in this precision, although weights are mostly stored in
+        float32. A table of other vectors, such as Marian's, stays as it is.
+        """
+        rows = self.table[first:end]
+        if rows.dtype != torch.float64:
+            return rows
+        exact = sinusoidal_encoding(end - first, rows.shape[1], offset=first,
+                                    device=rows.device, dtype=rows.dtype)
+        same = (rows.float() == exact.float()).all()
+        return torch.where(same, exact, rows)
 
     def add(self, x, offset=0):
         """Embeddings (B, N, d_model) with a vector for each position, from `offset` on.
@@ -263,16 +278,18 @@ class Positions(nn.Module):
                 inside = f"0 to {len(self.table) - 1} (max_length - 1)"
                 raise ValueError(f"x at the positions {first} to {end - 1} must lie in "
                                  f"{inside}")
-            return x + self.table[first:end]
+            return x + self.rows(first, end)
         return self.learned(x, offset=offset) if self.scheme == "learned" else x
 
-    def bias(self, stack, n, m, device):
+    def bias(self, stack, n, m, device, dtype=torch.float32):
         """What n queries add to their logits for m keys: (h, n, m), or None.
 
-        `stack` is "encoder" or "decoder". The queries are the last n of the m positions.
+        `stack` is "encoder" or "decoder". The queries are the last n of the m positions. ALiBi
+        needs the device and the dtype of the tokens.
         """
         if self.scheme == "alibi":
-            return alibi_bias(self.nhead, n, m, device=device)
+            wide = torch.promote_types(dtype, torch.float32)
+            return alibi_bias(self.nhead, n, m, device=device, dtype=wide)
         return getattr(self, stack)(n, m) if self.scheme == "relative" else None
 
 # %% ../nbs/21_transformer.ipynb #checks
@@ -540,8 +557,9 @@ class Transformer(nn.Module):
         check_tokens("src", src, self.src_vocab_size, self.max_length)
         check_padding("src", src, self.pad_id)
         mask = (src != self.pad_id)[:, None, None, :]  # (B, M) -> (B, 1, 1, M)
-        bias = self.positions.bias("encoder", src.shape[1], src.shape[1], src.device)
-        return self.encoder(self.embed(src, self.src_embed), mask, bias), mask
+        x = self.embed(src, self.src_embed)  # (B, M, d_model)
+        bias = self.positions.bias("encoder", src.shape[1], src.shape[1], x.device, x.dtype)
+        return self.encoder(x, mask, bias), mask
 
     def decode(self, tgt, memory, src_mask=None, cache=None):
         """Logits (B, N, tgt_vocab) of the token that follows each of the target tokens (B, N).
@@ -555,8 +573,8 @@ class Transformer(nn.Module):
         check_tokens("tgt", tgt, self.vocab_size, self.max_length, past)
         check_rows(tgt, memory)
         mask = "causal" if n > 1 else None  # one token may attend to all
-        bias = self.positions.bias("decoder", n, past + n, tgt.device)
         x = self.embed(tgt, self.tgt_embed, past)
+        bias = self.positions.bias("decoder", n, past + n, x.device, x.dtype)
         x = self.decoder(x, memory, mask, src_mask, bias, cache)
         logits = self.output(x)  # (B, N, d) -> (B, N, vocab)
         return logits if self.output_bias is None else logits + self.output_bias

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -40,6 +41,28 @@ def test_published_windows_and_those_that_were_trained_are_timms():
                 assert found[0] == found[1], (name, key)
 
 
+def exact_coordinates(theirs):
+    """A model of transformers in float64 whose coordinates have this precision, too."""
+    theirs = theirs.double().eval()
+    for module in theirs.modules():
+        if hasattr(module, "relative_coords_table"):
+            size, trained = module.window_size, module.pretrained_window_size
+            table = exact_log_coordinates(size, trained)
+            close(module.relative_coords_table.flatten(0, 2), table, 1e-6)
+            module.relative_coords_table = table.view_as(module.relative_coords_table)
+    return theirs
+
+
+def exact_log_coordinates(window, trained):
+    """Equation 4 in float64, by NumPy."""
+    offsets = [np.arange(1 - side, side, dtype=np.float64) for side in window]
+    units = [max((own or side) - 1, 1) for own, side in zip(trained, window)]
+    rows, columns = (8 * x / unit for x, unit in zip(offsets, units))
+    rows, columns = (np.sign(x) * np.log2(1 + abs(x)) / 3 for x in (rows, columns))
+    pairs = np.stack(np.meshgrid(rows, columns, indexing="ij"), axis=-1)
+    return torch.from_numpy(pairs.reshape(-1, 2))
+
+
 @pytest.mark.parametrize("size", [(128, 128), (100, 72), (84, 140)])
 def test_hugging_face(size):
     config = transformers.Swinv2Config(
@@ -52,7 +75,7 @@ def test_hugging_face(size):
         pretrained_window_sizes=[6, 3],
     )
     torch.manual_seed(0)
-    theirs = transformers.Swinv2ForImageClassification(config).double().eval()
+    theirs = exact_coordinates(transformers.Swinv2ForImageClassification(config))
     for p in theirs.parameters():
         nn.init.normal_(p, std=0.3)
     options = dict(window_size=8, pretrained_window_sizes=(6, 3), small_maps="pad")
@@ -147,6 +170,26 @@ def test_coordinates_and_extrapolation():
         wanted = theirs.relative_coords_table.flatten(0, 2)
         torch.testing.assert_close(log_coordinates(window, trained), wanted)
     assert torch.equal(log_coordinates((1, 1)), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize(
+    "window, trained",
+    [((8, 8), (0, 0)), ((5, 3), (0, 0)), ((16, 12), (8, 4)), ((1, 1), (0, 0))],
+)
+def test_coordinates_and_bias_keep_float64(window, trained):
+    exact = exact_log_coordinates(window, trained)
+    close(log_coordinates(window, trained, dtype=torch.float64), exact, 1e-15)
+    half = log_coordinates(window, trained, dtype=torch.bfloat16)
+    assert torch.equal(half, log_coordinates(window, trained).bfloat16())
+    for layer in (
+        WindowAttentionV2(8, 2, window).double(),
+        WindowAttentionV2(8, 2, window, dtype=torch.float64),
+    ):
+        layer.pretrained_window_size = trained
+        first, _, last = layer.cpb_mlp
+        hidden = (exact @ first.weight.T + first.bias).clamp(min=0)
+        wanted = 16 / (1 + (-hidden @ last.weight.T).exp())
+        close(layer.bias_table(), wanted, 1e-12)
 
 
 def test_a_block_starts_as_the_identity_and_its_branches_are_bounded():
