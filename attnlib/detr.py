@@ -459,8 +459,9 @@ def frozen_conv(conv, norm, x):
     -------
     Tensor, shape (B, D, H', W')
     """
-    as_one = is_plain(conv, nn.Conv2d) and is_plain(norm, FrozenBatchNorm2d)
-    if torch.compiler.is_compiling() or not as_one:  # a compiler joins the two itself
+    if torch.compiler.is_compiling():  # a compiler joins the two itself
+        return norm(conv(x))
+    if not (is_plain(conv, nn.Conv2d) and is_plain(norm, FrozenBatchNorm2d)):
         return norm(conv(x))
     scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
     shift = norm.bias - norm.running_mean * scale
