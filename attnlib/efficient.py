@@ -99,6 +99,8 @@ def local_attention(q, k, v, window, *, causal=True):
     """
     check_lengths(q, k, v)
     check_count("window", window)
+    if q.shape[-2] == 0:  # there are no blocks
+        return attention(q, k, v)
     n, w, after = q.shape[-2], window, 0 if causal else window
     blocks = -(-n // w)
     q, k, v = (F.pad(x, (0, 0, 0, blocks * w - n)) for x in (q, k, v))

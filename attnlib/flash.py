@@ -76,7 +76,8 @@ def tiled_attention(q, k, v, *, bias=None, scale=None, block_rows=64, block_cols
         zeros, where it sees nothing.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    outs, lses = [], []
+    outs = [v.new_zeros(*q.shape[:-2], 0, v.shape[-1])]  # for a call without queries
+    lses = [q.new_zeros(*q.shape[:-2], 0)]
     for i in range(0, q.shape[-2], block_rows):
         rows = q[..., i : i + block_rows, :] * scale
         peak = rows.new_full(rows.shape[:-1], -torch.inf)

@@ -20,7 +20,7 @@ from .multihead import merge_heads, split_heads
 from .position import sincos_2d
 from .tnt import patchify as cut, unpatchify as put_together
 from attnlib.vit import (
-    SIZES, Attention, Block, LayerNorm, PatchEmbed, VisionTransformer, check_divides,
+    SIZES, Attention, Block, PatchEmbed, VisionTransformer, check_divides,
 )
 
 # %% ../nbs/40_mae.ipynb #pieces
@@ -253,13 +253,13 @@ class MaskedAutoencoder(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim, **options))
         self.pos_embed = positions(grid, embed_dim, **options)
         self.blocks = stack(depth, embed_dim, num_heads, mlp_ratio, **options)
-        self.norm = LayerNorm(embed_dim, **options)
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6, **options)
         self.decoder_embed = nn.Linear(embed_dim, decoder_embed_dim, **options)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim, **options))
         self.decoder_pos_embed = positions(grid, decoder_embed_dim, **options)
         self.decoder_blocks = stack(decoder_depth, decoder_embed_dim, decoder_num_heads,
                                     mlp_ratio, **options)
-        self.decoder_norm = LayerNorm(decoder_embed_dim, **options)
+        self.decoder_norm = nn.LayerNorm(decoder_embed_dim, eps=1e-6, **options)
         pixels = self.patch_size[0] * self.patch_size[1] * in_chans
         self.decoder_pred = nn.Linear(decoder_embed_dim, pixels, **options)
         self.apply(init_weights)

@@ -1,7 +1,7 @@
 # Made by `python -m tools.stubs` from mae.py: do not edit.
 import torch
 import torch.nn as nn
-from attnlib.vit import LayerNorm, PatchEmbed
+from attnlib.vit import PatchEmbed
 from typing import Any, Literal
 __all__ = ['pieces', 'harmonic_fill', 'hidden_pixels', 'random_masking', 'patchify', 'unpatchify', 'normalized', 'MaskedAutoencoder', 'check_encoder_options', 'load_encoder', 'positions', 'stack', 'init_weights', 'check_noise', 'check_hidden', 'kernel_fill', 'linear_fill', 'masked_loss', 'last_block', 'lean_loss']
 def pieces(count: int, split: Literal['train', 'test'] = ..., size: int = ..., *, seed: int = ...) -> torch.Tensor: ...
@@ -20,12 +20,12 @@ class MaskedAutoencoder(nn.Module):
     cls_token: torch.nn.Parameter
     pos_embed: Any
     blocks: Any
-    norm: LayerNorm
+    norm: torch.nn.LayerNorm
     decoder_embed: torch.nn.Linear
     mask_token: torch.nn.Parameter
     decoder_pos_embed: Any
     decoder_blocks: Any
-    decoder_norm: LayerNorm
+    decoder_norm: torch.nn.LayerNorm
     decoder_pred: torch.nn.Linear
     def __init__(self, img_size: int | tuple[int, int] = ..., patch_size: int | tuple[int, int] = ..., in_chans: int = ..., embed_dim: int = ..., depth: int = ..., num_heads: int = ..., decoder_embed_dim: int = ..., decoder_depth: int = ..., decoder_num_heads: int = ..., mlp_ratio: float = ..., norm_pix_loss: bool = ..., *, device: torch.device | str | None = ..., dtype: torch.dtype | None = ...) -> None: ...
     def forward_encoder(self, images: torch.Tensor, mask_ratio: float, noise: torch.Tensor) -> tuple[Any, ...]: ...

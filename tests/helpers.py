@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from functools import partial
 from pkgutil import resolve_name
 
+import numpy as np
 import torch
 
 
@@ -126,3 +127,28 @@ def tiny_marian(**options):
     )
     config = transformers.MarianConfig(**settings | options)
     return transformers.MarianMTModel(config).eval()
+
+
+def in_float64(model):
+    """A model in float64, with the coordinates of Swin V2 in this precision, too.
+
+    Other libraries compute them in float32, so that `double` alone changes no digit.
+    """
+    model = model.double()
+    for module in model.modules():
+        table = getattr(module, "relative_coords_table", None)
+        if table is not None:
+            exact = exact_log_coordinates(module.window_size, module.pretrained_window_size)
+            close(table.flatten(0, -2).double(), exact, 1e-6)
+            module.relative_coords_table = exact.view_as(table)
+    return model
+
+
+def exact_log_coordinates(window, trained):
+    """Equation 4 in float64, by NumPy."""
+    offsets = [np.arange(1 - side, side, dtype=np.float64) for side in window]
+    units = [max((own or side) - 1, 1) for own, side in zip(trained, window)]
+    rows, columns = (8 * x / unit for x, unit in zip(offsets, units))
+    rows, columns = (np.sign(x) * np.log2(1 + abs(x)) / 3 for x in (rows, columns))
+    pairs = np.stack(np.meshgrid(rows, columns, indexing="ij"), axis=-1)
+    return torch.from_numpy(pairs.reshape(-1, 2))

@@ -326,3 +326,9 @@ def test_the_iteration_obeys_its_law():
 def test_bad_input_is_named(call, words):
     with pytest.raises(ValueError, match=words):
         call(*qkv())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_tokens_are_no_error(causal):
+    empty = torch.zeros(2, 0, 4)
+    assert local_attention(empty, empty, empty, 3, causal=causal).shape == (2, 0, 4)

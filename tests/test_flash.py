@@ -901,3 +901,11 @@ def test_offsets_beyond_32_bits_on_a_gpu():
     k, v = k[..., m // 2 :, :], v[..., m // 2 :, :]
     wanted = F.scaled_dot_product_attention(q[..., -1:, :], k, v)
     torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_tiles_of_no_queries_or_no_keys():
+    some = torch.randn(2, 3, 4)
+    out, lse = tiled_attention(some[:, :0], some, some)
+    assert out.shape == (2, 0, 4) and lse.shape == (2, 0)
+    out, lse = tiled_attention(some, some[:, :0], some[:, :0])
+    assert (out == 0).all() and (lse == -torch.inf).all() and out.shape == (2, 3, 4)

@@ -6,7 +6,7 @@ import torch
 
 from attnlib.attention import attention_backend
 from attnlib.models import create_model, list_models
-from helpers import BACKBONES, build, close, images, pair
+from helpers import BACKBONES, build, close, images, in_float64, pair
 
 every = pytest.mark.parametrize("name", BACKBONES)
 COUNTS = {  # parameters
@@ -126,7 +126,7 @@ def test_every_name_is_counted():
 def test_outputs_features_and_gradients(name, options, training):
     distilled = training and options.get("distilled", False)
     options = {key: value for key, value in options.items() if key != "distilled"}
-    ours, theirs = (model.double().train(training) for model in pair(name, **options))
+    ours, theirs = (in_float64(model).train(training) for model in pair(name, **options))
     x = images(2, options.get("img_size", 32), options.get("in_chans", 3))
     features = ours.forward_features(x)
     close(features, theirs.forward_features(x))
@@ -146,7 +146,7 @@ def test_float32(name):
 @every
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_backends_agree(name, backend):
-    ours, theirs = (model.double().eval() for model in pair(name))
+    ours, theirs = (in_float64(model).eval() for model in pair(name))
     with attention_backend(backend):
         out = ours(images())
     close(out, theirs(images()))
@@ -168,7 +168,7 @@ def test_backends_agree(name, backend):
 def test_intermediates(name, arguments):
     if name.startswith("swin") and {"return_prefix_tokens", "output_fmt"} & set(arguments):
         pytest.skip("timm's has no such argument")
-    models = (model.double() for model in pair(name))
+    models = (in_float64(model) for model in pair(name))
     ours, theirs = (model.forward_intermediates(images(), **arguments) for model in models)
     if not arguments.get("intermediates_only"):
         close(ours[0], theirs[0])
@@ -180,14 +180,14 @@ def test_intermediates(name, arguments):
 @every
 def test_another_classifier(name):
     """timm's own `reset_classifier` leaves the norm where another pooling does not want it."""
-    ours, theirs = (model.double().eval() for model in pair(name))
+    ours, theirs = (in_float64(model).eval() for model in pair(name))
     for num_classes, pool in ((7, None), (0, None), (3, "token" if name == "deit" else "avg")):
         ours.reset_classifier(num_classes, pool)
         if pool is None:
             theirs.reset_classifier(num_classes)
         else:
             theirs = build(name, True, num_classes=num_classes, global_pool=pool)
-            theirs = theirs.double().eval()
+            theirs = in_float64(theirs).eval()
         assert ours.num_classes == num_classes and not any(m.training for m in ours.modules())
         theirs.load_state_dict(ours.state_dict(), strict=True)
         close(ours(images()), theirs(images()))

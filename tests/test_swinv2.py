@@ -3,7 +3,6 @@
 import copy
 import math
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -26,7 +25,7 @@ from attnlib.swinv2 import (
     normalize,
 )
 from attnlib.train import peak_memory
-from helpers import backbone, build, close, images
+from helpers import backbone, build, close, exact_log_coordinates, images, in_float64
 
 SMALL = dict(embed_dim=16, depths=(2, 2), num_heads=(1, 2), num_classes=7, drop_path_rate=0.0)
 
@@ -41,28 +40,6 @@ def test_published_windows_and_those_that_were_trained_are_timms():
                 assert found[0] == found[1], (name, key)
 
 
-def exact_coordinates(theirs):
-    """A model of transformers in float64 whose coordinates have this precision, too."""
-    theirs = theirs.double().eval()
-    for module in theirs.modules():
-        if hasattr(module, "relative_coords_table"):
-            size, trained = module.window_size, module.pretrained_window_size
-            table = exact_log_coordinates(size, trained)
-            close(module.relative_coords_table.flatten(0, 2), table, 1e-6)
-            module.relative_coords_table = table.view_as(module.relative_coords_table)
-    return theirs
-
-
-def exact_log_coordinates(window, trained):
-    """Equation 4 in float64, by NumPy."""
-    offsets = [np.arange(1 - side, side, dtype=np.float64) for side in window]
-    units = [max((own or side) - 1, 1) for own, side in zip(trained, window)]
-    rows, columns = (8 * x / unit for x, unit in zip(offsets, units))
-    rows, columns = (np.sign(x) * np.log2(1 + abs(x)) / 3 for x in (rows, columns))
-    pairs = np.stack(np.meshgrid(rows, columns, indexing="ij"), axis=-1)
-    return torch.from_numpy(pairs.reshape(-1, 2))
-
-
 @pytest.mark.parametrize("size", [(128, 128), (100, 72), (84, 140)])
 def test_hugging_face(size):
     config = transformers.Swinv2Config(
@@ -75,7 +52,7 @@ def test_hugging_face(size):
         pretrained_window_sizes=[6, 3],
     )
     torch.manual_seed(0)
-    theirs = exact_coordinates(transformers.Swinv2ForImageClassification(config))
+    theirs = in_float64(transformers.Swinv2ForImageClassification(config)).eval()
     for p in theirs.parameters():
         nn.init.normal_(p, std=0.3)
     options = dict(window_size=8, pretrained_window_sizes=(6, 3), small_maps="pad")
@@ -253,7 +230,7 @@ def test_set_input_size_equals_timms_model_with_pretrained_windows(change):
     ours.set_input_size(**change)
     windows = [stage.blocks[0].attn.window_size for stage in ours.layers]
     options = SMALL | dict(num_classes=5, pretrained_window_sizes=(8, 8), window_size=windows)
-    theirs = TimmSwinV2(change.get("img_size", 64), **options).double().eval()
+    theirs = in_float64(TimmSwinV2(change.get("img_size", 64), **options)).eval()
     theirs.load_state_dict(ours.state_dict())
     for a, b in zip(ours.blocks, [b for stage in theirs.layers for b in stage.blocks]):
         assert a.attn.window_size == b.window_size
