@@ -14,7 +14,6 @@ import math
 import random
 import re
 import time
-import warnings
 from collections import defaultdict, namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +22,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import (
-    conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count,
-)
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 # %% ../nbs/50_cost.ipynb #roofline
 @dataclass(frozen=True)
@@ -323,67 +320,13 @@ def operator_group(name):
     return next((group for group in GROUPS if re.search(GROUPS[group], name)), "rest")
 
 # %% ../nbs/50_cost.ipynb #touched
-def _convolution_backward(grad, x, weight, bias, stride, padding, dilation, transposed,
-                          output_padding, groups, output_mask, **kwargs):
-    """Each of the gradients of x and the weight takes as many operations as the output."""
-    forward = conv_flop_count(x.shape, weight.shape, grad.shape, transposed)
-    return forward * (output_mask[0] + output_mask[1])
-
-
-def _recurrent(x, weights):
-    """Each of the tokens x (..., width) is multiplied once by each matrix of a layer."""
-    tokens = x.numel() // x.shape[-1]
-    return 2 * tokens * sum(weight.numel() for weight in weights if weight.ndim == 2)
-
-
-FORMULAS = {  # operations of operators for which PyTorch has no formula, or a wrong one
+CPU_FLOPS = {  # the fused kernels of the CPU, for which PyTorch has no formula
     "aten::_scaled_dot_product_flash_attention_for_cpu":
         lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(
             g.shape, q.shape, k.shape, v.shape),
-    "aten::convolution_backward": _convolution_backward,  # PyTorch's ignores groups
-    "aten::mv": lambda matrix, *_, **__: 2 * matrix.numel(),
-    "aten::addmv": lambda bias, matrix, *_, **__: 2 * matrix.numel(),
-    "aten::dot": lambda x, *_, **__: 2 * x.numel(),
-    "aten::vdot": lambda x, *_, **__: 2 * x.numel(),
-    "aten::mkldnn_rnn_layer": lambda x, *rest, **__: _recurrent(x, rest[:4]),
-    "aten::mkldnn_rnn_layer_backward": lambda x, *rest, **__: 2 * _recurrent(x, rest[:4]),
-    "aten::_cudnn_rnn": lambda x, weights, *_, **__: _recurrent(x, weights),
-    "aten::_cudnn_rnn_backward":
-        lambda x, weights, *rest, **__: (1 + rest[-1][3]) * _recurrent(x, weights),
-    "mkldnn::_linear_pointwise":
-        lambda x, *_, out_val, **__: 2 * x.numel() * out_val.shape[-1],
-    "mkldnn::_convolution_pointwise":
-        lambda x, weight, *_, out_val, **__: conv_flop_count(
-            x.shape, weight.shape, out_val.shape),
-    "mkldnn::_convolution_pointwise.binary":
-        lambda x, other, weight, *_, out_val, **__: conv_flop_count(
-            x.shape, weight.shape, out_val.shape),
 }
-# names of operators that neither the tag of pointwise operators nor a group describes
-NO_PRODUCTS = (r"(^|_)(sum|mean|prod|amax|amin|aminmax|max|min|any|all|argmax|argmin|argsort|"
-               r"sort|topk|kthvalue|median|mode|cumsum|cumprod|cummax|cummin|logcumsumexp|"
-               r"logsumexp|count|nonzero|unique2|unique|var|std|arange|linspace|eye|tril|triu|"
-               r"full|ones|empty|scalar|randn|rand|randint|randperm|normal|uniform|bernoulli|"
-               r"multinomial|exponential|dropout|select|slice|split|diagonal|unfold|flip|repeat|"
-               r"loss|loss2d|bincount|histc|searchsorted|bucketize|isin|equal|item|"
-               r"detach|check_errors|assert_async|local_scalar_dense|lift_fresh|"
-               r"\w*pool[123]d|\w*unpool[123]d|upsample\w*|grid_sampler\w*|channel_shuffle|"
-               r"pixel_shuffle|pixel_unshuffle|thnn_fused\w*)(_|$)")
-
-
-def _is_counted(function):
-    """Whether an operator without a formula multiplies no matrices, as far as is known."""
-    name = function.name().partition("::")[2].partition(".")[0]
-    group = operator_group(name)
-    if name.startswith("linalg_") and name != "linalg_vector_norm":
-        return False
-    if torch.Tag.pointwise in function.tags or "softmax" in name:
-        return True
-    if group == "rest":
-        return re.search(NO_PRODUCTS, name) is not None
-    return group in ("norms", "activations", "copies, layout")
 
 
 def _tensors(values):
@@ -397,21 +340,17 @@ def _tensors(values):
 
 def _touched(x):
     """The bytes of a tensor's distinct elements: an axis that is only expanded is read once."""
-    if x.layout != torch.strided:
-        return x.element_size() * x.numel()
     lengths = (n for n, stride in zip(x.shape, x.stride()) if stride or n == 0)
     return x.element_size() * math.prod(lengths)
 
 
 def _storage(x):
     """A number for the memory that a tensor looks at, as long as that lives."""
-    return id(x.untyped_storage()) if x.layout == torch.strided else id(x)
+    return id(x.untyped_storage())
 
 
 def _look(x):
     """What distinguishes one view of a memory from another."""
-    if x.layout != torch.strided:  # such as packed weights, of which there are no views
-        return id(x), x.shape
     return _storage(x), x.storage_offset(), x.shape, x.stride()
 
 
@@ -440,14 +379,10 @@ class OperationCount:
     operators : list of Operator
         In order, each (name, flops, bytes); those that neither compute nor move anything are
         left out.
-    uncounted : list of str
-        Names of operators for which there is no formula, although they may compute products:
-        their bytes are counted, and their operations as 0.
     """
 
-    def __init__(self, operators=(), uncounted=()):
+    def __init__(self, operators=()):
         self.operators = list(operators)
-        self.uncounted = sorted(set(uncounted))
 
     @property
     def flops(self):
@@ -481,9 +416,8 @@ class OperationCount:
         return parts
 
     def __repr__(self):
-        missing = f", without those of {', '.join(self.uncounted)}" if self.uncounted else ""
-        return (f"OperationCount({len(self.operators)} operators, {self.flops:,} operations"
-                f"{missing}, {self.bytes:,} bytes, intensity {self.arithmetic_intensity:.3g})")
+        return (f"OperationCount({len(self.operators)} operators, {self.flops:,} operations, "
+                f"{self.bytes:,} bytes, intensity {self.arithmetic_intensity:.3g})")
 
 # %% ../nbs/50_cost.ipynb #count-operations
 class OperatorWatch(TorchDispatchMode):
@@ -492,17 +426,14 @@ class OperatorWatch(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.operators = []
-        self.uncounted = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out, name = function(*args, **kwargs), function.name()  # "aten::add.Tensor"
         inputs, outputs = list(_tensors((*args, *kwargs.values()))), list(_tensors([out]))
-        formula = FORMULAS.get(name) or flop_registry.get(function.overloadpacket)
+        formula = flop_registry.get(function.overloadpacket) or CPU_FLOPS.get(name)
         flops = formula(*args, **kwargs, out_val=out) if formula else 0
         bytes = _bytes(name, inputs, outputs)
-        if bytes and not formula and not _is_counted(function):
-            self.uncounted.append(name.partition(".")[0])
         if flops or bytes:
             self.operators.append(Operator(name.partition(".")[0], flops, bytes))
         return out
@@ -514,8 +445,7 @@ def count_operations(call, *inputs):
     An operator's bytes are those of its distinct input and output elements; views cost nothing.
     What a kernel reads twice is counted once, and a table of which some rows are read is
     counted whole. On the meta device nothing is computed, and the counts are those of the
-    operators that this device chooses. Operations are those of matrix products, convolutions,
-    attention, and recurrent layers. A warning names other operators that may compute products.
+    operators that this device chooses.
 
     Parameters
     ----------
@@ -538,11 +468,7 @@ def count_operations(call, *inputs):
     grad = torch.is_grad_enabled()  # inference mode would hide what operators consist of
     with torch.inference_mode(False), torch.set_grad_enabled(grad), OperatorWatch() as watch:
         call(*inputs)
-    count = OperationCount(watch.operators, watch.uncounted)
-    if count.uncounted:
-        warnings.warn(f"call ran {', '.join(count.uncounted)}, for which there is no formula: "
-                      "their operations are counted as 0", stacklevel=2)
-    return count
+    return OperationCount(watch.operators)
 
 # %% ../nbs/50_cost.ipynb #gpus
 # Dense 16-bit products and memory by NVIDIA's data sheets, the overhead assumed. H200, H100 and
