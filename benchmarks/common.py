@@ -3,7 +3,6 @@
 import argparse
 import functools
 import gc
-import hashlib
 import json
 import random
 import statistics
@@ -16,30 +15,16 @@ import torch
 
 from attnlib import recipes, train
 from attnlib.train import machine, write_record
+from benchmarks.basics import UNFINISHED, reason, version
 from tools import torchvision_ops  # noqa: F401  before any peer that imports torchvision
 
 OURS, OPTIMIZED = "attnlib", "attnlib, optimized"  # names in every record
 LONG = 30  # milliseconds, see `measured`
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def version(*folders):
-    """A fingerprint of the code of some folders, which also a copy without git has."""
-    digest = hashlib.sha256()
-    for path in sorted(path for folder in folders for path in (ROOT / folder).glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def synchronize(device):
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def reason(problem):
-    """An error in one line: its class, and the first line of what it says."""
-    words = str(problem).strip() or "no message"
-    return f"{type(problem).__name__}: {words.splitlines()[0][:150]}"
 
 
 def free_memory():
@@ -304,9 +289,6 @@ def write(folder, name, device, record):
     path = folder / f"{name}_{device}.json"
     write_record(path, record, device)
     print(f"recorded in {path}")
-
-
-UNFINISHED = 75  # the exit status of a command that ran out of time, and can be given again
 
 
 def save_half(state, path, bits=11):

@@ -448,7 +448,7 @@ def options():
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--name", default="flash", help="name of the record")
-    parser.add_argument("--tune", nargs="*", choices=flash.TILES, metavar="KERNEL")
+    parser.add_argument("--tune", nargs="*", choices=TUNED, metavar="KERNEL")
     parser.add_argument("--workers", type=int, default=0, help="that compile tiles ahead")
     return parser.parse_args()
 
@@ -462,7 +462,7 @@ def main():
     known = dict(tiny=arguments.tiny, triton=triton.__version__)
     bench = common.Rows(path, arguments.device, arguments.minutes, **known)
     if arguments.tune is not None:
-        kernels = arguments.tune or list(flash.TILES)
+        kernels = arguments.tune or list(TUNED)
         bench.work(lambda: tune_all(kernels, bench, arguments))
         return
     shapes = {n: SHAPES[n] for n in arguments.tokens}

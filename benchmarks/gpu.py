@@ -39,10 +39,8 @@ from pathlib import Path
 
 import torch
 
-from attnlib.train import write_record
-from benchmarks.common import UNFINISHED, reason, version
+from benchmarks.basics import ROOT, UNFINISHED, reason, version
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 VISION = {  # record: model; in bfloat16 only, because compilation dominates
     "swin": "swin_tiny_patch4_window7_224",
@@ -53,6 +51,7 @@ VISION = {  # record: model; in bfloat16 only, because compilation dominates
 RUNS = ("numbers", "translator", "lengths", "digits", "detr", "supernet", "captions", "gpt")
 # runs that fetch their data: by name only
 NETWORK = ("cifar10", "mae_cifar", "supernet_cifar10", "multi30k", "gpt_tinystories")
+TRAIN = "accelerate", "safetensors", "tqdm"  # attnlib.train cannot do without
 NEEDS = {  # packages without which nothing of a part runs; peers that lack are left out
     **dict.fromkeys(
         ("compile", "kernels", "sanitize", "flash", "windows", "fused", "flash_wide"),
@@ -62,10 +61,9 @@ NEEDS = {  # packages without which nothing of a part runs; peers that lack are 
     "compile_models": ("triton", "timm"),
     "translation": ("transformers",),
     "gpt_speed": ("transformers",),
-    **dict.fromkeys(("detr_speed", "panoptic_speed"), ("transformers", "timm", "scipy")),
-    **{f"run_{name}": ("accelerate", "safetensors", "tqdm") for name in RUNS + NETWORK},
-}
-MORE = {  # what some of the runs need besides
+    **dict.fromkeys(
+        ("detr_speed", "panoptic_speed"), ("transformers", "timm", "torchvision", "scipy")
+    ),
     **dict.fromkeys(
         ("run_numbers", "run_translator", "run_lengths"), ("num2words", "tokenizers")
     ),
@@ -270,14 +268,19 @@ class Suite:
     def end(self, name, how, why, seconds):
         row = dict(how=how, why=why, seconds=round(seconds), code=self.code)
         self.parts[name] = {key: value for key, value in row.items() if value != ""}
-        write_record(self.path, {"parts": self.parts}, self.device)
+        record = {"torch": torch.__version__, "parts": self.parts}
+        if self.device == "cuda":
+            record["device"] = torch.cuda.get_device_name()
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, self.path)
         because = f" ({why})" if why else ""
         print(f"== {name}: {how}{because}, {seconds:.0f} s", flush=True)
 
 
 def needed(name):
     """The packages without which a part cannot begin."""
-    return *NEEDS.get(name, ()), *MORE.get(name, ())
+    return *TRAIN, *NEEDS.get(name, ())
 
 
 def run_part(name, suite, arguments, end):

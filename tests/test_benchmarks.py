@@ -406,6 +406,7 @@ def test_no_part_is_forgotten():
     """Each benchmark and each run of the repository has a part."""
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {
         "__init__",
+        "basics",
         "common",
         "gpu",
         *("inference", "overhead", "pages", "scaling", "windows_static"),  # of CPUs
@@ -422,7 +423,7 @@ def test_no_part_is_forgotten():
     }
     assert scripts <= set(gpu.PARTS) and set(gpu.VISION) <= set(gpu.PARTS)
     assert set(gpu.RUNS + gpu.NETWORK) == set(runs.PARTS) and set(gpu.NEEDS) <= set(gpu.PARTS)
-    assert set(gpu.MORE) <= set(gpu.PARTS) == set(gpu.MINUTES)
+    assert set(gpu.PARTS) == set(gpu.MINUTES)
     assert {f"run_{name}" for name in runs.PARTS} <= set(gpu.PARTS)
 
 
@@ -741,7 +742,7 @@ def test_on_a_gpu_the_model_takes_part_with_its_kernels(monkeypatch):
     )
     monkeypatch.setattr(vision.common, "peak_memory", lambda call, device: 1)
     options, rest = dict(vision.TINY["vit"], num_classes=4), ("forward", 1, "cpu", 1, False)
-    rows = vision.measure("vit_small_patch16_224", "float32", *rest, options)
+    rows = vision.measure("vit_small_patch16_224", "float32", *rest, options, {})
     backends = dict(zip((row["library"] for row in rows), used, strict=True))
     assert backends.pop("attnlib, optimized") == "triton" and set(backends.values()) == {"auto"}
 

@@ -23,7 +23,7 @@ TIMED = (  # parts that write rows; of the models one, for all are timed by one 
 PACKAGES = (
     *("timm", "torchvision", "transformers", "triton", "accelerate", "safetensors", "scipy"),
     *("sklearn", "tokenizers", "num2words", "pycocotools", "vit_pytorch", "x_transformers"),
-    *("tqdm", "hypothesis", "pytest", "xdist"),
+    *("tqdm", "pytest"),
 )
 
 
@@ -36,8 +36,8 @@ class Rehearsal:
     Attributes
     ----------
     at : int
-        The call that fails: 0 is the beginning of the setting, before its first contestant;
-        with -1 none fails.
+        The call of the present setting that fails: 0 is its beginning, before the first
+        contestant; with -1 none fails.
     asked : list of dict
         The settings of the last run.
     hit : list of dict
@@ -45,7 +45,7 @@ class Rehearsal:
     """
 
     def __init__(self, folder, monkeypatch):
-        self.folder, self.at, self.count, self.asked, self.hit = folder, -1, 0, [], []
+        self.folder, self.asked, self.hit = folder, [], []
         self.attempt, self.once = common.attempt, common.Rows.once
         rehearsal = self
 
@@ -53,7 +53,8 @@ class Rehearsal:
             return rehearsal.attempt(left_out, name, lambda: rehearsal.call(function))
 
         def once(rows, setting, make, kind="rows"):
-            rehearsal.count = 0
+            rehearsal.count, rehearsal.at = 0, rehearsal.first
+            rehearsal.at += rehearsal.step * len(rehearsal.asked)
             rehearsal.asked.append(setting)
             begin = lambda left_out: rehearsal.call(lambda: make(left_out))  # noqa: E731
             return rehearsal.once(rows, setting, begin, kind)
@@ -70,9 +71,13 @@ class Rehearsal:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
         return function()
 
-    def run(self, part, at=-1):
-        """The exit status of a part, and its record."""
-        self.at, self.asked, self.hit = at, [], []
+    def run(self, part, first=-1, step=0):
+        """The exit status of a part, and its record.
+
+        In its first setting the call `first` fails, in each further one `step` calls later.
+        """
+        self.first, self.step, self.asked, self.hit = first, step, [], []
+        self.count, self.at = 0, -1  # until a setting begins
         threads, seen = torch.get_num_threads(), set(self.folder.glob("*.json"))
         status = 0
         for command in gpu.PARTS[part]("cpu", True):
@@ -103,41 +108,48 @@ def mentions(record, setting):
     return [row["why"] for row in missing if setting.items() <= row.items()]
 
 
-def rehearse(part, at, tmp_path, monkeypatch):
-    """With one call of each setting out of memory, and then again without; how many failed."""
-    folder = tmp_path / f"{part}-{at}"
+def rehearse(part, first, step, folder, monkeypatch):
+    """With a call of each setting out of memory, then without: the settings, and those hit.
+
+    For `first` and `step` see `Rehearsal.run`.
+    """
+    folder = folder / f"{part}-{first}"
     folder.mkdir()
     with monkeypatch.context() as patch:
         rehearsal = Rehearsal(folder, patch)
-        status, record = rehearsal.run(part, at)
-        hit = rehearsal.hit
-        assert rehearsal.asked and not record["begun"]
-        for setting in rehearsal.asked:
+        status, record = rehearsal.run(part, first, step)
+        asked, hit = rehearsal.asked, rehearsal.hit
+        assert asked and not record["begun"]
+        for setting in asked:
             failed = any(setting.items() <= row.items() for row in record["failed"])
             assert holds(record, setting) != failed, (setting, "neither measured nor failed")
             why = mentions(record, setting)
             assert any("OutOfMemoryError" in words for words in why) == (setting in hit)
         assert bool(status) == bool(record["failed"])
-        assert at != 0 or len(record["failed"]) == len(rehearsal.asked)
         status, record = rehearsal.run(part)
         assert status == 0 and not record["failed"] and not record["begun"]
-        assert all(holds(record, setting) for setting in rehearsal.asked)
-    return len(hit)
+        assert rehearsal.asked == asked and all(holds(record, setting) for setting in asked)
+    return asked, hit
 
 
 @pytest.mark.parametrize("at", [0, 1, 8])
 def test_out_of_memory_in_the_attention_backends(at, tmp_path, monkeypatch):
     """At the beginning, in the first call of a backend, and in the turns."""
-    assert rehearse("attention", at, tmp_path, monkeypatch) == 8
+    asked, hit = rehearse("attention", at, 0, tmp_path, monkeypatch)
+    assert asked == hit and len(hit) == 8
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", TIMED)
 def test_out_of_memory_at_each_measured_call_in_turn(part, tmp_path, monkeypatch):
-    at = 0
-    while rehearse(part, at, tmp_path, monkeypatch):
-        at += 1
-    assert at > 2
+    """First at the beginning of all settings, then at other calls of each."""
+    asked, hit = rehearse(part, 0, 0, tmp_path, monkeypatch)
+    assert asked == hit
+    first = 1
+    while hit:
+        _, hit = rehearse(part, first, 1, tmp_path, monkeypatch)
+        first += len(asked)
+    assert first > 1 + len(asked)
 
 
 def test_ours_stays_where_others_leave_no_memory():
