@@ -13,6 +13,7 @@ import timm
 import torch
 
 from attnlib.models import create_model, list_models
+from helpers import in_float64
 
 FULL = os.environ.get("ATTNLIB_FULL") == "1"
 FAMILIES = ("vit_*_patch??_224", "deit_*", "swin_*_window*", "swinv2_*", "tnt_*_224")
@@ -62,7 +63,7 @@ def test_equals_timm(name):
     with torch.no_grad():
         assert largest(ours(x), theirs(x)) < 1e-5
         assert largest(ours.forward_features(x), theirs.forward_features(x)) < 1e-5
-    ours, theirs, x = ours.double(), theirs.double(), x.double()
+    ours, theirs, x = in_float64(ours), in_float64(theirs), x.double()
     out, expected = ours(x), theirs(x)
     assert largest(out, expected) < 1e-10
     out.square().sum().backward()

@@ -76,11 +76,12 @@ def test_outputs_and_gradients_are_timms(case):
 @every
 def test_other_sizes_are_timms(case):
     ours, theirs = twins(case, dynamic_img_size=True)
-    close(ours(images(2, 48)), theirs(images(2, 48)), 1e-9)
+    rounding = 1e-6  # timm resamples in float32
+    close(ours(images(2, 48)), theirs(images(2, 48)), rounding)
     for model in (ours, theirs):
         model.set_input_size((16, 40))
     assert ours.pos_embed.shape == theirs.pos_embed.shape
-    close(ours(images(2, (16, 40))), theirs(images(2, (16, 40))), 1e-9)
+    close(ours(images(2, (16, 40))), theirs(images(2, (16, 40))), rounding)
 
 
 @every
@@ -90,7 +91,7 @@ def test_stored_positions_are_resampled_as_timm_does(case):
     found = ours.resample_state_dict(small.state_dict())
     wanted = timm.models.vision_transformer.checkpoint_filter_fn(small.state_dict(), theirs)
     assert found["pos_embed"].shape == ours.pos_embed.shape
-    close(found["pos_embed"], wanted["pos_embed"], 1e-9)
+    close(found["pos_embed"], wanted["pos_embed"], 1e-6)  # timm resamples in float32
 
 
 @every

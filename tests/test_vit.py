@@ -25,10 +25,10 @@ def small(**options):
 
 def test_dynamic_size_is_timms():
     ours, theirs = (model.double() for model in pair("vit", dynamic_img_size=True))
-    for size in (32, 48, 16):
-        close(ours(images(2, size)), theirs(images(2, size)))
+    for size in (32, 48, 16):  # timm resamples in float32
+        close(ours(images(2, size)), theirs(images(2, size)), 1e-6)
     x = torch.cat([images(), images()[..., :8]], dim=-1)
-    close(ours(x), theirs(x))
+    close(ours(x), theirs(x), 1e-6)
     assert ours.forward_intermediates(x)[1][0].shape == (2, 24, 4, 5)
 
 
