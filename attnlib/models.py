@@ -401,6 +401,15 @@ def _check_sum(path):
                              f"delete {path.resolve()}")
 
 # %% ../nbs/93_models.ipynb #state-dict-of
+def _with_tensors(state_dict, tensors):
+    """A copy of a state dict, with the notes that PyTorch made about its modules, and other
+    tensors in it."""
+    changed = copy.copy(state_dict)
+    changed.clear()
+    changed.update(tensors)
+    return changed
+
+
 def unwrap_state_dict(source):
     """The tensors of a file, a repository or a dictionary, by name.
 
@@ -556,15 +565,6 @@ def load_pretrained(model, source, img_size=None):
     if img_size is not None and hasattr(model, "set_trained_size"):
         model.set_trained_size(img_size)
     return kept
-
-
-def _with_tensors(state_dict, tensors):
-    """A copy of a state dict, with the notes that PyTorch made about its modules, and other
-    tensors in it."""
-    changed = copy.copy(state_dict)
-    changed.clear()
-    changed.update(tensors)
-    return changed
 
 # %% ../nbs/93_models.ipynb #compare
 def _other_classifier(found, wanted):
