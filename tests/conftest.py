@@ -15,6 +15,9 @@ if find_spec("hypothesis") is None:  # as on a machine that is there for its GPU
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 
+if find_spec("hypothesis") is None:
+    collect_ignore = ["oracles"]  # nothing in there goes without it
+
 from tools import torchvision_ops  # noqa: F401  before any test that imports torchvision
 
 WITH_TRANSFORMERS_5 = "|".join(
@@ -47,8 +50,24 @@ def is_older(package, release):
     return numbers < [int(part) for part in release.split(".")]
 
 
-def pytest_collection_modifyitems(items):
+def pytest_configure(config):
+    """Set how many calls `drawn` draws: a few, or under `-m slow` a hundred times as many."""
+    if find_spec("hypothesis") is not None:
+        from hypothesis import settings
+
+        number = 400 if config.option.markexpr == "slow" else 4
+        settings.register_profile(
+            "oracles", max_examples=number, deadline=None, derandomize=True, database=None
+        )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
     """Skip what needs a later release than is installed, and say of what."""
+    if config.option.markexpr == "slow":
+        for item in items:
+            if "/oracles/" in item.nodeid and hasattr(item.function, "hypothesis"):
+                item.add_marker("slow")
     for (package, release), pattern in NEEDED.items():
         if is_older(package, release):
             skip = pytest.mark.skip(reason=f"needs {package} {release}")
