@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 
 def drawn(*strategies, **named):
-    """Hypothesis's `given` with few calls, or under `pytest -m slow` a hundred times as many."""
+    """`given` with few calls, or under `pytest -m slow` with a hundred times as many."""
 
     def decorate(test):
         return settings(settings.get_profile("oracles"))(given(*strategies, **named)(test))
