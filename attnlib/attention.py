@@ -7,7 +7,7 @@ __all__ = ['BACKENDS', 'masked_softmax', 'causal_mask', 'padding_mask', 'broadca
            'check_attention', 'combined_bias', 'attention_weights', 'reference', 'narrow_bias', 'sdpa',
            'float32_products', 'cpu_flags', 'has_amx', 'fastest_backend', 'current_backend', 'register_backend',
            'active_backend', 'attention_backend', 'attention', 'MapRecorder', 'record_attention', 'SameBackend',
-           'checkpoint_contexts', 'checkpoint_block']
+           'checkpoint_contexts', 'SameTensors', 'checkpoint_block']
 
 # %% ../nbs/10_attention.ipynb #imports
 import threading
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 # %% ../nbs/10_attention.ipynb #masked-softmax
@@ -593,23 +594,57 @@ def checkpoint_contexts():
     return nullcontext(), SameBackend()
 
 
-def checkpoint_block(function, *inputs):
-    """Compute ``function(*inputs)`` now and once more in the backward pass, to save memory.
+class SameTensors:
+    """A module that computes with the parameters and buffers it has at this moment.
 
-    Autograd keeps the inputs alone (Chen et al. 2016). The second computation uses the same
-    random numbers and the same attention backend as the first.
+    Inside `torch.func.functional_call` a module has the caller's tensors. They are gone when a
+    backward pass computes the module again. Sharded parameters change while they are gathered,
+    and are left alone.
 
     Parameters
     ----------
-    function : callable
+    block : nn.Module
+    """
+
+    def __init__(self, block):
+        self.block = block
+        self.tensors = self.present()
+
+    def present(self):
+        """The module's parameters and buffers by name, without those that are sharded."""
+        tensors = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
+        return {name: x for name, x in tensors.items() if not hasattr(x, "device_mesh")}
+
+    def __call__(self, *inputs, **options):
+        """``block(*inputs, **options)``."""
+        present = self.present()
+        if all(present.get(name) is x for name, x in self.tensors.items()):
+            return self.block(*inputs, **options)
+        return functional_call(self.block, self.tensors, inputs, options)
+
+
+def checkpoint_block(block, *inputs, **options):
+    """Compute ``block(*inputs, **options)`` now and again in the backward pass, to save memory.
+
+    Autograd keeps the inputs alone (Chen et al. 2016). The second computation uses the same
+    random numbers and the same attention backend as the first, and the same parameters and
+    buffers if `block` is a module.
+
+    Parameters
+    ----------
+    block : callable
+        A module, or a function of tensors.
     *inputs : Tensor or tuple of Tensor
-        The arguments of the function.
+    **options
 
     Returns
     -------
     Tensor or tuple of Tensor
-        The result of the function.
+        The result of the block.
     """
     if torch.compiler.is_compiling():  # it repeats the graph it has traced, backend and all
-        return checkpoint(function, *inputs, use_reentrant=False)
-    return checkpoint(function, *inputs, use_reentrant=False, context_fn=checkpoint_contexts)
+        return checkpoint(block, *inputs, use_reentrant=False, **options)
+    if isinstance(block, nn.Module):
+        block = SameTensors(block)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=checkpoint_contexts,
+                      **options)

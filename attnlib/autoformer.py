@@ -14,7 +14,6 @@ import itertools
 import math
 import random
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -547,7 +546,7 @@ class SuperTransformer(AutoFormer):
             check_elastic(self)
         x = self.embed(x, subnet.embed_dim)
         for block, h, r in zip(self.blocks, subnet.num_heads, subnet.mlp_ratio):
-            x = self.checkpointed(partial(block, num_heads=h, mlp_ratio=r), x)
+            x = self.checkpointed(block, x, num_heads=h, mlp_ratio=r)
         return self.norm(x)
 
 

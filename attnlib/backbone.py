@@ -444,18 +444,21 @@ class Backbone(nn.Module):
         """Lists of blocks, after each of which `forward_intermediates` may look."""
         return [[block] for block in self.blocks]
 
-    def checkpointed(self, block, x):
-        """``block(x)``; with gradient checkpointing it is computed again for the gradient.
+    def checkpointed(self, block, x, **options):
+        """``block(x, **options)``; with gradient checkpointing it is computed again for the
+        gradient.
 
         Parameters
         ----------
-        block : callable
+        block : nn.Module
         x : Tensor or tuple of Tensor
             What the block takes: tokens, or for TNT words and sentences.
+        **options
+            What else the block takes.
         """
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint_block(block, x)
-        return block(x)
+            return checkpoint_block(block, x, **options)
+        return block(x, **options)
 
     def set_grad_checkpointing(self, enable=True):
         """Trade time for memory in training: store each block's input only."""

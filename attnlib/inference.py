@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FUNCTIONS', 'SMALL', 'WHOLE', 'EACH_TOKEN', 'REPLACEMENTS', 'NORMS', 'PARTS', 'can_pack', 'packing_pays',
            'check_packed', 'PackedLinear', 'attend', 'pack', 'FastWindowAttention', 'FastSelfAttention',
-           'FastCrossAttention', 'decode', 'FastCausalAttention', 'pack_gpt_mlp', 'PackedConv', 'FastBlock',
-           'FastResNet', 'first_tokens', 'forward_short', 'can_shorten', 'pack_mlp', 'pack_feed_forward', 'can_replace',
+           'FastCrossAttention', 'FastCausalAttention', 'pack_gpt_mlp', 'PackedConv', 'FastBlock', 'FastResNet',
+           'first_tokens', 'forward_short', 'can_shorten', 'pack_mlp', 'pack_feed_forward', 'can_replace',
            'can_pack_resnet', 'replace', 'has_global_hooks', 'pack_all', 'devices', 'fuse', 'no_maps',
            'optimize_for_inference']
 
@@ -33,9 +33,7 @@ from attnlib.swin import (
 from .swinv2 import MAX_LOGIT_SCALE, WindowAttentionV2, normalize
 from .tnt import TNT, SplitAttention
 from .tnt import Block as TNTBlock
-from attnlib.transformer import (
-    CrossAttention, FeedForward, SelfAttention, Transformer, check_rows, check_tokens,
-)
+from .transformer import CrossAttention, FeedForward, SelfAttention
 from .vit import Attention, Block, LayerScale, Mlp, VisionTransformer
 
 # %% ../nbs/53_inference.ipynb #packed
@@ -256,31 +254,6 @@ class FastCrossAttention(nn.Module):
             cache.sources[layer] = source
         heads = attend(split_heads(self.q(x), self.num_heads), k, v, mask)
         return self.out_proj(merge_heads(heads))
-
-
-def decode(model, tgt, memory, src_mask=None, cache=None):
-    """`Transformer.decode`, its logits by packed weights.
-
-    Parameters
-    ----------
-    model : Transformer
-        The optimized copy.
-    tgt : Tensor, shape (B, N)
-    memory : Tensor, shape (B, M, d_model)
-    src_mask : Tensor, optional
-    cache : KVCache, optional
-
-    Returns
-    -------
-    Tensor, shape (B, N, vocabulary)
-    """
-    past, n = 0 if cache is None else len(cache), tgt.shape[-1]
-    check_tokens("tgt", tgt, model.tgt_embed.num_embeddings, model.max_length, past)
-    check_rows(tgt, memory)
-    x = model.embed(tgt, model.tgt_embed, past)
-    bias = model.positions.bias("decoder", n, past + n, x.device, x.dtype)
-    mask = "causal" if n > 1 else None
-    return model.packed_output(model.decoder(x, memory, mask, src_mask, bias, cache))
 
 # %% ../nbs/53_inference.ipynb #gpt
 class FastCausalAttention(nn.Module):
@@ -567,13 +540,9 @@ def pack_all(model):
     if has_global_hooks():
         return model
     short = can_shorten(model)
-    packs_output = is_unchanged(model, Transformer) and is_plain(model.output, nn.Embedding)
     model = replace(model)
     if short:
         model.forward = partial(forward_short, model)
-    if packs_output:
-        model.packed_output = PackedLinear(model.output.weight, model.output_bias)
-        model.decode = partial(decode, model)
     return model
 
 # %% ../nbs/53_inference.ipynb #fuse

@@ -535,14 +535,16 @@ def padded_size(img_size, patch_size, name="img_size"):
     return round_up(size, patch_size)
 
 
-def pad_images(x, patch_size):
-    """Images x (B, C, H, W) with zeros below and on the right, up to whole patches.
+def pad_images(x, patch_size, value=0.0):
+    """Images x (B, C, H, W) with a value below and on the right, up to whole patches.
 
     Parameters
     ----------
     x : Tensor, shape (B, C, H, W)
     patch_size : int or (int, int)
         Height and width of a patch, in pixels.
+    value : float or sequence of float
+        Of the new pixels, for all channels or for each.
 
     Returns
     -------
@@ -551,7 +553,13 @@ def pad_images(x, patch_size):
     if x.ndim != 4:
         return x  # the model's first layer will say what is wrong
     rows, columns = padded_size(x.shape[2:], patch_size, "x of size")
-    return F.pad(x, (0, columns - x.shape[3], 0, rows - x.shape[2]))
+    padding = (0, columns - x.shape[3], 0, rows - x.shape[2])
+    padded = F.pad(x, padding)
+    if value == 0.0:
+        return padded
+    outside = 1 - F.pad(torch.ones_like(x[:1, :1]), padding)  # (1, 1, H', W')
+    value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    return padded + outside * value.view(-1, 1, 1)  # (C, 1, 1)
 
 
 def stage_windows(model):
@@ -642,6 +650,7 @@ class SwinTransformer(Backbone):
 
     family, pools, classifiers = "swin", ("avg", ""), ("head.fc",)
     block_class, merging_class = SwinBlock, PatchMerging
+    pad_value = 0.0  # of pixels that complete a patch, for all channels or for each
 
     def __init__(self, img_size=224, patch_size=4, in_chans=3, num_classes=1000,
                  global_pool="avg", embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24),
@@ -687,7 +696,7 @@ class SwinTransformer(Backbone):
 
     def embed(self, x):
         """Images (B, C, H, W), padded to whole patches, to a map (B, H', W', embed_dim)."""
-        return self.patch_embed(pad_images(x, self.patch_size))
+        return self.patch_embed(pad_images(x, self.patch_size, self.pad_value))
 
     def forward_features(self, x):
         """The last map (B, H', W', num_features), normalized."""

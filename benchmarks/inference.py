@@ -54,7 +54,6 @@ PIECES = {  # name: what is not replaced without it; the others are in `without`
     "short last block": (),
     "attention of the decoder": (SelfAttention, CrossAttention),
     "ReLU inside the product": (FeedForward,),
-    "packed logits": (),
 }
 SHAPES = ((1576, 384, 1536), (12544, 96, 384), (16, 512, 2048), (1, 512, 2048))
 
@@ -78,9 +77,8 @@ def without(piece, model):
     """An optimized copy that lacks a piece, or None if the model has nothing of it."""
     with lacking(piece):
         fast = optimize_for_inference(model)
-    if piece in ("short last block", "packed logits"):
-        method = "forward" if piece == "short last block" else "decode"
-        return fast if vars(fast).pop(method, None) else None
+    if piece == "short last block":
+        return fast if vars(fast).pop("forward", None) else None
     classes = {type(module) for module in model.modules()}
     return fast if piece == "packed weights" or classes & set(PIECES[piece]) else None
 

@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -122,6 +123,32 @@ def test_checkpointing_records_weights_once(name):
         close(a, b, 1e-12)
     for a, b in zip(*gradients, strict=True):
         close(a, b, 1e-12)
+
+
+def gradients_at(model, state, x, enable):
+    """Gradients for other parameters than the model's own, with checkpointing or without."""
+    model.set_grad_checkpointing(enable)
+    torch.manual_seed(0)  # of stochastic depth
+    loss = functional_call(model, state, (x,)).square().sum()
+    return torch.autograd.grad(loss, list(state.values()))
+
+
+@every
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+def test_checkpointing_with_parameters_from_outside(name, kind, monkeypatch):
+    model, x = backbone(name, drop_path_rate=0.3).train(), images()
+    state = {key: p.detach() * 1.5 for key, p in model.named_parameters()}
+    state = {
+        key: nn.Parameter(p) if kind is nn.Parameter else p.requires_grad_()
+        for key, p in state.items()
+    }
+    wanted = gradients_at(model, state, x, enable=False)
+    for a, b in zip(wanted, gradients_at(model, state, x, enable=True), strict=True):
+        close(a, b, 1e-9 * max(1.0, a.abs().max().item()))
+    monkeypatch.setattr(sys.modules["attnlib.attention"], "SameTensors", lambda block: block)
+    with pytest.raises((RuntimeError, AssertionError)):  # it has no gradient, or a wrong one
+        for a, b in zip(wanted, gradients_at(model, state, x, enable=True), strict=True):
+            close(a, b, 1e-9 * max(1.0, a.abs().max().item()))
 
 
 def test_checkpointing_compiles():

@@ -34,10 +34,11 @@ from attnlib.cost import (
     take_turns,
     training_memory,
 )
+from attnlib.inference import PackedConv, PackedLinear
 from attnlib.models import create_model
 from attnlib.train import memory_levels, peak_memory
 from attnlib.vit import Block, VisionTransformer
-from helpers import finer_precision
+from helpers import BACKBONES, build, finer_precision
 
 torch.set_num_threads(1)
 positive = st.floats(1e-3, 1e12)
@@ -281,6 +282,82 @@ def test_backward_is_counted():
         assert count.flops == products * product
     x, conv = torch.randn(1, 3, 8, 8), nn.Conv2d(3, 5, 2, stride=2, bias=False)
     assert count_operations(conv, x).flops == 2 * 16 * 12 * 5
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_grouped_convolutions_are_counted(groups, transposed):
+    """Output and both gradients multiply the same pairs of numbers."""
+    cls = nn.ConvTranspose2d if transposed else nn.Conv2d
+    conv, x = cls(6, 12, 3, groups=groups), torch.randn(2, 6, 9, 7)
+    places = 9 * 7 if transposed else 7 * 5  # of the input or output that the kernel visits
+    forward = 2 * 2 * places * 9 * 6 * 12 // groups
+    assert count_operations(conv, x).flops == forward
+    assert count_operations(lambda: conv(x).sum().backward()).flops == 2 * forward
+    x.requires_grad_()
+    assert count_operations(lambda: conv(x).sum().backward()).flops == 3 * forward
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("cls, gates", [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers_are_counted(cls, gates, bidirectional):
+    layer, x = cls(5, 8, 2, bidirectional=bidirectional), torch.randn(7, 3, 5)
+    directions = 1 + bidirectional
+    forward = 2 * 7 * 3 * directions * gates * 8 * ((5 + 8) + (8 * directions + 8))
+    assert count_operations(layer, x).flops == forward
+
+
+def test_the_backward_pass_of_an_lstm_is_counted():
+    layer, x = nn.LSTM(5, 8), torch.randn(7, 3, 5, requires_grad=True)
+    forward = 2 * 7 * 3 * 4 * 8 * (5 + 8)
+    assert count_operations(lambda: layer(x)[0].sum().backward()).flops == 3 * forward
+
+
+def test_vectors_are_counted():
+    matrix, vector = torch.randn(3, 4), torch.randn(4)
+    assert count_operations(torch.mv, matrix, vector).flops == 2 * 3 * 4
+    assert count_operations(torch.addmv, torch.randn(3), matrix, vector).flops == 2 * 3 * 4
+    assert count_operations(torch.dot, vector, vector).flops == 2 * 4
+
+
+def test_packed_layers_are_counted(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    layer, x = PackedLinear(torch.randn(6, 4), torch.randn(6), "gelu"), torch.randn(5, 4)
+    counted = count_operations(layer, x)
+    assert counted.flops == 2 * 5 * 4 * 6 and counted.uncounted == []
+    assert counted.bytes == 4 * (5 * 4 + 6 * 4 + 6 + 5 * 6)
+    conv = PackedConv(nn.Conv2d(3, 4, 3).eval(), nn.BatchNorm2d(4).eval())
+    x, shortcut = torch.randn(1, 3, 8, 8), torch.randn(1, 4, 6, 6)
+    for inputs in ((x,), (x, shortcut)):
+        assert count_operations(conv, *inputs).flops == 2 * 36 * 9 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda x: torch.fft.fft(x), "_fft_r2c"),
+        (lambda x: torch.cdist(x, x), "_euclidean_dist"),
+        (lambda x: torch.linalg.matrix_exp(x), "linalg_matrix_exp"),
+        (lambda x: torch.linalg.solve(x + 100 * torch.eye(30), x), "_linalg_solve_ex"),
+    ],
+)
+def test_what_is_not_counted_is_named(call, name):
+    with pytest.warns(UserWarning, match=f"{name}.* for which there is no formula"):
+        counted = count_operations(call, torch.randn(30, 30))
+    assert f"aten::{name}" in counted.uncounted and "without those of aten::" in repr(counted)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", BACKBONES)
+def test_all_operators_of_a_backbone_are_known(name):
+    model, x = build(name), torch.randn(2, 3, 32, 32)
+
+    def step():
+        out = model(x)
+        out = out if isinstance(out, torch.Tensor) else out[0]
+        F.cross_entropy(out, torch.arange(2)).backward()
+
+    assert count_operations(step).uncounted == []
 
 
 def test_counting_changes_nothing():

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from timm.optim import param_groups_layer_decay
 
 from attnlib.deit import DistilledVisionTransformer
-from attnlib.models import create_model, data_config, preprocess
+from attnlib.mae import MaskedAutoencoder
+from attnlib.models import classify, create_model, data_config, preprocess
 from attnlib.practice import (
     fine_tune,
     fold_normalization,
@@ -184,6 +186,61 @@ def test_a_bias_that_is_folded_in_is_as_trainable_as_its_layer(frozen):
     model.patch_embed.requires_grad_(not frozen)
     folded = fold_normalization(model, (0.5,) * 3, (0.5,) * 3)
     assert folded.patch_embed.proj.bias.requires_grad == (not frozen)
+
+
+@pytest.mark.parametrize("name", ["swin", "swinv2"])
+@pytest.mark.parametrize("size", [30, (29, 27), 32])
+def test_a_folded_swin_pads_with_the_mean(name, size):
+    """Zeros that complete a patch stand for the mean pixel, twice folded as well."""
+    model, mean, std = build(name).double().eval(), (0.1, 0.5, 0.9), (0.2, 0.3, 2.0)
+    size = (size, size) if isinstance(size, int) else size
+    x = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(1)).double()
+    means, stds = (torch.tensor(t, dtype=torch.float64).view(3, 1, 1) for t in (mean, std))
+    folded = fold_normalization(model, mean, std)
+    close(folded(x), model((x - means) / stds), 1e-6)
+    again = fold_normalization(folded, std, mean)
+    close(again(x), folded((x - stds) / means), 1e-6)
+
+
+def test_a_folded_model_is_classified_and_described_as_it_is():
+    picture = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    model = create_model("vit_collages").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    config = model.data_config
+    folded = fold_normalization(model, config["mean"], config["std"])
+    for name in ("data_config", "pretrained_cfg"):
+        described = getattr(folded, name)
+        assert described["mean"] == (0, 0, 0) and described["std"] == (1, 1, 1)
+    assert model.data_config is config and config["mean"] == (0.5, 0.5, 0.5)
+    for found, wanted in zip(classify(folded, picture), classify(model, picture)):
+        assert found[0] == wanted[0] and abs(found[1] - wanted[1]) < 1e-5
+    other = fold_normalization(model, (0.1, 0.2, 0.3), (0.25, 0.5, 2.0))  # not what it expects
+    for found, wanted in zip(classify(other, picture), classify(model, picture)):
+        assert found[0] == wanted[0] and abs(found[1] - wanted[1]) < 1e-5
+
+
+def test_what_cannot_be_folded_is_refused():
+    hooked = small()
+    hooked.patch_embed.proj.register_forward_hook(lambda *_: None)
+    tnt = build("tnt")
+    mae = MaskedAutoencoder(
+        16,
+        8,
+        embed_dim=8,
+        depth=1,
+        num_heads=2,
+        decoder_embed_dim=8,
+        decoder_depth=1,
+        decoder_num_heads=2,
+    )
+    for model in (hooked, tnt, mae, nn.Linear(3, 3)):
+        with pytest.raises(ValueError, match="must begin with the convolution"):
+            fold_normalization(model, (0.5,) * 3, (0.5,) * 3)
+    for mean, std, name in (((0.5,), (1,) * 3, "mean"), ((0.5,) * 3, (1, 0, 1), "std")):
+        with pytest.raises(ValueError, match=name):
+            fold_normalization(small(), mean, std)
 
 
 def test_a_padded_first_layer_is_refused():
