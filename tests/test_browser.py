@@ -262,6 +262,8 @@ def at_night(page):
     if figure.count() and figure.is_visible():
         from matplotlib.image import imread
 
+        figure.scroll_into_view_if_needed()
+        figure.evaluate("image => image.decode()")  # else the page behind it may be seen
         page.wait_for_timeout(300)  # colours fade
         pixels = imread(io.BytesIO(figure.screenshot()))  # (H, W, C)
         night["figure"] = float(pixels[12, 12, :3].mean())
