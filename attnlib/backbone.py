@@ -597,6 +597,32 @@ def keep_evaluation(model, mode=True):
     return type(model).train(model, False)
 
 
+class SameParameters:
+    """A hook that refuses to call an optimized copy with parameters that are not its own.
+
+    `torch.func.functional_call` would replace those parameters that the copy still has, and
+    not what was computed from the others.
+
+    Parameters
+    ----------
+    model : Module
+    """
+
+    def __init__(self, model):
+        self.owners = []
+        for part in model.modules():
+            for name, parameter in part._parameters.items():
+                self.owners.append((part._parameters, name, parameter))
+
+    def __call__(self, model, inputs):
+        """Raise a RuntimeError if a parameter was replaced."""
+        for parameters, name, parameter in self.owners:
+            if parameters[name] is not parameter:
+                raise RuntimeError(f"parameter {name!r} of an optimized copy was replaced, "
+                                   "which keeps results computed from its parameters; call "
+                                   "the model itself with other parameters")
+
+
 def guard(model):
     """Make an optimized copy refuse other weights and training mode; return it.
 
@@ -608,4 +634,5 @@ def guard(model):
     for part in model.modules():
         part.register_load_state_dict_pre_hook(refuse_weights)
     model.train = functools.partial(keep_evaluation, model)
+    model.register_forward_pre_hook(SameParameters(model))
     return model

@@ -24,7 +24,7 @@ from .decoding import KVCache, check_count, check_numbers, top_k_filter, top_p_f
 from .modern import SwiGLU
 from .multihead import check_heads, merge_heads, split_heads
 from .position import position_angles, relative_positions, rotate_halves
-from .transformer import check_tied, check_tokens, evaluation
+from .transformer import check_tied, check_tokens, evaluation, tie
 
 # %% ../nbs/24_gpt.ipynb #config
 @dataclass(frozen=True)
@@ -516,7 +516,7 @@ def tie_weights(model, incompatible_keys=None):
     incompatible_keys : optional
         What PyTorch passes to such a hook; it is not used.
     """
-    model.lm_head.weight = model.wte.weight
+    tie(model.lm_head, model.wte)
 
 # %% ../nbs/24_gpt.ipynb #check-prompt
 def check_prompt(tokens, attention_mask, config, past=0, more=0):

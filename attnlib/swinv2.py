@@ -220,7 +220,7 @@ class WindowAttentionV2(nn.Module):
         """Queries, keys and values of tokens (..., dim), side by side: (..., 3 dim)."""
         qkv = self.qkv(x)
         if self.q_bias is not None:
-            qkv += torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+            qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         return qkv
 
     def forward(self, x):

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .attention import attention, record_attention
 from .backbone import check_counts, check_rates
@@ -319,6 +320,25 @@ def check_settings(pad_id, dropout, vocabularies, layers):
     check_rates(dropout=dropout)
 
 
+def can_read(x):
+    """Return whether the values of a tensor can be checked without harm.
+
+    Reading a value from a GPU would wait for the GPU. A compiler and the transformations of
+    `torch.func` do not know the values.
+
+    Parameters
+    ----------
+    x : Tensor
+
+    Returns
+    -------
+    bool
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return x.device.type == "cpu" and not is_functorch_wrapped_tensor(x)
+
+
 def check_tokens(name, tokens, vocab, max_length, offset=0):
     """Raise unless these are tokens of a vocabulary, within the positions that there are.
 
@@ -337,8 +357,8 @@ def check_tokens(name, tokens, vocab, max_length, offset=0):
     TypeError
         If their dtype is neither int64 nor int32.
     ValueError
-        If their shape is another, they are too many, or one is not in the vocabulary. On a GPU
-        the last is not asked, since that would wait for it.
+        If their shape is another, they are too many, or one is not in the vocabulary. The last
+        is checked where `can_read` allows it.
     """
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} of dtype {tokens.dtype} must be torch.int64 or torch.int32")
@@ -347,7 +367,7 @@ def check_tokens(name, tokens, vocab, max_length, offset=0):
     if offset + tokens.shape[1] > max_length:
         raise ValueError(f"{name} ends at token {offset + tokens.shape[1]}; there are "
                          f"max_length ({max_length}) positions")
-    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would wait
+    if can_read(tokens):
         for token in (int(tokens.min()), int(tokens.max())):
             if not 0 <= token < vocab:
                 raise ValueError(f"{name} holds the token {token}; "
@@ -387,6 +407,41 @@ def check_tied(module, state_dict, prefix="", *unused):
                              "parameter of the model; build it with weights that are not tied")
 
 
+def tie(layer, table):
+    """Give a layer the weight of a table, if both are plain layers with a weight of their own.
+
+    An adapter or a pruned layer is left alone.
+
+    Parameters
+    ----------
+    layer : Module
+        It is changed.
+    table : Module
+    """
+    weights = getattr(layer, "weight", None), getattr(table, "weight", None)
+    if all(isinstance(weight, nn.Parameter) for weight in weights):
+        layer.weight = table.weight
+
+
+def tie_embeddings(model, incompatible_keys=None):
+    """Let a `Transformer` have one matrix where its settings say so.
+
+    It runs after each `load_state_dict`, because ``assign=True`` and `to_empty` put several
+    parameters in place of the one.
+
+    Parameters
+    ----------
+    model : Transformer
+        It is changed.
+    incompatible_keys : optional
+        What PyTorch passes to such a hook; it is not used.
+    """
+    if model.shares_embedding:
+        tie(model.tgt_embed, model.src_embed)
+    if model.ties_output:
+        tie(model.output, model.tgt_embed)
+
+
 def check_rows(tgt, memory):
     """Raise unless targets (B, N) and memory (B, M, d_model) have the same number of rows.
 
@@ -420,10 +475,9 @@ def check_padding(name, tokens, pad_id):
     Raises
     ------
     ValueError
-        If padding stands before a token. On a GPU this is not checked, because the check would
-        wait for the GPU.
+        If padding stands before a token. It is checked where `can_read` allows it.
     """
-    if tokens.device.type != "cpu" or torch.compiler.is_compiling():
+    if not can_read(tokens):
         return
     padding = tokens == pad_id
     bad = (padding[:, :-1] & ~padding[:, 1:]).any(dim=1)
@@ -515,10 +569,13 @@ class Transformer(nn.Module):
         check_counts(max_length=max_length)
         self.d_model, self.max_length, self.pad_id = d_model, max_length, pad_id
         self.src_embed = nn.Embedding(src_vocab, d_model)
-        self.tgt_embed = self.src_embed if shared else nn.Embedding(tgt_vocab, d_model)
-        table = self.tgt_embed if tie_weights else nn.Embedding(tgt_vocab, d_model)
+        device = "meta" if shared else None  # of a matrix that another one replaces below
+        self.tgt_embed = nn.Embedding(tgt_vocab, d_model, device=device)
         self.output = nn.Linear(d_model, tgt_vocab, bias=False, device="meta")
-        self.output.weight = table.weight
+        if not tie_weights:
+            self.output.weight = nn.Embedding(tgt_vocab, d_model).weight
+        self.shares_embedding, self.ties_output = shared, tie_weights
+        tie_embeddings(self)
         self.src_vocab_size, self.vocab_size = src_vocab, tgt_vocab
         self.output_bias = nn.Parameter(torch.zeros(tgt_vocab)) if output_bias else None
         self.positions = Positions(position, d_model, nhead, max_length)
@@ -532,6 +589,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.init_weights()
         self.register_load_state_dict_pre_hook(check_tied)
+        self.register_load_state_dict_post_hook(tie_embeddings)
 
     def init_weights(self):
         """Embeddings of variance 1 / d_model, Xavier-uniform matrices, biases of zero."""
