@@ -609,6 +609,10 @@ class SameParameters:
     """
 
     def __init__(self, model):
+        self.renew(model)
+
+    def renew(self, model):
+        """From now on, the parameters that the model has now are its own."""
         self.owners = []
         for part in model.modules():
             for name, parameter in part._parameters.items():
@@ -623,6 +627,21 @@ class SameParameters:
                                    "the model itself with other parameters")
 
 
+def resize(model, hook, *size, **options):
+    """`set_input_size` of an optimized copy, whose positions are then other parameters.
+
+    Parameters
+    ----------
+    model : Backbone
+    hook : SameParameters
+        The model's own.
+    *size, **options
+        What the method is called with.
+    """
+    type(model).set_input_size(model, *size, **options)
+    hook.renew(model)
+
+
 def guard(model):
     """Make an optimized copy refuse other weights and training mode; return it.
 
@@ -634,5 +653,8 @@ def guard(model):
     for part in model.modules():
         part.register_load_state_dict_pre_hook(refuse_weights)
     model.train = functools.partial(keep_evaluation, model)
-    model.register_forward_pre_hook(SameParameters(model))
+    hook = SameParameters(model)
+    model.register_forward_pre_hook(hook)
+    if hasattr(model, "set_input_size"):
+        model.set_input_size = functools.partial(resize, model, hook)
     return model

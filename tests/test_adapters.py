@@ -169,6 +169,7 @@ def test_pruned_layers_can_be_trained(name):
     for _ in range(2):  # a weight that is not computed again fails in the second round
         optimizer.zero_grad()
         run(name, model).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # with random weights it may explode
         optimizer.step()
     assert not torch.equal(run(name, model), pruned)
     for layer in layers_of(model).values():
