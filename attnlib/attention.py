@@ -318,6 +318,9 @@ def narrow_bias(bias, q):
 # %% ../nbs/10_attention.ipynb #sdpa
 def sdpa(q, k, v, mask, bias, scale, dropout_p):
     """Attention by PyTorch's fused kernels; the arguments are those of `attention`."""
+    alike = q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
+    if not alike and 0 in (q.numel(), k.numel(), v.numel()):  # PyTorch returns q's axes alone
+        return reference(q, k, v, mask, bias, scale, dropout_p)
     if scale is not None and scale <= 0:  # a kernel may mask first: 0 · (-inf) is NaN
         q = -q if scale < 0 else 0 * q
         scale = -scale if scale < 0 else 1.0
