@@ -318,9 +318,6 @@ def narrow_bias(bias, q):
 # %% ../nbs/10_attention.ipynb #sdpa
 def sdpa(q, k, v, mask, bias, scale, dropout_p):
     """Attention by PyTorch's fused kernels; the arguments are those of `attention`."""
-    alike = q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
-    if not alike and 0 in (q.numel(), k.numel(), v.numel()):  # PyTorch returns q's axes alone
-        return reference(q, k, v, mask, bias, scale, dropout_p)
     if scale is not None and scale <= 0:  # a kernel may mask first: 0 · (-inf) is NaN
         q = -q if scale < 0 else 0 * q
         scale = -scale if scale < 0 else 1.0
@@ -435,8 +432,8 @@ def register_backend(name, function, operation="attention"):
     ----------
     name : str
     function : callable
-        For "attention" called as ``function(q, k, v, mask, bias, scale, dropout_p)``; what
-        another operation is called with, its own module says.
+        For "attention" called as ``function(q, k, v, mask, bias, scale, dropout_p)``, with all
+        leading axes in q; what another operation is called with, its own module says.
     operation : str
     """
     BACKENDS[operation, name] = function
@@ -523,7 +520,9 @@ def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):
     TypeError
         If `mask` is not boolean or `bias` not floating point.
     """
-    check_attention(q, k, v, mask, bias, dropout_p)
+    leading = check_attention(q, k, v, mask, bias, dropout_p)
+    if q.shape[:-2] != leading:  # a mask may have axes that v alone has, and so may the result
+        q = q.expand(*leading, *q.shape[-2:])
     backend = current_backend()
     if backend == "auto":
         backend = fastest_backend(q, k, bias, dropout_p)

@@ -258,15 +258,18 @@ def iterated_inverse(a, steps):
     -------
     Tensor, shape (..., m, m)
     """
+    dtype, (a,) = a.dtype, at_least_float32(a)
     one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     largest = a.sum(-2).amax(-1)[..., None, None]  # of each matrix on its own
     z = a.mT / largest.masked_fill(largest == 0, 1)  # a matrix of zeros is its own inverse
     for _ in range(steps):
         y = a @ z
         z = z @ (13 * one - y @ (15 * one - y @ (7 * one - y))) / 4
-    return z
+    return z.to(dtype)
 
 
+@torch.autocast("cpu", enabled=False)  # half precision inverts no matrix
+@torch.autocast("cuda", enabled=False)
 def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
     """Attention through a few landmarks (Xiong et al. 2021, section 3).
 
@@ -296,7 +299,7 @@ def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
         raise ValueError(f"landmarks ({landmarks}) must be at most N ({q.shape[-2]})")
     if mask is not None:
         check_fits("mask", mask, (*leading, 1, q.shape[-2]))
-    dtype, (q, k, v) = v.dtype, at_least_float32(q, k, v)  # half precision inverts no matrix
+    dtype, (q, k, v) = v.dtype, at_least_float32(q, k, v)
     (few_q, there), (few_k, _) = (segment_means(x, landmarks, mask) for x in (q, k))
     a = attention_weights(few_q, few_k, mask=there[..., None, :]) * there[..., None]  # (m, m)
     inverse = torch.linalg.pinv(a, rtol=1e-3) if iterations is None else (

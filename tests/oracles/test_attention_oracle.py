@@ -102,6 +102,36 @@ def test_attention(batch, heads, share, n, m, dtype, seed, layout, name, data):
     assert torch.equal(torch.get_rng_state(), state) and current_backend() == "auto"
 
 
+@drawn(batches, lengths, lengths, seeds, names, st.data())
+@example(2, 0, 5, 0, "sdpa", None)
+@example(2, 3, 0, 0, "sdpa", None)
+@example(0, 3, 5, 0, "sdpa", None)  # learned queries, and a batch without images
+@example(2, 3, 5, 0, "reference", None)
+def test_leading_axes(batch, n, m, seed, name, data):
+    """Any of q, k and v may lack leading axes, and mask and bias may have them all."""
+    leading = batch, 3
+    shapes, mask = [(), leading, leading[1:]], torch.rand(*leading, n, m) < 0.7
+    if data is not None:
+        shapes = [data.draw(broadcasting((*leading, 1)))[:-1] for _ in range(3)]
+        leading = torch.broadcast_shapes(*shapes)
+        mask = data.draw(masks((*leading, n, m)))
+    sizes = (n, 4), (m, 4), (m, 2)
+    inputs = [normal((*a, *b), seed=seed + i) for i, (a, b) in enumerate(zip(shapes, sizes))]
+    inputs.append(normal((*leading, n, m), seed=seed + 3))
+
+    def ours(q, k, v, bias):
+        with attention_backend(name):
+            return attention(q, k, v, mask=mask, bias=bias)
+
+    def oracle(q, k, v, bias):
+        return dense(q, k, v, mask, bias)
+
+    compare(ours, oracle, inputs, torch.float64)
+    with record_attention() as maps:
+        attention(*inputs[:3], mask=mask, bias=inputs[3])
+    agree(maps[0], dense_weights(*inputs[:2], mask, inputs[3]), torch.float64)
+
+
 @drawn(counts, counts, dtypes(torch.bfloat16, torch.float16), seeds, names, st.data())
 def test_attention_in_autocast(n, m, cast, seed, name, data):
     q, k, v = call(2, 3, n, m, torch.float32, seed, "contiguous")
