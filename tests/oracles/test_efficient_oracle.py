@@ -360,6 +360,22 @@ def test_linear_attention(n, chunk, causal, data):
     agree(found.expand(last.shape), last, found.dtype)
 
 
+@pytest.mark.parametrize("shape", [(6, 6), (3, 6), (7, 1, 1, 1, 6), (5,)])
+def test_masks_that_do_not_fit(shape):
+    """A mask hides tokens; one for each pair of tokens is another thing."""
+    q, k, v = (normal((2, 3, 6, 3), seed=seed) for seed in range(3))
+    calls = (
+        lambda mask: linear_attention(q, k, v, mask=mask),
+        lambda mask: performer_attention(q, k, v, torch.ones(2, 3), mask=mask),
+        lambda mask: nystrom_attention(q, k, v, 3, mask=mask),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"mask of shape .* must broadcast to .*, 1, 6\)"):
+            call(torch.ones(shape, dtype=torch.bool))
+        with pytest.raises(TypeError, match="mask of dtype torch.float32 must be torch.bool"):
+            call(torch.ones(6))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seen", [(False, False, True, True, False), (False,) * 5])
 def test_no_gradient_where_nothing_is_seen(causal, seen):
