@@ -433,8 +433,8 @@ def register_backend(name, function, operation="attention"):
     ----------
     name : str
     function : callable
-        For "attention" called as ``function(q, k, v, mask, bias, scale, dropout_p)``; what
-        another operation is called with, its own module says.
+        For "attention" called as ``function(q, k, v, mask, bias, scale, dropout_p)``, with all
+        leading axes in q; what another operation is called with, its own module says.
     operation : str
     """
     BACKENDS[operation, name] = function
@@ -521,7 +521,9 @@ def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):
     TypeError
         If `mask` is not boolean or `bias` not floating point.
     """
-    check_attention(q, k, v, mask, bias, dropout_p)
+    leading = check_attention(q, k, v, mask, bias, dropout_p)
+    if q.shape[:-2] != leading:  # a mask may have axes that v alone has, and so may the result
+        q = q.expand(*leading, *q.shape[-2:])
     backend = current_backend()
     if backend == "auto":
         backend = fastest_backend(q, k, bias, dropout_p)

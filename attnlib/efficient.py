@@ -12,7 +12,7 @@ __all__ = ['sparse_mask', 'check_lengths', 'local_attention', 'check_grid', 'axi
 import torch
 import torch.nn.functional as F
 
-from .attention import attention, attention_weights, check_attention
+from .attention import attention, attention_weights, check_attention, check_fits
 from .decoding import check_count
 
 # %% ../nbs/54_efficient.ipynb #sparse-mask
@@ -51,8 +51,9 @@ def sparse_mask(n, *, window, global_tokens=0, random_keys=0, causal=False, gene
     place = torch.arange(n)
     mask = (place[:, None] - place).abs() < window  # (n, 1) - (n,) -> (n, n)
     mask[:global_tokens], mask[:, :global_tokens] = True, True
-    drawn = torch.rand(n, n, generator=generator).argsort(1)[:, :random_keys]
-    mask.scatter_(1, drawn, True)
+    if random_keys > 0:
+        drawn = torch.rand(n, n, generator=generator).argsort(1)[:, :random_keys]
+        mask.scatter_(1, drawn, True)
     return mask.tril() if causal else mask
 
 # %% ../nbs/54_efficient.ipynb #local-attention
@@ -63,15 +64,21 @@ def check_lengths(q, k, v):
     ----------
     q, k, v : Tensor, shapes (..., N, d), (..., N, d), (..., N, d_v)
 
+    Returns
+    -------
+    torch.Size
+        The leading axes that they have together, after broadcasting.
+
     Raises
     ------
     ValueError
         If they are not.
     """
-    check_attention(q, k, v)
+    leading = check_attention(q, k, v)
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"q holds {q.shape[-2]} tokens and k {k.shape[-2]}; "
                          "they must hold equally many")
+    return leading
 
 
 def local_attention(q, k, v, window, *, causal=True):
@@ -117,9 +124,9 @@ def local_attention(q, k, v, window, *, causal=True):
 # %% ../nbs/54_efficient.ipynb #axial-pooled
 def check_grid(x, grid):
     """Raise a ValueError unless the tokens of x (..., N, d) are those of a `grid` (H, W)."""
-    if grid[0] * grid[1] != x.shape[-2]:
-        raise ValueError(f"grid {tuple(grid)} must have as many places as there are tokens "
-                         f"({x.shape[-2]})")
+    if len(grid) != 2 or min(grid) < 0 or grid[0] * grid[1] != x.shape[-2]:
+        raise ValueError(f"grid {tuple(grid)} must be rows and columns, with as many places as "
+                         f"there are tokens ({x.shape[-2]})")
 
 
 def axial_attention(q, k, v, grid, axis):
@@ -172,6 +179,7 @@ def pooled_attention(q, k, v, grid, ratio):
     ValueError
         If `ratio` does not divide both sides of the grid, or the grid does not fit.
     """
+    check_attention(q, k, v)
     check_grid(k, grid)
     if ratio < 1 or grid[0] % ratio or grid[1] % ratio:
         raise ValueError(f"ratio ({ratio}) must divide both sides of grid {tuple(grid)}")
@@ -199,13 +207,19 @@ def linformer_attention(q, k, v, e, f):
     ValueError
         If a mixture is made for another number of tokens.
     """
+    check_attention(q, k, v)
     for name, x in (("e", e), ("f", f)):
-        if x.shape[-1] != k.shape[-2]:
+        if x.ndim < 2 or x.shape[-1] != k.shape[-2]:
             raise ValueError(f"{name} of shape {tuple(x.shape)} must be (m, {k.shape[-2]}), "
                              "a column for each key")
     return attention(q, e @ k, f @ v)
 
 # %% ../nbs/54_efficient.ipynb #nystrom
+def at_least_float32(*tensors):
+    """The `tensors` with half precision widened: there, long sums lose what comes late."""
+    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+
+
 def segment_means(x, count, mask=None):
     """Means of `count` runs of tokens, as equal in length as can be.
 
@@ -222,11 +236,12 @@ def segment_means(x, count, mask=None):
     there : bool Tensor, shape (..., count)
         Which runs hold a token at all.
     """
+    dtype, (x,) = x.dtype, at_least_float32(x)
     run = torch.arange(x.shape[-2], device=x.device) * count // x.shape[-2]  # (N,)
     member = F.one_hot(run, count).T.to(x.dtype)  # (N, count) -> (count, N)
     member = member if mask is None else member * mask
     size = member.sum(-1, keepdim=True)  # (..., count, 1)
-    return member @ x / size.clamp(min=1), size[..., 0] > 0
+    return (member @ x / size.clamp(min=1)).to(dtype), size[..., 0] > 0
 
 
 def iterated_inverse(a, steps):
@@ -243,15 +258,18 @@ def iterated_inverse(a, steps):
     -------
     Tensor, shape (..., m, m)
     """
+    dtype, (a,) = a.dtype, at_least_float32(a)
     one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     largest = a.sum(-2).amax(-1)[..., None, None]  # of each matrix on its own
     z = a.mT / largest.masked_fill(largest == 0, 1)  # a matrix of zeros is its own inverse
     for _ in range(steps):
         y = a @ z
         z = z @ (13 * one - y @ (15 * one - y @ (7 * one - y))) / 4
-    return z
+    return z.to(dtype)
 
 
+@torch.autocast("cpu", enabled=False)  # half precision inverts no matrix
+@torch.autocast("cuda", enabled=False)
 def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
     """Attention through a few landmarks (Xiong et al. 2021, section 3).
 
@@ -273,18 +291,21 @@ def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
     Raises
     ------
     ValueError
-        If there are more landmarks than tokens.
+        If there are more landmarks than tokens, or the mask does not fit.
     """
-    check_lengths(q, k, v)
+    leading = check_lengths(q, k, v)
     check_count("landmarks", landmarks)
     if landmarks > q.shape[-2]:
         raise ValueError(f"landmarks ({landmarks}) must be at most N ({q.shape[-2]})")
+    if mask is not None:
+        check_fits("mask", mask, (*leading, 1, q.shape[-2]))
+    dtype, (q, k, v) = v.dtype, at_least_float32(q, k, v)
     (few_q, there), (few_k, _) = (segment_means(x, landmarks, mask) for x in (q, k))
     a = attention_weights(few_q, few_k, mask=there[..., None, :]) * there[..., None]  # (m, m)
     inverse = torch.linalg.pinv(a, rtol=1e-3) if iterations is None else (
         iterated_inverse(a, iterations))
     left = attention_weights(q, few_k, mask=there[..., None, :])  # (..., N, m)
-    return left @ (inverse @ attention(few_q, k, v, mask=mask))
+    return (left @ (inverse @ attention(few_q, k, v, mask=mask))).to(dtype)
 
 # %% ../nbs/54_efficient.ipynb #random-features
 def random_features(m, d, *, orthogonal=True, generator=None):
@@ -313,11 +334,6 @@ def random_features(m, d, *, orthogonal=True, generator=None):
     return w.flatten(0, 1)[:m]
 
 # %% ../nbs/54_efficient.ipynb #linear
-def at_least_float32(*tensors):
-    """The `tensors` with half precision widened: there, long sums lose what comes late."""
-    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
-
-
 def elu_features(x):
     """The features elu(x) + 1 of Katharopoulos et al. (2020, equation 7)."""
     return F.elu(x) + 1
@@ -348,9 +364,17 @@ def linear_attention(q, k, v, *, feature_map=elu_features, causal=False, mask=No
         A query that sees nothing gets zeros.
     state : Tensor, shape (..., m, d_v + 1)
         In float32 at least.
+
+    Raises
+    ------
+    ValueError
+        If lengths differ, the mask does not fit, or `chunk` is not positive.
     """
-    check_lengths(q, k, v)
+    leading = check_lengths(q, k, v)
     check_count("chunk", chunk)
+    if mask is not None:
+        check_fits("mask", mask, (*leading, 1, q.shape[-2]))
+        mask = torch.atleast_2d(mask)  # (N,) -> (1, N)
     dtype, (q, k, v), outs = v.dtype, at_least_float32(q, k, v), []
     q, k = feature_map(q), feature_map(k)
     k = k if mask is None else k * mask.mT  # (..., 1, N) -> (..., N, 1)
@@ -365,8 +389,10 @@ def linear_attention(q, k, v, *, feature_map=elu_features, causal=False, mask=No
             outs.append(q @ state + (q @ k.mT).tril() @ v)
             state = state + k.mT @ v
         out = torch.cat(outs, -2)
-    out = out[..., :-1] / out[..., -1:].clamp(min=torch.finfo(out.dtype).tiny)
-    return out.to(dtype), state
+    total = out[..., -1:]  # of each query's weights
+    blind = total < torch.finfo(total.dtype).tiny  # sees nothing
+    out = out[..., :-1] / total.masked_fill(blind, 1)  # no 0 / 0, not even in the gradient
+    return out.masked_fill(blind, 0).to(dtype), state
 
 
 def performer_attention(q, k, v, w, *, causal=False, mask=None):

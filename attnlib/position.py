@@ -196,9 +196,10 @@ def relative_position_bucket(relative_position, *, bidirectional=True, num_bucke
     TypeError
         If `relative_position` is not of an integer type.
     """
-    if relative_position.is_floating_point() or relative_position.dtype == torch.bool:
-        raise TypeError(
-            f"relative_position of dtype {relative_position.dtype} must be of an integer dtype")
+    dtype = relative_position.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise TypeError(f"relative_position of dtype {dtype} must be of an integer dtype")
+    relative_position = relative_position.long()  # -128 has no opposite in 8 bits
     one_way = num_buckets // 2 if bidirectional else num_buckets
     exact = one_way // 2
     if exact < 1:
@@ -363,7 +364,15 @@ def rotate_halves(x, cos, sin):
     Returns
     -------
     Tensor, shape (..., N, d)
+
+    Raises
+    ------
+    ValueError
+        If d is odd or the angles do not fit.
     """
+    pairs = _check_pairs(x)
+    _check_broadcast("cos", cos, pairs, "one for each pair of x")
+    _check_broadcast("sin", sin, pairs, "one for each pair of x")
     first, second = x.chunk(2, dim=-1)  # (..., N, d) -> twice (..., N, d / 2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -390,18 +399,23 @@ def rotate_pairs(x, angles):
     ValueError
         If d is odd or the angles do not fit.
     """
-    if x.shape[-1] == 0 or x.shape[-1] % 2:
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} must have an even last axis: it is turned in pairs")
-    pairs = (*x.shape[:-1], x.shape[-1] // 2)
+    pairs = _check_pairs(x)
     _check_broadcast("angles", angles, pairs, "one for each pair of x")
     dtype = torch.promote_types(x.dtype, torch.float32)
     angles = angles.to(torch.promote_types(angles.dtype, dtype))
     turn = torch.polar(torch.ones_like(angles), angles)  # e^(i · angle)
     turn = turn.to(device=x.device, dtype=torch.promote_types(dtype, torch.complex64))
-    z = x.to(dtype).contiguous().unflatten(-1, (-1, 2))  # (..., N, d) -> (..., N, d / 2, 2)
-    z = torch.view_as_complex(z)  # -> (..., N, d / 2)
+    z = x.to(dtype).unflatten(-1, (-1, 2))  # (..., N, d) -> (..., N, d / 2, 2)
+    z = torch.complex(z[..., 0], z[..., 1])  # -> (..., N, d / 2), whatever x's memory layout
     return torch.view_as_real(z * turn).flatten(-2).to(x.dtype)  # -> (..., N, d)
+
+
+def _check_pairs(x):
+    """The shape (..., N, d / 2) of the pairs of x (..., N, d); raise if d is odd."""
+    if x.shape[-1] == 0 or x.shape[-1] % 2:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} must have an even last axis: it is turned in pairs")
+    return (*x.shape[:-1], x.shape[-1] // 2)
 
 
 def _check_broadcast(name, x, shape, what):

@@ -147,6 +147,9 @@ class RecurrentDecoder(nn.Module):
         (B, N, vocab_size) and weights (B, N, M), or None without attention.
         """
         _check_tokens("tgt", tgt, self.embed.num_embeddings)
+        if len(tgt) != len(memory[1]) or tgt.shape[1] == 0:
+            raise ValueError(f"tgt of shape {tuple(tgt.shape)} must have a row for each of the "
+                             f"{len(memory[1])} sentences in memory, and at least one column")
         state, logits, weights = self.first_state(memory[1]), [], []
         for tokens in tgt.unbind(1):  # a loop that no attention removes: s_i needs s_{i-1}
             logit, state, weight = self.step(tokens, state, memory)
