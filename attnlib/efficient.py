@@ -223,10 +223,12 @@ def segment_means(x, count, mask=None):
         Which runs hold a token at all.
     """
     run = torch.arange(x.shape[-2], device=x.device) * count // x.shape[-2]  # (N,)
-    member = F.one_hot(run, count).T.to(x.dtype)  # (N, count) -> (count, N)
+    wide = torch.promote_types(x.dtype, torch.float32)  # for long sums
+    member = F.one_hot(run, count).T.to(wide)  # (N, count) -> (count, N)
     member = member if mask is None else member * mask
     size = member.sum(-1, keepdim=True)  # (..., count, 1)
-    return member @ x / size.clamp(min=1), size[..., 0] > 0
+    means = member @ x.to(wide) / size.clamp(min=1)
+    return means.to(x.dtype), size[..., 0] > 0
 
 
 def iterated_inverse(a, steps):
@@ -279,12 +281,15 @@ def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
     check_count("landmarks", landmarks)
     if landmarks > q.shape[-2]:
         raise ValueError(f"landmarks ({landmarks}) must be at most N ({q.shape[-2]})")
+    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)  # of singular values
+    q, k, v = (x.to(wide) for x in (q, k, v))
     (few_q, there), (few_k, _) = (segment_means(x, landmarks, mask) for x in (q, k))
     a = attention_weights(few_q, few_k, mask=there[..., None, :]) * there[..., None]  # (m, m)
+    a = a.to(wide)  # autocast has narrowed it
     inverse = torch.linalg.pinv(a, rtol=1e-3) if iterations is None else (
         iterated_inverse(a, iterations))
     left = attention_weights(q, few_k, mask=there[..., None, :])  # (..., N, m)
-    return left @ (inverse @ attention(few_q, k, v, mask=mask))
+    return (left @ (inverse @ attention(few_q, k, v, mask=mask))).to(dtype)
 
 # %% ../nbs/54_efficient.ipynb #random-features
 def random_features(m, d, *, orthogonal=True, generator=None):
