@@ -155,7 +155,14 @@ def perplexity(tokens, num_embeddings):
     Returns
     -------
     float
+
+    Raises
+    ------
+    ValueError
+        If there is no token.
     """
+    if tokens.numel() == 0:
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be at least one")
     count = torch.bincount(tokens.flatten(), minlength=num_embeddings)
     share = count.cpu().double() / tokens.numel()
     return torch.special.entr(share).sum().exp().item()
@@ -239,7 +246,8 @@ class VectorQuantizer(nn.Module):
             self.start(z.detach())
         tokens = self.tokens(z)
         codes = self.embedding[tokens]
-        loss = F.mse_loss(z, codes)  # commitment: codes have no gradient
+        reduction = "mean" if len(z) else "sum"  # of nothing there is no mean
+        loss = F.mse_loss(z, codes, reduction=reduction)  # commitment: codes have no gradient
         if self.training:
             self.move(z.detach(), tokens, self.decay)
         return z + (codes - z).detach(), tokens, loss  # straight through to the encoder
