@@ -155,8 +155,16 @@ def perplexity(tokens, num_embeddings):
     Returns
     -------
     float
+
+    Raises
+    ------
+    ValueError
+        If there is no token.
     """
-    share = torch.bincount(tokens.flatten(), minlength=num_embeddings) / tokens.numel()
+    if tokens.numel() == 0:
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be at least one")
+    count = torch.bincount(tokens.flatten(), minlength=num_embeddings)
+    share = count.cpu().double() / tokens.numel()
     return torch.special.entr(share).sum().exp().item()
 
 # %% ../nbs/41_beit.ipynb #quantizer
@@ -181,6 +189,18 @@ def gather_rows(x):
     parts = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(parts, padded)
     return torch.cat([part[:length] for part, length in zip(parts, lengths)])
+
+
+def _unit_vectors(x):
+    """Vectors (..., D) over their lengths; a zero vector stays zero.
+
+    In float16 the lengths are computed in float32: the smallest that PyTorch divides by, 1e-12,
+    would be zero. Zero vectors get no gradient there, since 1e12 is infinite.
+    """
+    if x.dtype != torch.float16:
+        return F.normalize(x, dim=-1)
+    zero = (x == 0).all(-1, keepdim=True)
+    return F.normalize(x.float(), dim=-1).masked_fill(zero, 0).to(x.dtype)
 
 
 class VectorQuantizer(nn.Module):
@@ -221,27 +241,30 @@ class VectorQuantizer(nn.Module):
 
     def forward(self, z):
         """Vectors (M, D) to codes of the same shape, tokens (M,) and the commitment loss."""
-        z = F.normalize(z, dim=-1)
+        z = _unit_vectors(z)
         if self.training and not self.started:
             self.start(z.detach())
         tokens = self.tokens(z)
         codes = self.embedding[tokens]
-        loss = F.mse_loss(z, codes)  # commitment: codes have no gradient
+        reduction = "mean" if len(z) else "sum"  # of nothing there is no mean
+        loss = F.mse_loss(z, codes, reduction=reduction)  # commitment: codes have no gradient
         if self.training:
             self.move(z.detach(), tokens, self.decay)
         return z + (codes - z).detach(), tokens, loss  # straight through to the encoder
 
     def move(self, z, tokens, decay):
         """Move each code that was chosen towards the mean of the vectors that chose it."""
+        z = z.to(torch.promote_types(z.dtype, torch.float32))  # for long sums
         chosen = F.one_hot(tokens, len(self.embedding)).to(z.dtype)  # (M, K)
         count = chosen.sum(0)[:, None]
-        total = chosen.T @ z  # (K, M) @ (M, D)
+        with torch.autocast(z.device.type, enabled=False):
+            total = chosen.T @ z  # (K, M) @ (M, D)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(count)
             dist.all_reduce(total)
-        mean = F.normalize(total / count.clamp(min=1), dim=-1)
-        moved = F.normalize(decay * self.embedding + (1 - decay) * mean, dim=-1)
-        self.embedding = torch.where(count > 0, moved, self.embedding)
+        mean = _unit_vectors(total / count.clamp(min=1))
+        moved = _unit_vectors(decay * self.embedding + (1 - decay) * mean)
+        self.embedding = torch.where(count > 0, moved.to(self.embedding), self.embedding)
 
     def start(self, z):
         """Codes from the vectors of a batch, of all processes, by spherical k-means."""
@@ -254,7 +277,7 @@ class VectorQuantizer(nn.Module):
         rows = torch.randperm(len(z), device=z.device)[:len(self.embedding)]
         if together:
             dist.broadcast(rows, 0)
-        self.embedding = z[rows]
+        self.embedding = z[rows].to(self.embedding)  # which autocast does not round
         for _ in range(self.kmeans_steps):
             self.move(z, self.tokens(z), 0.0)
         self.started = torch.ones_like(self.started)

@@ -319,9 +319,11 @@ class SetLoss(nn.Module):
         boxes = upcast(torch.stack([layer.boxes for layer in layers]))  # (L, B, Q, 4)
         matched = self.matcher(logits, boxes, targets)
         labels, target_boxes = pad_targets(targets, boxes)
-        index = torch.cat([torch.stack([torch.full_like(i, layer), torch.full_like(i, image),
-                                        i, j]) for layer, images in enumerate(matched)
-                           for image, (i, j) in enumerate(images)], dim=1)
+        pairs = [torch.stack([torch.full_like(i, layer), torch.full_like(i, image), i, j])
+                 for layer, images in enumerate(matched)
+                 for image, (i, j) in enumerate(images)]
+        # without an image there is nothing to join
+        index = torch.cat(pairs, dim=1) if pairs else torch.empty(4, 0, dtype=torch.long)
         layer, image, i, j = index.to(boxes.device)  # (matches of all layers) each
         classes = torch.full_like(boxes[..., 0], self.num_classes, dtype=torch.long)
         classes[layer, image, i] = labels[image, j]
@@ -965,7 +967,14 @@ def noised_targets(targets, num_classes, copies=3, shift=0.4, flip=0.2):
     noised : dict of "labels" (B, copies, n) and "boxes" (B, copies, n, 4)
     targets : list of dict
         For `SetLoss` with `InOrder()`.
+
+    Raises
+    ------
+    ValueError
+        If there is no target.
     """
+    if len(targets) == 0:
+        raise ValueError("targets (0) must be at least one, of an image each")
     most = max(1, *(len(target["labels"]) for target in targets))
     whole = targets[0]["boxes"].new_tensor([[0.5, 0.5, 1, 1]])  # where there is no object
     blank = dict(labels=whole.new_zeros(1).long(), boxes=whole)

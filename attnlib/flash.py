@@ -905,7 +905,9 @@ class Ranges:
     def check(self, q, k, causal):
         """Raise if queries (B, ..., N, d) and keys (B, ..., M, d) do not fit, or their GPU."""
         (batch, _, n), m = self.by_query.shape, self.by_key.shape[-1]
-        fits = (n, m) == (q.shape[-2], k.shape[-2]) and batch in (1, *q.shape[:-3][:1])
+        fits = n == q.shape[-2] and m == k.shape[-2]
+        if batch != 1:
+            fits = fits and q.ndim > 3 and batch == q.shape[0]
         if q.is_cuda and torch.cuda.get_device_capability(q.device) >= (10, 0):
             raise TypeError("ranges have no tiles for GPUs of compute capability 10 or later, "
                             "of which q is on one; the mask of `ranges.mask()` can serve there")
@@ -952,9 +954,11 @@ def packed_ranges(lengths, causal=False, window=None, device=None):
 # %% ../nbs/51_flash.ipynb #two-axes
 def _split_groups(q, k, v, mask, bias):
     """Heads (h) beside fewer (h/g) of keys, as axes (h/g, g) beside (h/g, 1); else None."""
-    if min(q.ndim, k.ndim, v.ndim) < 3 or k.shape[-3] in (1, q.shape[-3]):
+    if min(q.ndim, k.ndim, v.ndim) < 3:
         return None
     heads, own = q.shape[-3], k.shape[-3]
+    if own == 1 or own == heads:  # not "in": a compiler may have symbols for the sizes
+        return None
     if v.shape[-3] != own or heads % own:
         return None
     q, mask, bias = (
@@ -966,11 +970,11 @@ def _split_groups(q, k, v, mask, bias):
 
 def _merges(x, shape, a, grouped):
     """Whether the axes a and a + 1 of x can become one, as those of a shape do."""
-    if x is None or 1 in shape[a : a + 2]:
+    if x is None or shape[a] == 1 or shape[a + 1] == 1:
         return True
     if grouped and x.shape[a] == shape[a] and x.shape[a + 1] == 1:  # of queries' heads, one
         return True
-    if 1 in x.shape[a : a + 2]:  # broadcast along both axes, or one of them only
+    if x.shape[a] == 1 or x.shape[a + 1] == 1:  # broadcast along both axes, or one only
         return x.shape[a] == x.shape[a + 1]
     return x.stride(a) == x.stride(a + 1) * x.shape[a + 1]
 
@@ -1065,7 +1069,7 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None,
     if ranges is not None:
         ranges.check(q, k, causal)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if 0 in (q.numel(), k.numel(), v.numel()):  # nothing but a graph to make
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:  # nothing but a graph to make
         return reference(q, k, v, mask, bias, scale, 0.0)
     if scale < 0:  # the kernels take the maximum before they scale
         q, scale = -q, -scale

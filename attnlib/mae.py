@@ -89,15 +89,15 @@ def harmonic_fill(images, hidden, steps=200):
     def dot(a, b):
         return (a * b).sum((2, 3), keepdim=True)  # (B, C, 1, 1)
 
-    x = images.masked_fill(hidden, 0)
+    x, least = images.masked_fill(hidden, 0), torch.finfo(images.dtype).tiny  # for 0 / 0
     residual = -roughness(x) * hidden
     direction, size = residual, dot(residual, residual)
     for _ in range(steps):
         changed = roughness(direction) * hidden
-        step = size / dot(direction, changed).clamp(min=1e-20)
+        step = size / dot(direction, changed).clamp(min=least)
         x, residual = x + step * direction, residual - step * changed
         size, old = dot(residual, residual), size
-        direction = residual + size / old.clamp(min=1e-20) * direction
+        direction = residual + size / old.clamp(min=least) * direction
     return x
 
 

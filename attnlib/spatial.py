@@ -221,9 +221,9 @@ def check_captions(tokens, count, vocab_size, pad_id):
         If their shape is another, a word is not in the vocabulary, or a row is nothing but
         padding.
     """
-    if tokens.ndim != 2 or tokens.shape[0] != count or tokens.shape[1] == 0:
+    if tokens.ndim != 2 or tokens.shape[0] != count or tokens.numel() == 0:
         raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be ({count}, T): a row "
-                         "for each image, with at least one token")
+                         "for each image, of which there must be one, with at least one token")
     low, high = tokens.min().item(), tokens.max().item()
     if not 0 <= low <= high < vocab_size:
         raise ValueError(f"tokens has numbers from {low} to {high}; they must be from 0 to "

@@ -315,8 +315,11 @@ class TNT(Backbone):
         if level not in ("sentence", "word"):
             raise ValueError(f"level ({level!r}) must be 'sentence' or 'word'")
         maps = super().attention_maps(x)  # of words, of sentences, of words, ...
-        words = [weights.unflatten(0, (len(x), -1)) for weights in maps[::2]]  # (B n, h, m, m)
-        return words if level == "word" else maps[1::2]
+        words, sentences = maps[::2], maps[1::2]
+        if level == "sentence":
+            return sentences
+        n = sentences[0].shape[-1] - 1  # without the class token
+        return [weights.unflatten(0, (-1, n)) for weights in words]  # (B n, h, m, m)
 
     def set_input_size(self, img_size):
         """Accept images of another size: the sentences' positions are interpolated, once."""

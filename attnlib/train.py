@@ -333,9 +333,9 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
     Returns
     -------
     total : Tensor, scalar
-        The loss of this process, summed over its terms.
+        The loss of this process, summed over its terms; in float32 at least.
     terms : Tensor, scalar
-        The number of terms of all processes.
+        The number of terms of all processes, in the same dtype.
 
     Raises
     ------
@@ -355,7 +355,8 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
     torch.manual_seed(seed * processes + rank)
     with accelerator.autocast():
         total, terms = _checked_loss(loss_fn(model, batch))
-    terms = torch.as_tensor(terms, dtype=torch.float32, device=device)
+    wide = torch.promote_types(total.dtype, torch.float32)
+    terms = torch.as_tensor(terms, dtype=wide, device=device)
     terms = accelerator.reduce(terms, "sum")
     look = look or device.type == "cpu"
     if look:
@@ -366,7 +367,7 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
     if look and accelerator.scaler is None:  # a scaler, for float16, skips such steps
         _check_finite("the norm of the gradient", norm)
     optimizer.step()
-    return total.detach().float(), terms
+    return total.detach().to(wide), terms
 
 
 def _checked_loss(found):
