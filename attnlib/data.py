@@ -188,6 +188,7 @@ def encode(tokenizer, texts, *, prefix=None):
     ----------
     tokenizer : tokenizers.Tokenizer
     texts : sequence of str
+        A special token that is spelled out in one, such as "</s>", is text like any other.
     prefix : sequence of str, optional
         A special token for each text, put after the start.
 
@@ -204,7 +205,12 @@ def encode(tokenizer, texts, *, prefix=None):
     if isinstance(texts, str) or len(texts) == 0:
         raise ValueError(f"texts ({texts!r}) must be a sequence of str, at least one; "
                          "a single text goes into a list")
-    encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    before = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = True  # "</s>" in a text is a part of the text, no end
+    try:
+        encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    finally:
+        tokenizer.encode_special_tokens = before
     rows = [encoding.ids for encoding in encodings]
     if prefix is not None:
         numbers = {token: tokenizer.token_to_id(token) for token in prefix}
@@ -923,9 +929,13 @@ def encode_captions(captions, words=CAPTION_WORDS):
     Raises
     ------
     ValueError
-        If a caption is empty or has an unknown word.
+        If there are no captions, or one is empty or has an unknown word. The special tokens are
+        no words of a caption.
     """
-    numbers, rows = {word: i for i, word in enumerate(words)}, []
+    if isinstance(captions, str) or len(captions) == 0:
+        raise ValueError(f"captions ({captions!r}) must be a sequence of str, at least one; "
+                         "a single caption goes into a list")
+    numbers, rows = {word: i for i, word in enumerate(words) if i > UNK}, []
     for caption in captions:
         unknown = [word for word in caption.split() if word not in numbers]
         if unknown or not caption.split():
@@ -1226,7 +1236,15 @@ def standardize(images, reference):
     Returns
     -------
     Tensor, shape (n, C, H, W)
+
+    Raises
+    ------
+    ValueError
+        If `reference` has fewer than two pixels, which have no deviation.
     """
+    if len(reference) * math.prod(reference.shape[2:]) < 2:
+        raise ValueError(f"reference of shape {tuple(reference.shape)} must have two pixels or "
+                         "more in each channel")
     deviation, mean = torch.std_mean(reference, dim=(0, 2, 3), keepdim=True)
     return (images - mean) / deviation.clamp(min=1e-6)
 

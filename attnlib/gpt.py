@@ -158,6 +158,9 @@ def check_config(config):
             raise ValueError(f"rope_scaling ({scaling!r}) must have the rope_type {known}")
         if min(scaling[name] for name in SCALINGS[kind]) <= 0:
             raise ValueError(f"rope_scaling ({scaling}) must have positive numbers")
+        if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+            raise ValueError(f"rope_scaling ({scaling}) must have a low_freq_factor below its "
+                             "high_freq_factor")
 
 # %% ../nbs/24_gpt.ipynb #frequencies
 def rotation(config, positions, dtype=torch.float32):
@@ -351,7 +354,7 @@ def grouped_attention(q, k, v, mask=None, dropout_p=0.0, bias=None):
             bias = for_groups(bias, g)
         queries = q.reshape(q.shape[0], g, h // g, q.shape[3])  # -> (B, g, h / g, d)
         heads = attention(queries, k, v, mask=mask, bias=bias, dropout_p=dropout_p)
-        return heads.reshape(q.shape[0], h, 1, v.shape[3])  # -> (B, h, 1, d)
+        return heads.flatten(1, 2).unsqueeze(2)  # -> (B, h, 1, d)
     if h > g:
         k = k.repeat_interleave(h // g, dim=1)  # (B, g, M, d) -> (B, h, M, d)
         v = v.repeat_interleave(h // g, dim=1)
@@ -599,6 +602,7 @@ def pad_left(prompts, pad_id=0):
     ValueError
         If there is no prompt, or one is empty.
     """
+    prompts = list(prompts)
     longest = max(map(len, prompts), default=0)
     empty = [i for i, row in enumerate(prompts) if len(row) == 0]
     if empty or not longest:

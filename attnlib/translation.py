@@ -115,8 +115,18 @@ def direction_batches(tokenizer, table, directions, *, batch_size, seed=0, share
     -------
     function
         `batches(step)` returns sources (B, M) and targets (B, N).
+
+    Raises
+    ------
+    ValueError
+        If there is no direction, or not a number for each.
     """
     check_side(tag_on)
+    least = 1 if shared else len(directions)
+    if len(directions) == 0 or table.shape[1] < least:
+        raise ValueError(f"table has {table.shape[1]} numbers for {len(directions)} "
+                         "directions; there must be one direction or more, and a number for "
+                         f"{'all' if shared else 'each'}")
     count = table.shape[1] if shared else table.shape[1] // len(directions)
     source = torch.tensor([LANGUAGES.index(a) for a, _ in directions])
     target = torch.tensor([LANGUAGES.index(b) for _, b in directions])
@@ -377,10 +387,12 @@ def is_in(text, language):
     """
     pieces = number_pieces(language)
 
-    @cache
     def spelled(word):
-        return not word or any(word[:i] in pieces and spelled(word[i:])
-                               for i in range(1, len(word) + 1))
+        ends = [0]  # where the beginnings end that are put together from pieces
+        for end in range(1, len(word) + 1):
+            if any(word[start:end] in pieces for start in ends):
+                ends.append(end)
+        return ends[-1] == len(word)
 
     words = [word for word in re.split("[ ,-]+", text) if word]
     return bool(words) and all(map(spelled, words))
