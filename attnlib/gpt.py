@@ -103,7 +103,7 @@ class GPTConfig:
     @property
     def hidden(self):
         """Width of the MLP's hidden layer."""
-        usual = 4 * self.n_embd if self.mlp == "gelu" else 8 * round(self.n_embd / 3)
+        usual = 4 * self.n_embd if self.mlp == "gelu" else 8 * max(1, round(self.n_embd / 3))
         return usual if self.n_inner is None else self.n_inner
 
 # %% ../nbs/24_gpt.ipynb #check-config
