@@ -1151,7 +1151,7 @@ def flickr8k(folder, split="train"):
     Raises
     ------
     ValueError
-        If there is no such split.
+        If there is no such split, or a photograph has no caption.
     FileNotFoundError
         If a file is missing.
     """
@@ -1163,7 +1163,7 @@ def flickr8k(folder, split="train"):
         if not path.exists():
             raise FileNotFoundError(f"folder ({folder}) must hold {path.name}: the text files "
                                     "of Flickr8k, and Flicker8k_Dataset with its photographs")
-    for line in lists[0].read_text(encoding="utf-8").splitlines():
+    for line in lists[0].read_text(encoding="utf-8").split("\n"):
         name, _, text = line.partition("\t")
         words = []
         for word in text.lower().split():
@@ -1172,6 +1172,10 @@ def flickr8k(folder, split="train"):
                 words.append(word)
         texts.setdefault(name.partition("#")[0], []).append(" ".join(words))
     names = lists[1].read_text(encoding="utf-8").split()
+    missing = [name for name in names if name not in texts]
+    if missing:
+        raise ValueError(f"{lists[0].name} must have captions of all photographs in "
+                         f"{lists[1].name}; it has none of {missing[0]}")
     return [folder / "Flicker8k_Dataset" / name for name in names], [texts[n] for n in names]
 
 # %% ../nbs/90_data.ipynb #cifar

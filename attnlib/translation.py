@@ -386,11 +386,12 @@ def is_in(text, language):
     bool
     """
     pieces = number_pieces(language)
+    longest = max(map(len, pieces))
 
     def spelled(word):
         ends = [0]  # where the beginnings end that are put together from pieces
         for end in range(1, len(word) + 1):
-            if any(word[start:end] in pieces for start in ends):
+            if any(word[start:end] in pieces for start in ends[-longest:]):
                 ends.append(end)
         return ends[-1] == len(word)
 
