@@ -136,8 +136,8 @@ def draw_numbers(count, limit, *, seed=0, exclude=()):
     digits = len(str(limit)) - 1
     if limit != 10**digits or not 1 <= digits <= 9:
         raise ValueError(f"limit ({limit}) must be a power of ten from 10 to 1,000,000,000")
-    if count < 0:
-        raise ValueError(f"count ({count}) must be at least 0")
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"count ({count!r}) must be at least 0, and an integer")
     exclude = set(exclude)
     if len(exclude) >= limit and exclude.issuperset(range(limit)):
         raise ValueError(

@@ -159,7 +159,7 @@ def check_decoding(model, src, max_length, bos_id, eos_id, beam_size=1, length_p
                          f"({max_length}) ** |length_penalty| must be below exp(80)")
     vocab, pad_id = vocabulary_size(model), model.pad_id
     for name, token in (("bos_id", bos_id), ("eos_id", eos_id)):
-        if not isinstance(token, int) or not 0 <= token < vocab:
+        if type(token) is not int or not 0 <= token < vocab:  # True is no token
             raise ValueError(f"{name} ({token!r}) must be a token, from 0 to {vocab - 1}")
     if eos_id == pad_id:
         raise ValueError(f"eos_id ({eos_id}) must not be the model's pad_id ({pad_id}), which "

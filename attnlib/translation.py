@@ -20,7 +20,7 @@ import torch
 from .convert import MARIAN, fuse_qkv, rename_keys
 from .data import (LANGUAGES, PAD, decode, draw_numbers, encode, multi30k, number_words,
                           train_bpe)
-from .decoding import beam_search, greedy
+from .decoding import beam_search, check_count, greedy
 from .train import epochs, fit, load_checkpoint, save_checkpoint, seeded
 from .transformer import Transformer, label_smoothing_loss
 
@@ -207,6 +207,8 @@ def translate_numbers(model, tokenizer, texts, language, *, max_length=100,
     if len(wanted) != len(texts):
         raise ValueError(f"language has {len(wanted)} languages for {len(texts)} texts; it "
                          "must be one str, or one for each text")
+    if len(texts) == 0:
+        return []
     tags = [tag(name) for name in wanted]
     device = next(model.parameters()).device
     if tag_on == "source":
@@ -249,8 +251,12 @@ def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500,
     Raises
     ------
     ValueError
-        If a language or `tag_on` is not known.
+        If a language or `tag_on` is not known, `batch_size` is not an integer of at least 1, or
+        there is no direction.
     """
+    check_count("batch_size", batch_size)
+    if len(directions) == 0:
+        raise ValueError("directions must be one or more, not 0")
     hits = {pair: [] for pair in directions}
     asked = [(n, *directions[i % len(directions)]) for i, n in enumerate(numbers)]
     for first in range(0, len(asked), batch_size):
@@ -470,9 +476,11 @@ def sparse_numbers(count, nonzero, *, seed=0):
     Raises
     ------
     ValueError
-        If `nonzero` is outside that range.
+        If a number is outside its range.
     """
-    if not 1 <= nonzero <= 9:
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"count ({count!r}) must be an integer of at least 0")
+    if not isinstance(nonzero, int) or not 1 <= nonzero <= 9:
         raise ValueError(f"nonzero ({nonzero}) must be from 1 to 9")
     generator = torch.Generator().manual_seed(seed)
     places = torch.rand(count, 9, generator=generator).argsort(1)[:, :nonzero]  # all different

@@ -404,6 +404,7 @@ def test_counts_and_numbers(value):
 
 
 @drawn(anything, anything, st.integers(-2, 9), anything, st.floats(allow_infinity=False))
+@example(4, True, 2, 2, 1.0)
 @example(4, 1, 2, 2, 2000.0)
 @example(4, 1, 2, 2, -2000.0)
 @example(1, 1, 2, 2, 2000.0)
@@ -412,7 +413,7 @@ def test_what_can_be_decoded(most, bos, eos, width, penalty):
     model = Prefixes(7, 0)
     src = torch.tensor([[1, 2, 0], [3, 0, 0]])
     allowed = type(most) is int and 1 <= most <= 8 and type(width) is int and width >= 1
-    allowed = allowed and isinstance(bos, int) and 0 <= bos < 7 and 1 <= eos < 7
+    allowed = allowed and type(bos) is int and 0 <= bos < 7 and 1 <= eos < 7
     if allowed:
         allowed = math.isfinite(penalty) and abs(penalty) * math.log(most) <= 80
     if not allowed:

@@ -710,6 +710,26 @@ def test_which_configurations_are_possible(heads, groups, width, head_dim, posit
     assert GPT(config)(tokens_of(1, 3)).shape == (1, 3, VOCAB)
 
 
+NUMBERS = [
+    dict(rope_base=0.0),
+    dict(rope_base=math.nan),
+    dict(norm_eps=-1.0),
+    dict(norm_eps="1e-5"),
+    dict(rope_scaling=dict(rope_type="linear", factor=math.nan)),
+    dict(rope_scaling=dict(rope_type="linear", factor="2")),
+    dict(rope_scaling=SLOW | dict(high_freq_factor=1.0)),
+    dict(dropout=math.nan),
+]
+
+
+@pytest.mark.parametrize("options", NUMBERS, ids=str)
+def test_numbers_of_configurations(options):
+    with pytest.raises(
+        (ValueError, TypeError), match=r"(base|eps|factor|scaling|dropout).* must"
+    ):
+        GPTConfig(**options)
+
+
 # --- texts ------------------------------------------------------------------------------------
 
 
@@ -735,6 +755,7 @@ def test_the_loss_is_the_sum_of_surprises(batch, n, dtype, layout, autocast, see
     tokens = tokens_of(batch, n + 1, seed)
     with torch.autocast("cpu", enabled=autocast):
         loss, count = text_loss(lambda _: logits, (tokens,))
+    assert text_loss(lambda _: logits, (tokens.int(),))[0] == loss or autocast
     surprises = -logits.double().log_softmax(-1).gather(2, tokens[:, 1:, None])
     assert count == batch * n and loss.dtype == torch.promote_types(dtype, torch.float32)
     close(loss, surprises.sum(), loss.dtype, 16)
@@ -766,7 +787,8 @@ def test_bits_of_a_text(count, length, stride, seed):
     wanted = 0.0
     for before, token in zip(tokens.tolist(), tokens.tolist()[1:]):
         wanted -= log_probs[before, token].item() / math.log(2)
-    assert abs(text_bits(model, tokens, length, stride) - wanted) < 1e-9 * max(1, wanted)
+    for own in (tokens, tokens.int()):
+        assert abs(text_bits(model, own, length, stride) - wanted) < 1e-9 * max(1, wanted)
     assert all(seen <= length for seen in model.seen)
 
 

@@ -45,7 +45,7 @@ from helpers import tiny_marian
 torch.set_num_threads(1)
 LIMIT = 10**9 - 1
 TOKENIZER = number_tokenizer([*range(0, 3000, 7), 10**6, 321_123_456], 300)
-FEW = ("en", "de", "es")  # whose pieces are looked for: it takes a second for each
+FEW = ("en", "de", "es")  # whose names are looked through: it takes a second for each
 PAIRS = [pair for pair in DIRECTIONS if set(pair) <= set(FEW)]
 directions = st.lists(st.sampled_from(DIRECTIONS), min_size=1, max_size=4, unique=True)
 some_numbers = st.lists(st.integers(0, LIMIT), min_size=1, max_size=5, unique=True)
@@ -262,6 +262,15 @@ def test_accuracies_are_counts(numbers, pairs, size, seed):
     assert bool(scores) == bool(numbers)
 
 
+def test_nothing_to_translate():
+    for side in ("source", "target"):
+        assert translate_numbers(small(), TOKENIZER, [], "de", tag_on=side) == []
+    with pytest.raises(ValueError, match=r"batch_size \(0\) must be an integer of at least 1"):
+        direction_accuracy(None, None, [1], [("en", "de")], batch_size=0)
+    with pytest.raises(ValueError, match="directions must be one or more"):
+        direction_accuracy(None, None, [1], [])
+
+
 # --- kinds of answers -------------------------------------------------------------------------
 
 
@@ -284,7 +293,7 @@ def test_words_are_put_together_from_pieces(language, picks, more):
     assert is_in(text, language) == wanted
 
 
-@drawn(st.lists(st.sampled_from(LANGUAGES), min_size=1, max_size=3, unique=True))
+@drawn(st.lists(st.sampled_from(FEW), min_size=1, unique=True))
 def test_tokens_of_one_language_only(languages):
     numbers = [*range(1000), *range(1000, 10**6, 4321)]
     used = {}
@@ -319,8 +328,12 @@ def test_answers_that_may_be_anything(text, number, pair):
     assert re.fullmatch("right|mixed|none|(named )?in [a-z]{2}", kind)
 
 
-@drawn(st.integers(0, 5), st.integers(1, 9), seeds)
+@drawn(st.integers(-1, 5), st.sampled_from((*range(11), 2.0)), seeds)
 def test_numbers_of_few_digits(count, nonzero, seed):
+    if count < 0 or nonzero not in range(1, 10) or type(nonzero) is float:
+        with pytest.raises(ValueError, match=r"(count|nonzero) \(.*\) must be"):
+            sparse_numbers(count, nonzero, seed=seed)
+        return
     found = sparse_numbers(count, nonzero, seed=seed)
     assert len(found) == count and found == sparse_numbers(count, nonzero, seed=seed)
     for number in found:
