@@ -136,8 +136,8 @@ def draw_numbers(count, limit, *, seed=0, exclude=()):
     digits = len(str(limit)) - 1
     if limit != 10**digits or not 1 <= digits <= 9:
         raise ValueError(f"limit ({limit}) must be a power of ten from 10 to 1,000,000,000")
-    if count < 0:
-        raise ValueError(f"count ({count}) must be at least 0")
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"count ({count!r}) must be at least 0, and an integer")
     exclude = set(exclude)
     if len(exclude) >= limit and exclude.issuperset(range(limit)):
         raise ValueError(
@@ -188,6 +188,7 @@ def encode(tokenizer, texts, *, prefix=None):
     ----------
     tokenizer : tokenizers.Tokenizer
     texts : sequence of str
+        A special token that is spelled out in one, such as "</s>", is text like any other.
     prefix : sequence of str, optional
         A special token for each text, put after the start.
 
@@ -204,7 +205,12 @@ def encode(tokenizer, texts, *, prefix=None):
     if isinstance(texts, str) or len(texts) == 0:
         raise ValueError(f"texts ({texts!r}) must be a sequence of str, at least one; "
                          "a single text goes into a list")
-    encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    before = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = True  # "</s>" in a text is a part of the text, no end
+    try:
+        encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    finally:
+        tokenizer.encode_special_tokens = before
     rows = [encoding.ids for encoding in encodings]
     if prefix is not None:
         numbers = {token: tokenizer.token_to_id(token) for token in prefix}
@@ -923,9 +929,13 @@ def encode_captions(captions, words=CAPTION_WORDS):
     Raises
     ------
     ValueError
-        If a caption is empty or has an unknown word.
+        If there are no captions, or one is empty or has an unknown word. The special tokens are
+        no words of a caption.
     """
-    numbers, rows = {word: i for i, word in enumerate(words)}, []
+    if isinstance(captions, str) or len(captions) == 0:
+        raise ValueError(f"captions ({captions!r}) must be a sequence of str, at least one; "
+                         "a single caption goes into a list")
+    numbers, rows = {word: i for i, word in enumerate(words) if i > UNK}, []
     for caption in captions:
         unknown = [word for word in caption.split() if word not in numbers]
         if unknown or not caption.split():
@@ -1141,7 +1151,7 @@ def flickr8k(folder, split="train"):
     Raises
     ------
     ValueError
-        If there is no such split.
+        If there is no such split, or a photograph has no caption.
     FileNotFoundError
         If a file is missing.
     """
@@ -1153,7 +1163,7 @@ def flickr8k(folder, split="train"):
         if not path.exists():
             raise FileNotFoundError(f"folder ({folder}) must hold {path.name}: the text files "
                                     "of Flickr8k, and Flicker8k_Dataset with its photographs")
-    for line in lists[0].read_text(encoding="utf-8").splitlines():
+    for line in lists[0].read_text(encoding="utf-8").split("\n"):
         name, _, text = line.partition("\t")
         words = []
         for word in text.lower().split():
@@ -1162,6 +1172,10 @@ def flickr8k(folder, split="train"):
                 words.append(word)
         texts.setdefault(name.partition("#")[0], []).append(" ".join(words))
     names = lists[1].read_text(encoding="utf-8").split()
+    missing = [name for name in names if name not in texts]
+    if missing:
+        raise ValueError(f"{lists[0].name} must have captions of all photographs in "
+                         f"{lists[1].name}; it has none of {missing[0]}")
     return [folder / "Flicker8k_Dataset" / name for name in names], [texts[n] for n in names]
 
 # %% ../nbs/90_data.ipynb #cifar
@@ -1226,7 +1240,15 @@ def standardize(images, reference):
     Returns
     -------
     Tensor, shape (n, C, H, W)
+
+    Raises
+    ------
+    ValueError
+        If `reference` has fewer than two pixels, which have no deviation.
     """
+    if len(reference) * math.prod(reference.shape[2:]) < 2:
+        raise ValueError(f"reference of shape {tuple(reference.shape)} must have two pixels or "
+                         "more in each channel")
     deviation, mean = torch.std_mean(reference, dim=(0, 2, 3), keepdim=True)
     return (images - mean) / deviation.clamp(min=1e-6)
 

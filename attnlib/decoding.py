@@ -154,9 +154,12 @@ def check_decoding(model, src, max_length, bos_id, eos_id, beam_size=1, length_p
     if max_length > model.max_length:
         raise ValueError(f"max_length ({max_length}) must be at most the model's max_length "
                          f"({model.max_length})")
+    if abs(length_penalty) * math.log(max_length) > 80:  # float32 ends at exp(88)
+        raise ValueError(f"length_penalty ({length_penalty}) is too large: max_length "
+                         f"({max_length}) ** |length_penalty| must be below exp(80)")
     vocab, pad_id = vocabulary_size(model), model.pad_id
     for name, token in (("bos_id", bos_id), ("eos_id", eos_id)):
-        if not isinstance(token, int) or not 0 <= token < vocab:
+        if type(token) is not int or not 0 <= token < vocab:  # True is no token
             raise ValueError(f"{name} ({token!r}) must be a token, from 0 to {vocab - 1}")
     if eos_id == pad_id:
         raise ValueError(f"eos_id ({eos_id}) must not be the model's pad_id ({pad_id}), which "
@@ -196,7 +199,7 @@ class KVCache:
     def __deepcopy__(self, memo):
         """A copy with its own room; what belongs to the memory never changes and is shared."""
         other = copy.copy(self)
-        other.room = copy.deepcopy(self.room, memo)
+        other.room = {layer: room.clone() for layer, room in self.room.items()}
         other.filled = dict(self.filled)
         other.memory = dict(self.memory)
         other.sources = dict(self.sources)
@@ -213,6 +216,13 @@ class KVCache:
         old = room = self.room.get(layer)
         if old is not None and old.shape[1] != k.shape[0]:
             raise ValueError(f"cache has {old.shape[1]} rows and cannot take {k.shape[0]}")
+        if torch.is_grad_enabled() and k.requires_grad:
+            # a gradient needs the earlier ones as they were: nothing is written over
+            room = torch.stack([k, v])
+            room = room if old is None else torch.cat([old[:, :, :, :past], room], dim=3)
+            self.room[layer] = room
+            self.filled[layer] = end
+            return room[0], room[1]
         if old is None or end > old.shape[3]:
             self.room[layer] = room = k.new_empty(2, *k.shape[:2], 2 * end, k.shape[3])
             if past:
@@ -274,7 +284,8 @@ def beam_search(model, src, max_length, beam_size, *, length_penalty=1.0, bos_id
     beam_size : int
         The number K of beginnings kept.
     length_penalty : float
-        The exponent of the length, any finite number.
+        The exponent of the length; max_length ** |length_penalty| must be below exp(80), so
+        that scores are neither 0 nor infinite.
 
     Returns
     -------

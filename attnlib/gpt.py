@@ -103,7 +103,7 @@ class GPTConfig:
     @property
     def hidden(self):
         """Width of the MLP's hidden layer."""
-        usual = 4 * self.n_embd if self.mlp == "gelu" else 8 * round(self.n_embd / 3)
+        usual = 4 * self.n_embd if self.mlp == "gelu" else 8 * max(1, round(self.n_embd / 3))
         return usual if self.n_inner is None else self.n_inner
 
 # %% ../nbs/24_gpt.ipynb #check-config
@@ -127,6 +127,8 @@ def check_config(config):
     ------
     ValueError
         Names the entry, its value and what is allowed.
+    TypeError
+        If an entry that must be a number is none.
     """
     for name, choices in CHOICES.items():
         if getattr(config, name) not in choices:
@@ -145,7 +147,8 @@ def check_config(config):
     if config.position == "rotary" and config.head_width % 2:
         raise ValueError(f"head_dim ({config.head_width}) must be even: it is turned in pairs")
     for name in ("rope_base", "norm_eps"):
-        if getattr(config, name) <= 0:
+        check_numbers(**{name: getattr(config, name)})
+        if not getattr(config, name) > 0:
             raise ValueError(f"{name} ({getattr(config, name)}) must be positive")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout ({config.dropout}) must be in [0, 1)")
@@ -156,8 +159,13 @@ def check_config(config):
             known = "; ".join(f"{name!r} with {', '.join(sorted(needs))}"
                               for name, needs in SCALINGS.items())
             raise ValueError(f"rope_scaling ({scaling!r}) must have the rope_type {known}")
-        if min(scaling[name] for name in SCALINGS[kind]) <= 0:
+        numbers = {name: scaling[name] for name in SCALINGS[kind]}
+        check_numbers(**numbers)
+        if not all(number > 0 for number in numbers.values()):
             raise ValueError(f"rope_scaling ({scaling}) must have positive numbers")
+        if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+            raise ValueError(f"rope_scaling ({scaling}) must have a low_freq_factor below its "
+                             "high_freq_factor")
 
 # %% ../nbs/24_gpt.ipynb #frequencies
 def rotation(config, positions, dtype=torch.float32):
@@ -351,7 +359,7 @@ def grouped_attention(q, k, v, mask=None, dropout_p=0.0, bias=None):
             bias = for_groups(bias, g)
         queries = q.reshape(q.shape[0], g, h // g, q.shape[3])  # -> (B, g, h / g, d)
         heads = attention(queries, k, v, mask=mask, bias=bias, dropout_p=dropout_p)
-        return heads.reshape(q.shape[0], h, 1, v.shape[3])  # -> (B, h, 1, d)
+        return heads.flatten(1, 2).unsqueeze(2)  # -> (B, h, 1, d)
     if h > g:
         k = k.repeat_interleave(h // g, dim=1)  # (B, g, M, d) -> (B, h, M, d)
         v = v.repeat_interleave(h // g, dim=1)
@@ -566,7 +574,7 @@ def check_prompts(tokens, max_new_tokens, attention_mask, config, eos_id=None):
         If they cannot, or padding stands on the right.
     """
     check_count("max_new_tokens", max_new_tokens)
-    is_token = isinstance(eos_id, int) and 0 <= eos_id < config.vocab_size
+    is_token = type(eos_id) is int and 0 <= eos_id < config.vocab_size
     if eos_id is not None and not is_token:
         raise ValueError(f"eos_id ({eos_id!r}) must be a token, from 0 to "
                          f"{config.vocab_size - 1}")
@@ -599,6 +607,7 @@ def pad_left(prompts, pad_id=0):
     ValueError
         If there is no prompt, or one is empty.
     """
+    prompts = list(prompts)
     longest = max(map(len, prompts), default=0)
     empty = [i for i, row in enumerate(prompts) if len(row) == 0]
     if empty or not longest:
@@ -1000,7 +1009,7 @@ def text_loss(model, batch):
     (tokens,) = batch
     logits = model(tokens[:, :-1]).flatten(0, 1)  # (B, n, vocab) -> (B n, vocab)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for a long sum
-    loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+    loss = F.cross_entropy(logits, tokens[:, 1:].flatten().long(), reduction="sum")
     return loss, tokens[:, 1:].numel()
 
 
@@ -1041,5 +1050,6 @@ def text_bits(model, tokens, length, stride=None):
             begin = max(0, start + stride - length)
             piece = tokens[begin : start + stride + 1]
             log_probs = model(piece[None, :-1])[0, start - begin :].double().log_softmax(-1)
-            total -= log_probs.gather(1, piece[start - begin + 1 :, None]).sum().item()
+            wanted = piece[start - begin + 1 :, None].long()
+            total -= log_probs.gather(1, wanted).sum().item()
     return total / math.log(2)

@@ -20,7 +20,7 @@ import torch
 from .convert import MARIAN, fuse_qkv, rename_keys
 from .data import (LANGUAGES, PAD, decode, draw_numbers, encode, multi30k, number_words,
                           train_bpe)
-from .decoding import beam_search, greedy
+from .decoding import beam_search, check_count, greedy
 from .train import epochs, fit, load_checkpoint, save_checkpoint, seeded
 from .transformer import Transformer, label_smoothing_loss
 
@@ -115,8 +115,18 @@ def direction_batches(tokenizer, table, directions, *, batch_size, seed=0, share
     -------
     function
         `batches(step)` returns sources (B, M) and targets (B, N).
+
+    Raises
+    ------
+    ValueError
+        If there is no direction, or not a number for each.
     """
     check_side(tag_on)
+    least = 1 if shared else len(directions)
+    if len(directions) == 0 or table.shape[1] < least:
+        raise ValueError(f"table has {table.shape[1]} numbers for {len(directions)} "
+                         "directions; there must be one direction or more, and a number for "
+                         f"{'all' if shared else 'each'}")
     count = table.shape[1] if shared else table.shape[1] // len(directions)
     source = torch.tensor([LANGUAGES.index(a) for a, _ in directions])
     target = torch.tensor([LANGUAGES.index(b) for _, b in directions])
@@ -197,6 +207,8 @@ def translate_numbers(model, tokenizer, texts, language, *, max_length=100,
     if len(wanted) != len(texts):
         raise ValueError(f"language has {len(wanted)} languages for {len(texts)} texts; it "
                          "must be one str, or one for each text")
+    if len(texts) == 0:
+        return []
     tags = [tag(name) for name in wanted]
     device = next(model.parameters()).device
     if tag_on == "source":
@@ -239,8 +251,12 @@ def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500,
     Raises
     ------
     ValueError
-        If a language or `tag_on` is not known.
+        If a language or `tag_on` is not known, `batch_size` is not an integer of at least 1, or
+        there is no direction.
     """
+    check_count("batch_size", batch_size)
+    if len(directions) == 0:
+        raise ValueError("directions must be one or more, not 0")
     hits = {pair: [] for pair in directions}
     asked = [(n, *directions[i % len(directions)]) for i, n in enumerate(numbers)]
     for first in range(0, len(asked), batch_size):
@@ -376,11 +392,14 @@ def is_in(text, language):
     bool
     """
     pieces = number_pieces(language)
+    longest = max(map(len, pieces))
 
-    @cache
     def spelled(word):
-        return not word or any(word[:i] in pieces and spelled(word[i:])
-                               for i in range(1, len(word) + 1))
+        ends = [0]  # where the beginnings end that are put together from pieces
+        for end in range(1, len(word) + 1):
+            if any(word[start:end] in pieces for start in ends[-longest:]):
+                ends.append(end)
+        return ends[-1] == len(word)
 
     words = [word for word in re.split("[ ,-]+", text) if word]
     return bool(words) and all(map(spelled, words))
@@ -457,9 +476,11 @@ def sparse_numbers(count, nonzero, *, seed=0):
     Raises
     ------
     ValueError
-        If `nonzero` is outside that range.
+        If a number is outside its range.
     """
-    if not 1 <= nonzero <= 9:
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"count ({count!r}) must be an integer of at least 0")
+    if not isinstance(nonzero, int) or not 1 <= nonzero <= 9:
         raise ValueError(f"nonzero ({nonzero}) must be from 1 to 9")
     generator = torch.Generator().manual_seed(seed)
     places = torch.rand(count, 9, generator=generator).argsort(1)[:, :nonzero]  # all different
