@@ -315,7 +315,8 @@ class TNT(Backbone):
         if level not in ("sentence", "word"):
             raise ValueError(f"level ({level!r}) must be 'sentence' or 'word'")
         maps = super().attention_maps(x)  # of words, of sentences, of words, ...
-        words = [weights.unflatten(0, (len(x), -1)) for weights in maps[::2]]  # (B n, h, m, m)
+        n = self.pixel_embed.num_patches
+        words = [weights.unflatten(0, (-1, n)) for weights in maps[::2]]  # (B n, h, m, m)
         return words if level == "word" else maps[1::2]
 
     def set_input_size(self, img_size):
