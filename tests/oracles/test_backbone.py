@@ -225,7 +225,7 @@ def test_another_size_is_timms(name, data, seed):
     close(ours(x), wanted, 1e-5 * max(1, wanted.abs().max().item()))  # timm's is float32
 
 
-# --- positions ---------------------------------------------------------------------------------
+# --- positions --------------------------------------------------------------------------------
 
 
 @drawn(map_sizes(6), map_sizes(6), st.sampled_from((0, 1, 3)), dtypes(), seeds, layouts)
@@ -269,7 +269,7 @@ def test_a_grid_is_the_new_one_or_a_square(count, new):
             source_grid(count, new)
 
 
-# --- stages, formats, depth --------------------------------------------------------------------
+# --- stages, formats, depth -------------------------------------------------------------------
 
 
 @drawn(
@@ -326,7 +326,7 @@ def test_whole_examples_are_dropped_as_timm_does(shape, batch, dtype, seed):
     assert layer.eval()(x) is x
 
 
-# --- heads and checks --------------------------------------------------------------------------
+# --- heads and checks -------------------------------------------------------------------------
 
 
 @drawn(st.integers(1, 9), st.integers(0, 9), dtypes())
