@@ -32,7 +32,7 @@ def test_both_heads_are_timms(grid, batch, classes, training, seed, layout):
         close(a, b, 1e-9 * max(1, b.abs().max().item()))
 
 
-# --- losses ------------------------------------------------------------------------------------
+# --- losses -----------------------------------------------------------------------------------
 
 
 def cross_entropy(logits, targets):
