@@ -264,7 +264,7 @@ class VectorQuantizer(nn.Module):
         rows = torch.randperm(len(z), device=z.device)[:len(self.embedding)]
         if together:
             dist.broadcast(rows, 0)
-        self.embedding = z[rows]
+        self.embedding = z[rows].to(self.embedding.dtype)  # autocast has made them narrower
         for _ in range(self.kmeans_steps):
             self.move(z, self.tokens(z), 0.0)
         self.started = torch.ones_like(self.started)
