@@ -38,6 +38,7 @@ def test_a_heat_map_holds_the_weights(heads, rows, columns, dtype, grad, seed, l
     st.sampled_from(("step", "epoch")),
     seeds,
 )
+@example({"a": 1, "b": 4}, "step", 0)  # one run has no rate
 def test_a_history_holds_the_points(runs, x, seed):
     history = {
         name: [
@@ -52,8 +53,12 @@ def test_a_history_holds_the_points(runs, x, seed):
     for axis, name in zip(figure.axes, names, strict=True):
         assert axis.get_yscale() == ("log" if name == "rate" else "linear")
         wanted = [[(r[x], r[name]) for r in run if name in r] for run in history.values()]
-        lines = [list(zip(*line.get_data())) for line in axis.lines]
-        assert lines == [points for points in wanted if points]
+        assert [list(zip(*line.get_data())) for line in axis.lines] == wanted
+        for line, own in zip(axis.lines, figure.axes[0].lines, strict=True):
+            assert line.get_color() == own.get_color()  # a run has one color in all panels
+            assert line.get_label() == own.get_label()
+    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert legend == list(runs)
     plt.close(figure)
 
 
