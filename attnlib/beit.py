@@ -135,8 +135,11 @@ def dvae_loss(x, reconstruction, logits, beta=0.0):
 
     Returns
     -------
-    Tensor, scalar
+    Tensor, scalar, of at least float32
+        Sums over all places may be more than float16 holds.
     """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, reconstruction, logits = x.to(wide), reconstruction.to(wide), logits.to(wide)
     log_q = logits.log_softmax(1)
     divergence = (log_q.exp() * log_q).sum(1) + math.log(logits.shape[1])  # (B, H', W')
     error = (x - reconstruction).square()
@@ -162,7 +165,7 @@ def perplexity(tokens, num_embeddings):
         If there is no token.
     """
     if tokens.numel() == 0:
-        raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be at least one")
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)} must hold at least one token")
     count = torch.bincount(tokens.flatten(), minlength=num_embeddings)
     share = count.cpu().double() / tokens.numel()
     return torch.special.entr(share).sum().exp().item()

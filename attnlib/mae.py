@@ -80,6 +80,7 @@ def harmonic_fill(images, hidden, steps=200):
     Returns
     -------
     Tensor, shape (B, C, H, W)
+        Half precision is computed in float32.
     """
     def roughness(x):  # the gradient of half the sum of squares: Σ (pixel - neighbor)
         down, right = x.diff(dim=2), x.diff(dim=3)  # (B, C, H - 1, W), (B, C, H, W - 1)
@@ -89,16 +90,18 @@ def harmonic_fill(images, hidden, steps=200):
     def dot(a, b):
         return (a * b).sum((2, 3), keepdim=True)  # (B, C, 1, 1)
 
-    x, least = images.masked_fill(hidden, 0), torch.finfo(images.dtype).tiny  # for 0 / 0
+    x = images.masked_fill(hidden, 0)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    tiny = torch.finfo(x.dtype).tiny
     residual = -roughness(x) * hidden
     direction, size = residual, dot(residual, residual)
     for _ in range(steps):
         changed = roughness(direction) * hidden
-        step = size / dot(direction, changed).clamp(min=least)
+        step = size / dot(direction, changed).clamp(min=tiny)
         x, residual = x + step * direction, residual - step * changed
         size, old = dot(residual, residual), size
-        direction = residual + size / old.clamp(min=least) * direction
-    return x
+        direction = residual + size / old.clamp(min=tiny) * direction
+    return x.to(images.dtype)
 
 
 def hidden_pixels(mask, grid_size, patch_size):
@@ -446,15 +449,17 @@ def kernel_fill(images, train, hidden, width):
     Returns
     -------
     Tensor, shape (B, C, H, W)
-        The images; hidden pixels have been replaced.
+        The images; hidden pixels have been replaced. Half precision is computed in float32.
     """
+    dtype, wide = images.dtype, torch.promote_types(images.dtype, torch.float32)
+    images, train = images.to(wide), train.to(wide)
     seen = (~hidden).expand_as(images).flatten(1).to(images)  # (B, D)
-    q, k = images.flatten(1) * seen, train.flatten(1)  # (B, D), (n, D)
+    q, k = images.masked_fill(hidden, 0).flatten(1), train.flatten(1)  # (B, D), (n, D)
     # -d² / 2 = q·k - (k²·seen) / 2 - a constant of the query
     q, k = torch.cat([q, -seen / 2], 1), torch.cat([k, k.square()], 1)
     v = train.flatten(1)
     filled = attention(q[None], k[None], v[None], scale=width**-2)[0].view_as(images)
-    return torch.where(hidden, filled, images)
+    return torch.where(hidden, filled, images).to(dtype)
 
 
 def linear_fill(images, train, hidden, ridge=1e-2):
@@ -466,7 +471,7 @@ def linear_fill(images, train, hidden, ridge=1e-2):
     Parameters
     ----------
     images, train : Tensor, shapes (B, C, H, W) and (n, C, H, W)
-        What is filled, and what mean and covariance are taken from.
+        What is filled, and what mean and covariance are taken from; n must be at least 2.
     hidden : bool Tensor, shape (B, 1, H, W)
         True where a pixel is to be filled.
     ridge : float
@@ -474,8 +479,18 @@ def linear_fill(images, train, hidden, ridge=1e-2):
     Returns
     -------
     Tensor, shape (B, C, H, W)
-        The images; hidden pixels have been replaced.
+        The images; hidden pixels have been replaced. Half precision is computed in float32.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than two training images, which have no covariance.
     """
+    if len(train) < 2:
+        raise ValueError(f"train of shape {tuple(train.shape)} must hold at least two images, "
+                         "or they have no covariance")
+    dtype, wide = images.dtype, torch.promote_types(images.dtype, torch.float32)
+    images, train = images.to(wide), train.to(wide)
     x, mean = images.flatten(1), train.flatten(1).mean(0)  # (B, D), (D,)
     covariance = train.flatten(1).T.cov()
     covariance = covariance + ridge * torch.eye(len(mean)).to(covariance)
@@ -484,7 +499,7 @@ def linear_fill(images, train, hidden, ridge=1e-2):
         seen = ~gone
         weights = torch.linalg.solve(covariance[seen][:, seen], covariance[seen][:, gone])
         filled[i, gone] = mean[gone] + (x[i, seen] - mean[seen]) @ weights
-    return filled.view_as(images)
+    return filled.view_as(images).to(dtype)
 
 # %% ../nbs/40_mae.ipynb #masked-loss
 def masked_loss(model, batch, mask_ratio=0.75):

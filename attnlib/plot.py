@@ -195,8 +195,10 @@ def plot_history(history, *, x="step", log=()):
     figure, axes = plt.subplots(1, len(names), squeeze=False)
     for name, axis in zip(names, axes[0]):
         for (label, run), line in zip(runs.items(), itertools.cycle(("-", "--", ":", "-."))):
-            points = [(record[x], record[name]) for record in run if name in record]
-            axis.plot(*zip(*points), ls=line, label=label)
+            known = [record for record in run if name in record]
+            # also a run without this quantity takes a color, which is its own in each panel
+            axis.plot([record[x] for record in known], [record[name] for record in known],
+                      ls=line, label=label)
         axis.set(xlabel=x, ylabel=name, yscale="log" if name in log else "linear")
     if "" not in runs:
         axes[0, 0].legend()

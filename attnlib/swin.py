@@ -818,6 +818,11 @@ def pixel_maps(model, x, pixel):
         size = [-(-s // u) for s, u in zip(x.shape[2:], unit)]
         token = [t // u for t, u in zip(pixel, unit)]
         for block in stage.blocks:
-            weights = next(maps).unflatten(1, (-1, block.attn.num_heads))
-            found.append(token_map(weights, block.attn.layout(size), token))
+            layout, heads = block.attn.layout(size), block.attn.num_heads
+            windows = math.prod(p // w for p, w in zip(layout.padded, layout.window))
+            weights = next(maps)
+            while weights.shape[1] < windows * heads:  # Swin V2 may attend in a few at a time
+                weights = torch.cat([weights, next(maps)], dim=1)
+            weights = weights.unflatten(1, (windows, heads))
+            found.append(token_map(weights, layout, token))
     return found

@@ -432,7 +432,8 @@ def attention_distance(weights, grid_size, patch_size=1, num_prefix_tokens=1):
     Parameters
     ----------
     weights : Tensor, shape (B, h, N, N)
-        Of one block; prefix tokens are left out and the rest is normalized again.
+        Of one block; prefix tokens are left out and the rest is normalized again. So are
+        queries that attend to no patch.
     grid_size, patch_size : int or (int, int)
         Rows and columns of patches, and a patch's height and width in pixels.
     num_prefix_tokens : int
@@ -441,6 +442,7 @@ def attention_distance(weights, grid_size, patch_size=1, num_prefix_tokens=1):
     Returns
     -------
     Tensor, shape (h,), of at least float32
+        0 for a head without queries that attend to patches.
 
     Raises
     ------
@@ -449,15 +451,17 @@ def attention_distance(weights, grid_size, patch_size=1, num_prefix_tokens=1):
     """
     weights = weights[:, :, num_prefix_tokens:, num_prefix_tokens:]
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    weights = weights / weights.sum(-1, keepdim=True)
     rows, columns = (torch.arange(n, device=weights.device) * p
                      for n, p in zip(to_2tuple(grid_size), to_2tuple(patch_size)))
     place = torch.cartesian_prod(rows, columns).to(weights.dtype)  # (H' W', 2)
     if len(place) != weights.shape[-1]:
         raise ValueError(f"grid_size {to_2tuple(grid_size)} has {len(place)} patches; weights "
                          f"have {weights.shape[-1]}")
-    distance = (weights * torch.cdist(place, place)).sum(-1)  # (B, h, N, N) -> (B, h, N)
-    return distance.mean((0, 2))  # -> (h,)
+    total = weights.sum(-1)  # (B, h, N, N) -> (B, h, N)
+    distance = (weights * torch.cdist(place, place)).sum(-1)  # likewise
+    distance = distance / total.where(total > 0, 1)  # 0 for queries that attend to no patch
+    counted = (total > 0).sum((0, 2)).clamp(min=1)
+    return distance.sum((0, 2)) / counted  # -> (h,)
 
 # %% ../nbs/30_vit.ipynb #rollout
 def attention_rollout(maps):
@@ -476,8 +480,10 @@ def attention_rollout(maps):
     Raises
     ------
     ValueError
-        If the weights of the blocks are not among the same tokens.
+        If there are no maps, or their weights are not among the same tokens.
     """
+    if len(maps) == 0:
+        raise ValueError(f"maps ({maps!r}) must hold the weights of at least one block")
     rollout = None
     for weights in maps:
         if weights.shape[2:] != (maps[0].shape[2],) * 2:
