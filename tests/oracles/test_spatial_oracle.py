@@ -578,6 +578,9 @@ def test_reduced_channels(channels, ratio, divisor):
 def compare_gate(ours, theirs, x, dtype, seed):
     """Outputs and gradients are those of timm's module in float64."""
     ours, exact = randomized(ours, seed, dtype)
+    if len(x) == 0:  # which not all of timm's can do
+        assert ours.eval()(x).shape == x.shape
+        return ours
     theirs.double().load_state_dict(exact.state_dict(), strict=True)
     inputs, wide = leaves(x)
     for module in (ours.eval(), theirs.eval()):
