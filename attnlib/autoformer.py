@@ -168,7 +168,8 @@ class Linear(nn.Linear):
 
     def forward(self, x, out_features=None):
         """Tokens (..., C) to (..., out_features), by default of full width."""
-        return F.linear(x, self.weight[:out_features, : x.shape[-1]], self.bias[:out_features])
+        bias = None if self.bias is None else self.bias[:out_features]
+        return F.linear(x, self.weight[:out_features, : x.shape[-1]], bias)
 
 
 class InterleavedLinear(Linear):
@@ -181,7 +182,9 @@ class InterleavedLinear(Linear):
     def forward(self, x, out_features=None):
         """Tokens (..., C) to (..., out_features), interleaved as the rows are."""
         count = self.out_features if out_features is None else out_features
-        bias = self.bias[:count].view(3, -1).T.flatten()  # q q k k v v -> q k v q k v
+        bias = self.bias
+        if bias is not None:
+            bias = bias[:count].view(3, -1).T.flatten()  # q q k k v v -> q k v q k v
         return F.linear(x, self.weight[:count, : x.shape[-1]], bias)
 
 
@@ -191,7 +194,8 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x):
         """Tokens (..., C), normalized over their own C channels."""
         C = x.shape[-1]
-        return F.layer_norm(x, (C,), self.weight[:C], self.bias[:C], self.eps)
+        weight, bias = (None if p is None else p[:C] for p in (self.weight, self.bias))
+        return F.layer_norm(x, (C,), weight, bias, self.eps)
 
 
 def first_outputs(layer, x, count, full):
@@ -208,7 +212,15 @@ def first_outputs(layer, x, count, full):
     Returns
     -------
     Tensor, shape (..., count)
+
+    Raises
+    ------
+    ValueError
+        If there are fewer outputs than are wanted, or none is wanted.
     """
+    if not 1 <= count <= full:
+        raise ValueError(f"count ({count}) of outputs must be from 1 to {full}, those of the "
+                         "layer")
     return layer(x) if count == full else layer(x, count)
 
 # %% ../nbs/44_autoformer.ipynb #relative
@@ -312,6 +324,8 @@ class Attention(nn.Module):
         """Tokens (B, N, C) to tokens, by the first `num_heads` heads; by all if not given."""
         C, d = x.shape[-1], self.head_dim
         num_heads = self.num_heads if num_heads is None else num_heads
+        if not 1 <= num_heads <= self.num_heads:
+            raise ValueError(f"num_heads ({num_heads}) must be from 1 to {self.num_heads}")
         q, k, v = self.project(x, num_heads)  # (B, h, N, d) each
         places = self.places.to(q).expand(*q.shape[:2], -1, -1)  # (B, h, N, P)
         R_k, R_v = self.rel_k(self.rows, self.columns), self.rel_v(self.rows, self.columns)
@@ -521,7 +535,7 @@ class SuperTransformer(AutoFormer):
     def __init__(self, space, img_size=224, patch_size=16, num_classes=1000, head_dim=64,
                  in_chans=3, *, embed_dim=None, **options):
         largest = space.largest()
-        embed_dim = embed_dim or largest.embed_dim
+        embed_dim = largest.embed_dim if embed_dim is None else embed_dim
         if embed_dim < largest.embed_dim:
             raise ValueError(f"embed_dim ({embed_dim}) must be at least {largest.embed_dim}, "
                              "the largest choice of the space")
@@ -601,13 +615,15 @@ def extract(supernet, subnet):
     model = AutoFormer(embed.img_size, embed.patch_size, embed.in_chans, supernet.num_classes,
                        supernet.global_pool, **vars(supernet.space.check(subnet)),
                        head_dim=supernet.head_dim, max_distance=supernet.max_distance,
-                       device=like.device, dtype=like.dtype)
-    stored = supernet.state_dict()
+                       device="meta", dtype=like.dtype)  # which draws no random numbers
+    stored, own = supernet.state_dict(), {}
     for key, x in model.state_dict().items():
         if key not in stored:
             raise ValueError(f"supernet has no {key}; what changes its weights, such as "
                              "pruning, must be removed first")
-        x.copy_(stored[key][tuple(map(slice, x.shape))])
+        corner = stored[key][tuple(map(slice, x.shape))]
+        own[key] = corner.to(x.dtype, copy=True).contiguous()
+    model.load_state_dict(own, assign=True)
     return model.train(supernet.training)
 
 # %% ../nbs/44_autoformer.ipynb #classical

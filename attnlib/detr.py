@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['box_cxcywh_to_xyxy', 'box_xyxy_to_cxcywh', 'box_area', 'upcast', 'safe_ratio', 'box_iou', 'generalized_box_iou',
            'detection_extra', 'pad_targets', 'check_targets', 'check_values', 'HungarianMatcher', 'SetLoss',
-           'sine_positions', 'EncoderLayer', 'DecoderLayer', 'FrozenBatchNorm2d', 'frozen_conv', 'residual_block',
+           'check_fourths', 'sine_positions', 'EncoderLayer', 'DecoderLayer', 'FrozenBatchNorm2d', 'frozen_conv', 'residual_block',
            'ResNet', 'Output', 'Features', 'DETR', 'check_images', 'postprocess', 'SmallBackbone', 'small_detr',
            'PlacedAttention', 'AnchorDecoderLayer', 'anchor_sines', 'BoxQueryDETR', 'AnchorDETR', 'noised_targets',
            'InOrder']
@@ -36,6 +36,8 @@ def box_cxcywh_to_xyxy(boxes):
 
 def box_xyxy_to_cxcywh(boxes):
     """`boxes` (..., 4) by corners as centers and sizes (..., 4)."""
+    if not boxes.is_floating_point():
+        boxes = boxes.long()  # in uint8, 200 + 100 is 44
     low, high = boxes[..., :2], boxes[..., 2:]
     return torch.cat([(low + high) / 2, high - low], dim=-1)
 
@@ -165,13 +167,19 @@ def check_targets(targets, batch, num_queries, num_classes):
     Raises
     ------
     ValueError
-        If there is not a target for each image, a shape is another, an image has more objects
-        than queries, or a label or box is impossible.
+        If there is not a target for each image, a name is missing, a shape or dtype is another,
+        an image has more objects than queries, or a label or box is impossible.
     """
     if len(targets) != batch:
         raise ValueError(f"targets ({len(targets)}) must be one for each of {batch} images")
     for i, target in enumerate(targets):
+        for name in ("labels", "boxes"):
+            if not isinstance(target.get(name), torch.Tensor):
+                raise ValueError(f"targets[{i}] with the names {list(target)} must have "
+                                 f"{name!r}, a Tensor")
         labels, boxes = target["labels"], target["boxes"]
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            raise ValueError(f"targets[{i}]['labels'] of dtype {labels.dtype} must be integers")
         if boxes.ndim != 2 or boxes.shape[1] != 4 or labels.shape != boxes.shape[:1]:
             raise ValueError(f"targets[{i}] has labels {tuple(labels.shape)} and boxes "
                              f"{tuple(boxes.shape)}; they must be (n,) and (n, 4)")
@@ -339,6 +347,17 @@ class SetLoss(nn.Module):
         return terms
 
 # %% ../nbs/42_detr.ipynb #sine
+def check_fourths(**widths):
+    """Raise a ValueError, with the name, unless all `widths` are positive multiples of 4.
+
+    Positions are sines and cosines of rows and columns, of each as many.
+    """
+    for name, width in widths.items():
+        if not isinstance(width, int) or width < 1 or width % 4:
+            raise ValueError(f"{name} ({width!r}) must be a positive multiple of 4: sines and "
+                             "cosines of rows and of columns")
+
+
 def sine_positions(mask, dim, temperature=10000):
     """Sines and cosines of each place's row and column (Carion et al. 2020, section A.4).
 
@@ -348,14 +367,20 @@ def sine_positions(mask, dim, temperature=10000):
         True where there is image; rows and columns are counted there, from 1, and scaled such
         that the last is at 2π.
     dim : int
-        Channels; the first half is the row's, the second the column's.
+        Channels, a multiple of 4; the first half is the row's, the second the column's.
     temperature : float
         Wavelengths run from 2π to almost 2π · temperature.
 
     Returns
     -------
     float64 Tensor, shape (B, h·w, dim)
+
+    Raises
+    ------
+    ValueError
+        If `dim` is not a multiple of 4.
     """
+    check_fourths(dim=dim)
     seen = mask.cpu() if mask.device.type == "mps" else mask  # which knows no float64
     rows, columns = seen.cumsum(1).double(), seen.cumsum(2).double()  # (B, h, w)
     rows = 2 * torch.pi * rows / (rows[:, -1:] + 1e-6)
@@ -448,8 +473,9 @@ class FrozenBatchNorm2d(nn.Module):
 def frozen_conv(conv, norm, x):
     """A convolution and the frozen norm of its result, as one convolution if it can be.
 
-    Where either is of another class or has a hook, as adapters and pruning add them, the two
-    modules are called one after the other.
+    Where either is of another class or has a hook, as adapters and pruning add them, or the
+    convolution pads with other values than zeros, the two modules are called one after the
+    other.
 
     Parameters
     ----------
@@ -465,8 +491,12 @@ def frozen_conv(conv, norm, x):
         return norm(conv(x))
     if not (is_plain(conv, nn.Conv2d) and is_plain(norm, FrozenBatchNorm2d)):
         return norm(conv(x))
+    if conv.padding_mode != "zeros":
+        return norm(conv(x))
     scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
     shift = norm.bias - norm.running_mean * scale
+    if conv.bias is not None:
+        shift = shift + conv.bias * scale
     return F.conv2d(x, conv.weight * scale[:, None, None, None], shift, conv.stride,
                     conv.padding, conv.dilation, conv.groups)
 
@@ -582,6 +612,7 @@ class DETR(nn.Module):
         check_counts(num_classes=num_classes, num_queries=num_queries,
                      num_decoder_layers=num_decoder_layers, embed_dim=embed_dim,
                      dim_feedforward=dim_feedforward, in_chans=in_chans)
+        check_fourths(embed_dim=embed_dim)
         check_naturals(num_encoder_layers=num_encoder_layers)
         check_rates(dropout=dropout)
         if isinstance(backbone, str):
@@ -717,6 +748,8 @@ def postprocess(output, sizes):
     scores, labels = upcast(output.logits).softmax(-1)[..., :-1].max(-1)  # (B, Q) each
     boxes = upcast(output.boxes)
     sizes = torch.as_tensor(sizes).to(boxes)
+    if len(scores) == 0 and sizes.numel() == 0:
+        sizes = sizes.view(0, 2)  # an empty list says nothing of its second axis
     if sizes.shape != (len(scores), 2):
         raise ValueError(f"sizes of shape {tuple(sizes.shape)} must be ({len(scores)}, 2): "
                          "height and width of each image")
@@ -839,14 +872,20 @@ def anchor_sines(boxes, dim, temperature):
     boxes : Tensor, shape (B, Q, 4)
         Centers and sizes in units of the image.
     dim : int
-        Numbers for each of two coordinates.
+        Numbers for each of two coordinates, a multiple of 4.
     temperature : float
         As in `sine_positions`.
 
     Returns
     -------
     Tensor, shape (B, Q, 2·dim)
+
+    Raises
+    ------
+    ValueError
+        If `dim` is not a multiple of 4.
     """
+    check_fourths(dim=dim)
     turns = 2 * torch.pi * upcast(boxes[..., [1, 0, 3, 2]])
     angles = position_angles(turns, dim // 2, base=temperature)  # (B, Q, 4, dim / 4)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(2).to(boxes)
@@ -890,7 +929,7 @@ class BoxQueryDETR(DETR):
             torch.tensor([self.num_queries] + copies * [count], device=device))
         seen = (group[:, None] == group) | (group == 0)  # the matching's are group 0
         return (torch.cat([labels, noised["labels"].flatten(1)], 1),
-                torch.cat([boxes, noised["boxes"].flatten(1, 2)], 1), seen)
+                torch.cat([boxes, noised["boxes"].flatten(1, 2).to(boxes)], 1), seen)
 
     def decode(self, memory, keys, mask=None, noised=None):
         """Decoded queries (decoder layers, B, Q, C), and the anchors (decoder layers, B, Q, 4)
@@ -971,11 +1010,14 @@ def noised_targets(targets, num_classes, copies=3, shift=0.4, flip=0.2):
     Raises
     ------
     ValueError
-        If there is no target.
+        If `targets` is empty, or not as `check_targets` wants it.
     """
-    if len(targets) == 0:
-        raise ValueError("targets (0) must be at least one, of an image each")
-    most = max(1, *(len(target["labels"]) for target in targets))
+    if not targets:
+        raise ValueError("targets (0) must be one for each of at least 1 image")
+    counts = [len(target.get("labels", ())) for target in targets]
+    most = max(1, *counts)
+    check_targets(targets, len(targets), most, num_classes)
+    targets = [{key: target[key] for key in ("labels", "boxes")} for target in targets]
     whole = targets[0]["boxes"].new_tensor([[0.5, 0.5, 1, 1]])  # where there is no object
     blank = dict(labels=whole.new_zeros(1).long(), boxes=whole)
     full = [target if len(target["labels"]) else blank for target in targets]
@@ -999,5 +1041,6 @@ class InOrder:
 
     def __call__(self, logits, boxes, targets):
         """For each layer and image, the numbers of queries and of objects."""
+        check_targets(targets, boxes.shape[-3], boxes.shape[-2], logits.shape[-1] - 1)
         rows = [torch.arange(len(target["labels"])) for target in targets]
         return [[(i, i) for i in rows] for _ in logits]

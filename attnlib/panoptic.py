@@ -53,13 +53,17 @@ def panoptic_scenes(count, split="train", *, seed=0):
 
 
 def bounds(masks):
-    """The boxes (n, k, 4), x₀, y₀, x₁, y₁, of masks (n, k, H, W); the ends lie outside."""
+    """The boxes (n, k, 4), x₀, y₀, x₁, y₁, of masks (n, k, H, W); the ends lie outside.
+
+    The box of a mask without a pixel is zeros.
+    """
     ends = []
     for axis in (2, 3):
         line = masks.any(axis).int()  # (n, k, W), then (n, k, H)
         ends.append((line.argmax(2), line.shape[2] - line.flip(2).argmax(2)))
     (x0, x1), (y0, y1) = ends
-    return torch.stack([x0, y0, x1, y1], 2).float()
+    boxes = torch.stack([x0, y0, x1, y1], 2).float()
+    return boxes * masks.flatten(2).any(2)[..., None]
 
 
 def label_maps(scenes):
@@ -348,10 +352,12 @@ def focal_loss(logits, targets, alpha=0.25, gamma=2.0):
         In float32 at least.
     """
     logits = upcast(logits)
-    p, t = logits.sigmoid(), targets.to(logits)
-    p_t, alpha_t = p * t + (1 - p) * (1 - t), alpha * t + (1 - alpha) * (1 - t)
+    t = targets.to(logits)
+    rest = logits.sigmoid() * (1 - t) + (-logits).sigmoid() * t  # 1 - p_t, also where p_t is 1
+    rest = rest.clamp(min=torch.finfo(rest.dtype).tiny)  # the slope of rest^γ is infinite at 0
+    alpha_t = alpha * t + (1 - alpha) * (1 - t)
     minus_log = F.binary_cross_entropy_with_logits(logits, t, reduction="none")  # -log p_t
-    return (alpha_t * (1 - p_t) ** gamma * minus_log).flatten(1).mean(1)
+    return (alpha_t * rest**gamma * minus_log).flatten(1).mean(1)
 
 # %% ../nbs/43_panoptic.ipynb #mask-loss
 def mask_loss(masks, targets, matched, num_boxes=None):
@@ -380,6 +386,8 @@ def mask_loss(masks, targets, matched, num_boxes=None):
     """
     check_masks(targets)
     masks = upcast(masks)
+    if not targets:  # a batch without images
+        return {name: masks.sum() for name in ("mask", "dice")}
     wanted = torch.cat([t["masks"][j] for t, (_, j) in zip(targets, matched)]).to(masks)
     found = torch.cat([image[i] for image, (i, _) in zip(masks, matched)])  # (n, H', W')
     found = F.interpolate(found[:, None], wanted.shape[1:], mode="bilinear")[:, 0]  # (n, H, W)
@@ -399,9 +407,11 @@ def check_masks(targets):
     Raises
     ------
     ValueError
-        Names the target that has other masks, or the sizes.
+        Names the target that has no labels or other masks, or the sizes.
     """
     for i, target in enumerate(targets):
+        if "labels" not in target:
+            raise ValueError(f"targets[{i}] with the names {list(target)} must have 'labels'")
         shape, wanted = tuple(getattr(target.get("masks"), "shape", ())), len(target["labels"])
         if len(shape) != 3 or len(target["masks"]) != wanted:
             raise ValueError(f"targets[{i}]['masks'] of shape {shape} must be ({wanted}, H, "
@@ -570,9 +580,14 @@ def overlaps(a, b):
     dict of (int, int) to int
         For numbers in a and in b, where they share any.
     """
-    base = int(b.max()) + 1
-    codes, counts = (a.long() * base + b).unique(return_counts=True)
-    return {divmod(code, base): n for code, n in zip(codes.tolist(), counts.tolist())}
+    rows, i = a.unique(return_inverse=True)
+    columns, j = b.unique(return_inverse=True)
+    codes, counts = (i * len(columns) + j).unique(return_counts=True)
+    rows, columns, found = rows.tolist(), columns.tolist(), {}
+    for code, n in zip(codes.tolist(), counts.tolist()):
+        i, j = divmod(code, len(columns))
+        found[rows[i], columns[j]] = n
+    return found
 
 
 def match_segments(prediction, truth):
@@ -705,7 +720,7 @@ def check_segments(name, segments, infos):
         What an error calls them.
     segments : int Tensor, shape (H, W)
     infos : list of dict
-        With the "id" of each segment.
+        With the "id" and the "category_id" of each segment.
 
     Returns
     -------
@@ -714,8 +729,12 @@ def check_segments(name, segments, infos):
     Raises
     ------
     ValueError
-        If they do not.
+        If they do not, or a name is missing.
     """
+    for info in infos:
+        if not {"id", "category_id"} <= info.keys():
+            raise ValueError(f"{name}: a segment with the names {list(info)} must have 'id' and "
+                             "'category_id'")
     known, there = {info["id"]: info for info in infos}, set(segments.unique().tolist()) - {0}
     if len(known) < len(infos) or known.keys() != there or min(there, default=1) < 0:
         raise ValueError(f"{name}: the map has the segments {sorted(there)}, and the list "

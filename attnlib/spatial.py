@@ -75,11 +75,21 @@ class PlaceEncoder(nn.Module):
         Channels of the map.
     img_size : int
         Height and width of the images, a multiple of 4.
+
+    Raises
+    ------
+    ValueError
+        If `dim` is less than 2, or `img_size` is not a multiple of 4; when called, if the
+        images are of another size.
     """
 
     def __init__(self, dim=64, img_size=32):
         super().__init__()
         check_counts(dim=dim, img_size=img_size)
+        if dim < 2:
+            raise ValueError(f"dim ({dim}) must be at least 2: the first map has half of it")
+        if img_size % 4:
+            raise ValueError(f"img_size ({img_size}) must be a multiple of 4")
         layers = []
         for before, width, stride in ((3, dim // 2, 2), (dim // 2, dim, 2), (dim, dim, 1)):
             layers += [nn.Conv2d(before, width, 3, stride, 1, bias=False),
@@ -89,6 +99,10 @@ class PlaceEncoder(nn.Module):
 
     def forward(self, images):
         """Images (B, 3, H, W) to maps (B, dim, H / 4, W / 4)."""
+        size = tuple(4 * side for side in self.position.shape[1:])
+        if images.ndim != 4 or images.shape[2:] != size:
+            raise ValueError(f"images of shape {tuple(images.shape)} must be (B, 3, {size[0]}, "
+                             f"{size[1]})")
         return self.layers(images) + self.position
 
 # %% ../nbs/45_spatial.ipynb #captioner-class
@@ -221,9 +235,11 @@ def check_captions(tokens, count, vocab_size, pad_id):
         If their shape is another, a word is not in the vocabulary, or a row is nothing but
         padding.
     """
-    if tokens.ndim != 2 or tokens.shape[0] != count or tokens.numel() == 0:
+    if tokens.ndim != 2 or tokens.shape[0] != count or tokens.shape[1] == 0:
         raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be ({count}, T): a row "
-                         "for each image, of which there must be one, with at least one token")
+                         "for each image, with at least one token")
+    if count == 0:
+        return
     low, high = tokens.min().item(), tokens.max().item()
     if not 0 <= low <= high < vocab_size:
         raise ValueError(f"tokens has numbers from {low} to {high}; they must be from 0 to "
@@ -253,7 +269,14 @@ def caption_loss(logits, targets, weights=None, penalty=0.0, pad_id=0):
     -------
     Tensor, shape ()
         The mean over the captions.
+
+    Raises
+    ------
+    ValueError
+        If there is a penalty, and no weights.
     """
+    if penalty and weights is None:
+        raise ValueError(f"weights (None) must be given for a penalty ({penalty})")
     total = F.cross_entropy(logits.mT, targets, ignore_index=pad_id, reduction="sum")
     if penalty:
         coverage = (weights * (targets != pad_id)[..., None]).sum(1)  # (B, T, L) -> (B, L)
@@ -278,8 +301,16 @@ def weight_on_objects(weights, masks):
         Whether the place of the largest weight is on the object.
     area : Tensor, shape (B, O)
         The share of the places that are on it.
+
+    Raises
+    ------
+    ValueError
+        If the places form no square.
     """
     side = math.isqrt(weights.shape[-1])
+    if side == 0 or side**2 != weights.shape[-1]:
+        raise ValueError(f"weights of shape {tuple(weights.shape)} must have a square number of "
+                         "places, their last axis")
     on = F.adaptive_avg_pool2d(masks.float(), side).flatten(2) > 0  # (B, O, L)
     best = F.one_hot(weights.argmax(-1), weights.shape[-1])  # (B, T, L)
     on = on.to(weights.dtype)
@@ -311,9 +342,10 @@ class HardAttention(SoftAttention):
 
     def prepare(self, places):
         """The keys, and for which captions (B, 1) the mean is taken: one coin for each."""
-        share = self.soft_share if self.training else 0.0
-        coins = torch.rand(places.shape[0], 1, device=places.device)
-        return super().prepare(places), coins < share
+        coins = torch.ones(places.shape[0], 1, device=places.device)
+        if self.training:  # else no random number is drawn
+            coins.uniform_()
+        return super().prepare(places), coins < self.soft_share
 
     def forward(self, places, h, prepared=None):
         """Look at one of the places (B, L, D) with states (B, H).
@@ -384,9 +416,15 @@ class RewardBaseline(nn.Module):
         reward : Tensor, shape (B, T)
         words : bool Tensor, shape (B, T)
             Rewards elsewhere do not count. Where no caption has a word, the mean stays.
+
+        Raises
+        ------
+        ValueError
+            If captions are longer than the means.
         """
-        padding = (0, len(self.means) - reward.shape[1])
-        total = F.pad((reward * words).sum(0), padding)  # (T,) -> (max_length,)
+        padding = (0, len(self.means) - len(self(reward.shape[1])))
+        reward = reward.masked_fill(~words, 0)
+        total = F.pad(reward.sum(0), padding)  # (T,) -> (max_length,)
         count = F.pad(words.sum(0), padding)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(total)
@@ -554,7 +592,9 @@ class AttentiveConvnet(nn.Module):
     Raises
     ------
     ValueError
-        If there is no such pooling, or `img_size` is not a multiple of 16.
+        If there is no such pooling, or `img_size` is not a multiple of 16; when called, if
+        there are questions and none is asked, or the other way round, or the images are of
+        another size and the global vector is needed.
     """
 
     def __init__(self, num_classes, pool="dot", questions=0, img_size=48, dim=48):
@@ -571,8 +611,10 @@ class AttentiveConvnet(nn.Module):
             return nn.Sequential(conv, nn.BatchNorm2d(out), nn.ReLU())
 
         self.pool, attends = pool, pool in ("dot", "additive")
+        self.img_size, self.questions = img_size, questions
         self.local = nn.Sequential(layer(3, 16, 2), layer(16, 32, 2), layer(32, dim, 1),
                                    layer(dim, dim, 1))
+        self.deeper = None
         if pool == "global" or attends and not questions:
             self.deeper = nn.Sequential(layer(dim, dim, 2), layer(dim, dim, 2), nn.Flatten(),
                                         nn.Linear(dim * (img_size // 16) ** 2, dim))
@@ -586,6 +628,15 @@ class AttentiveConvnet(nn.Module):
     def forward(self, images, question=None):
         """Logits (B, num_classes) for images (B, 3, H, W), and the map (B, H / 4, W / 4) or
         None; `question` is an int64 Tensor (B,) if there are questions."""
+        if (question is None) == bool(self.questions):
+            given = "None" if question is None else f"of shape {tuple(question.shape)}"
+            wanted = "a number for each image" if self.questions else "None"
+            raise ValueError(f"question ({given}) must be {wanted} where the model has "
+                             f"{self.questions} questions")
+        size = (self.img_size, self.img_size)
+        if self.deeper is not None and images.shape[-2:] != size:
+            raise ValueError(f"images of shape {tuple(images.shape)} must be (B, 3, {size[0]}, "
+                             f"{size[1]})")
         x, weights = self.local(images), None  # (B, dim, H / 4, W / 4)
         asked = None if question is None else self.question(question)
         if self.gate is not None:
@@ -626,7 +677,11 @@ class FilterBank:
                              f"({min(self.size)})")
 
     def window(self, numbers):
-        """Center x and y, stride and deviation in pixels, and γ, for five numbers (B, 5)."""
+        """Center x and y, stride and deviation in pixels, and γ, for five numbers (B, 5).
+
+        They are in float32 at least: in half precision, neighboring pixels may coincide.
+        """
+        numbers = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
         x, y, log_variance, log_stride, log_gamma = numbers.unbind(-1)
         height, width = self.size
         whole = (max(self.size) - 1) / max(1, self.glimpse - 1)
@@ -641,20 +696,21 @@ class FilterBank:
         def bank(center, length):
             a = torch.arange(1, length + 1, device=numbers.device)
             mu = center + (i - self.glimpse / 2 - 0.5) * stride  # (B, N, 1)
-            return (-(((a - mu) / sigma) ** 2) / 2).softmax(-1)  # (B, N, length)
+            filters = (-(((a - mu) / sigma) ** 2) / 2).softmax(-1)  # (B, N, length)
+            return filters.to(numbers.dtype)
 
         return bank(y, self.size[0]), bank(x, self.size[1])
 
     def read(self, image, numbers):
         """γ F_Y x F_Xᵀ: glimpses (B, C, N, N) of images (B, C, H, W)."""
         rows, columns = self.filters(numbers)
-        gamma = self.window(numbers)[-1][:, None, None, None]
+        gamma = self.window(numbers)[-1][:, None, None, None].to(numbers.dtype)
         return gamma * (rows[:, None] @ image @ columns[:, None].mT)
 
     def write(self, patch, numbers):
         """F_Yᵀ w F_X / γ: patches (B, C, N, N) put into images (B, C, H, W)."""
         rows, columns = self.filters(numbers)
-        gamma = self.window(numbers)[-1][:, None, None, None]
+        gamma = self.window(numbers)[-1][:, None, None, None].to(numbers.dtype)
         return rows[:, None].mT @ patch @ columns[:, None] / gamma
 
 # %% ../nbs/45_spatial.ipynb #draw-class
@@ -763,7 +819,7 @@ def draw_loss(drawing, images):
     Tensor, shape (B,)
     """
     last = drawing.canvas[:, -1:]  # (B, 1, H, W)
-    cost = F.binary_cross_entropy_with_logits(last, images, reduction="none")
+    cost = F.binary_cross_entropy_with_logits(last, images.to(last), reduction="none")
     return cost.sum((1, 2, 3)) + drawing.kl.sum(1)
 
 # %% ../nbs/45_spatial.ipynb #squeeze-class

@@ -539,7 +539,10 @@ ONE = (MAP, [dict(id=1, category_id=0)])
             lambda: panoptic_quality([ONE], [(MAP, 2 * ONE[1])]),
             "truth: the map has .* each once",
         ),
-        (lambda: panoptic_quality([(-MAP, [dict(id=-1)])], [ONE]), "and positive"),
+        (
+            lambda: panoptic_quality([(-MAP, [dict(id=-1, category_id=0)])], [ONE]),
+            "and positive",
+        ),
     ],
 )
 def test_bad_input_is_named(call, message):

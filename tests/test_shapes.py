@@ -240,7 +240,7 @@ def test_sentences_and_captions_of_no_rows_are_refused():
         seq2seq.Seq2Seq(11, 11)(tokens(0, 3), tokens(0, 2))
     with pytest.raises(ValueError, match=r"tokens of shape \(0, 3\) must be \(0, T\)"):
         spatial.Captioner(11)(torch.rand(0, 3, 32, 32), tokens(0, 3))
-    with pytest.raises(ValueError, match=r"tokens of shape \(0,\) must be at least one"):
+    with pytest.raises(ValueError, match=r"tokens of shape \(0,\) must hold at least one"):
         beit.perplexity(tokens(0), 11)
 
 
@@ -290,7 +290,7 @@ def test_a_detector_without_images(detector):
     losses["total"].backward()
     for p in model.class_embed.parameters():
         assert not p.grad.any()
-    with pytest.raises(ValueError, match=r"targets \(0\) must be at least one"):
+    with pytest.raises(ValueError, match=r"targets \(0\) must be one for each"):
         detr.noised_targets([], 3)
 
 
