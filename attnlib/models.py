@@ -125,9 +125,17 @@ def data_config(name, img_size=None, in_chans=3):
         "input_size", (channels, height, width); "mean" and "std" of the channels; "crop_pct",
         the share of the scaled image's shorter side that is kept; "crop_mode", always "center";
         "interpolation".
+
+    Raises
+    ------
+    ValueError
+        If there is no such name, or a size or the number of channels is less than 1.
     """
-    size = img_size or _registered(name)[2].get("img_size", 224)
+    usual = _registered(name)[2].get("img_size", 224)
+    size = usual if img_size is None else img_size
     size = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if min(in_chans, *size) < 1:
+        raise ValueError(f"img_size ({img_size}) and in_chans ({in_chans}) must be at least 1")
     config = {"input_size": (in_chans, *size), **IMAGENET, "crop_mode": "center"}
     for pattern, changes in DATA:
         if fnmatch.fnmatchcase(name, pattern):
@@ -489,7 +497,14 @@ def adapt_input_conv(weight, in_chans):
     Returns
     -------
     Tensor, shape (D, in_chans, p, q)
+
+    Raises
+    ------
+    ValueError
+        If `in_chans` is less than 1.
     """
+    if in_chans < 1:
+        raise ValueError(f"in_chans ({in_chans}) must be at least 1")
     channels = weight.shape[1]
     if in_chans == channels:
         return weight
