@@ -650,7 +650,10 @@ def _scale(image, height, width, config):
     wanted = [math.floor(side / config["crop_pct"]) for side in (width, height)]
     sides = image.width, image.height
     near = 0 if wanted[0] * sides[1] >= wanted[1] * sides[0] else 1  # the side that decides
-    size = [wanted[near] * side // sides[near] for side in sides]
+    if wanted[0] == wanted[1]:  # timm rounds down, and for other inputs to the nearest number
+        size = [wanted[near] * side // sides[near] for side in sides]
+    else:
+        size = [round(side / (sides[near] / wanted[near])) for side in sides]
     return image.resize(size, {"bilinear": 2, "bicubic": 3}[config["interpolation"]])
 
 
