@@ -69,7 +69,7 @@ def fuse_qkv(state_dict, pattern=r"(.*\.attn)\.([qkv])\.(weight|bias)", fused="{
     Raises
     ------
     ValueError
-        If one of the parts is missing.
+        If one of the parts is missing or of another width, or all are there together as well.
     """
     named, found_parts = {}, {}
     for key, x in state_dict.items():
@@ -82,6 +82,12 @@ def fuse_qkv(state_dict, pattern=r"(.*\.attn)\.([qkv])\.(weight|bias)", fused="{
         if set(some) != set(parts):
             wanted, only = f"{', '.join(parts[:-1])} and {parts[-1]}", ", ".join(sorted(some))
             raise ValueError(f"{key} needs {wanted}; the state dict has only {only}")
+        if key in named:
+            raise ValueError(f"{key} is in the state dict, and so are its parts")
+        shapes = {one: tuple(x.shape) for one, x in some.items()}
+        if len({shape[1:] for shape in shapes.values()}) > 1:
+            raise ValueError(f"the parts of {key} have shapes {shapes}; they must differ in "
+                             "their rows only")
         named[key] = torch.cat([some[one] for one in parts])  # three times (D, D) -> (3 D, D)
     return named
 

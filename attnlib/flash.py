@@ -49,10 +49,11 @@ def merge_partials(first, second):
         The same for all keys together.
     """
     (out1, lse1), (out2, lse2) = first, second
-    lse = torch.logaddexp(lse1, lse2)
     # nothing in either part: both weights are exp(-inf) = 0
-    base = lse.masked_fill(lse == -torch.inf, 0)
-    return (lse1 - base).exp()[..., None] * out1 + (lse2 - base).exp()[..., None] * out2, lse
+    empty = (lse1 == -torch.inf) & (lse2 == -torch.inf)
+    base = torch.logaddexp(lse1.masked_fill(empty, 0), lse2.masked_fill(empty, 0))
+    out = (lse1 - base).exp()[..., None] * out1 + (lse2 - base).exp()[..., None] * out2
+    return out, base.masked_fill(empty, -torch.inf)
 
 # %% ../nbs/51_flash.ipynb #tiled
 def tiled_attention(q, k, v, *, bias=None, scale=None, block_rows=64, block_cols=64):
@@ -74,7 +75,15 @@ def tiled_attention(q, k, v, *, bias=None, scale=None, block_rows=64, block_cols
     lse : Tensor, shape (..., N)
         Logarithm of each query's sum of exponentials; -inf, and an output of
         zeros, where it sees nothing.
+
+    Raises
+    ------
+    ValueError
+        If `block_rows` or `block_cols` is less than 1.
     """
+    if block_rows < 1 or block_cols < 1:
+        raise ValueError(f"block_rows ({block_rows}) and block_cols ({block_cols}) must be at "
+                         "least 1")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     outs = [v.new_zeros(*q.shape[:-2], 0, v.shape[-1])]  # for a call without queries
     lses = [q.new_zeros(*q.shape[:-2], 0)]
@@ -93,7 +102,8 @@ def tiled_attention(q, k, v, *, bias=None, scale=None, block_rows=64, block_cols
             total = total * shrink + p.sum(-1)
             acc = acc * shrink[..., None] + p @ v[..., j : j + block_cols, :]
             peak = new
-        outs.append(acc / total.masked_fill(total == 0, 1)[..., None])
+        total = total.masked_fill(total == 0, 1)  # nothing seen: 0 / 1, and -inf + log 1
+        outs.append(acc / total[..., None])
         lses.append(peak + total.log())
     return torch.cat(outs, -2), torch.cat(lses, -1)
 
@@ -876,20 +886,24 @@ class Ranges:
     Raises
     ------
     ValueError
-        If a bound decreases, or is not from 0 to M.
+        If the bounds are not integers of one of these shapes, or one decreases or is not from
+        0 to M.
     """
 
     def __init__(self, first, last, keys):
-        bounds = torch.stack(torch.broadcast_tensors(first, last), -2)  # (2, N) or (B, 2, N)
-        if bounds.is_floating_point() or bounds.ndim > 3:
-            raise ValueError(f"first and last ({bounds.dtype}, shape {tuple(first.shape)}) "
-                             "must be integers of shape (N,) or (B, N)")
+        counts = [1 <= x.ndim <= 2 and not x.is_floating_point() for x in (first, last)]
+        if not all(counts) or first.shape[-1] != last.shape[-1]:
+            raise ValueError(f"first ({first.dtype}, shape {tuple(first.shape)}) and last "
+                             f"({last.dtype}, shape {tuple(last.shape)}) must be integers of "
+                             "shape (N,) or (B, N)")
+        first, last = torch.broadcast_tensors(first.long(), last.long())
+        bounds = torch.stack([first, last], -2)  # (2, N) or (B, 2, N)
         if bounds.numel() and ((bounds.diff() < 0).any() or bounds.min() < 0
                                or bounds.max() > keys):
             raise ValueError("first and last must not decrease, and be from 0 to keys "
                              f"({keys})")
-        bounds = bounds.view(-1, 2, bounds.shape[-1])  # (B or 1, 2, N)
-        first, last = bounds.long().contiguous().unbind(1)
+        bounds = bounds if bounds.ndim == 3 else bounds[None]  # (B or 1, 2, N)
+        first, last = bounds.contiguous().unbind(1)
         numbers = torch.arange(keys, device=first.device).repeat(len(first), 1)  # (B or 1, M)
         # j < last_i from some query on, and first_i <= j up to some query
         inverse = [torch.searchsorted(x.contiguous(), numbers, right=True)
@@ -937,9 +951,13 @@ def packed_ranges(lengths, causal=False, window=None, device=None):
     Raises
     ------
     ValueError
-        If a length is negative, or `window` less than 1.
+        If a length is negative or no integer, or `window` less than 1.
     """
-    lengths = torch.as_tensor(lengths, device=device)
+    lengths = torch.atleast_1d(torch.as_tensor(lengths, device=device))
+    if len(lengths) == 0:
+        lengths = lengths.long()  # of no type yet: no sequences
+    if lengths.ndim != 1 or lengths.is_floating_point():
+        raise ValueError(f"lengths ({lengths.tolist()}) must be a list of integers")
     if (lengths < 0).any() or window is not None and window < 1:
         raise ValueError(f"lengths ({lengths.tolist()}) must be at least 0 and window "
                          f"({window}) at least 1")
@@ -1084,11 +1102,12 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None,
 
 # %% ../nbs/51_flash.ipynb #check
 def _cast(*tensors):
-    """Under autocast, the tensors in its dtype."""
+    """Under autocast, the tensors in its dtype, but for those in float64."""
     device = "cuda" if tensors[0].is_cuda else "cpu"
     if not torch.is_autocast_enabled(device):
         return tensors
-    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+    dtype = torch.get_autocast_dtype(device)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]  # as PyTorch does
 
 
 def _check_kernel(q, k, v, mask, bias, causal):
@@ -1326,14 +1345,18 @@ def flash_decode(q, k, v, *, splits=None, scale=None):
     ValueError, TypeError, RuntimeError
         As `flash_attention` does; and if `splits` is not from 1 to M, or `scale` is negative.
     """
-    (batch, heads, n, d), (own, m, width) = q.shape, (*k.shape[1:3], v.shape[-1])
-    _check_kernel(q, k, v, None, None, False)
-    if heads % own or k.shape != (batch, own, m, d) or v.shape[:3] != k.shape[:3]:
+    fits = q.ndim == k.ndim == v.ndim == 4 and v.shape[:3] == k.shape[:3]
+    fits = fits and q.shape[::3] == k.shape[::3] and q.shape[3] > 0  # B and d
+    if not fits or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be "
-                         "(B, h, N, d), (B, h_kv, M, d), (B, h_kv, M, d_v)")
+                         "(B, h, N, d), (B, h_kv, M, d), (B, h_kv, M, d_v), where h_kv divides "
+                         "h and d is at least 1")
+    _check_kernel(q, k, v, None, None, False)
+    (batch, heads, n, d), (own, m, width) = q.shape, (*k.shape[1:3], v.shape[-1])
     if scale is not None and scale < 0:
         raise ValueError(f"scale ({scale}) must not be negative")
-    splits = max(1, min(m // 256, 256 // (batch * own))) if splits is None else splits
+    if splits is None:
+        splits = max(1, min(m // 256, 256 // max(1, batch * own)))
     if not 1 <= splits <= m:
         raise ValueError(f"splits ({splits}) must be from 1 to the number of keys ({m})")
     scale = d**-0.5 if scale is None else float(scale)

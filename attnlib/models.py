@@ -125,9 +125,17 @@ def data_config(name, img_size=None, in_chans=3):
         "input_size", (channels, height, width); "mean" and "std" of the channels; "crop_pct",
         the share of the scaled image's shorter side that is kept; "crop_mode", always "center";
         "interpolation".
+
+    Raises
+    ------
+    ValueError
+        If there is no such name, or a size or the number of channels is less than 1.
     """
-    size = img_size or _registered(name)[2].get("img_size", 224)
+    usual = _registered(name)[2].get("img_size", 224)
+    size = usual if img_size is None else img_size
     size = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if min(in_chans, *size) < 1:
+        raise ValueError(f"img_size ({img_size}) and in_chans ({in_chans}) must be at least 1")
     config = {"input_size": (in_chans, *size), **IMAGENET, "crop_mode": "center"}
     for pattern, changes in DATA:
         if fnmatch.fnmatchcase(name, pattern):
@@ -489,7 +497,14 @@ def adapt_input_conv(weight, in_chans):
     Returns
     -------
     Tensor, shape (D, in_chans, p, q)
+
+    Raises
+    ------
+    ValueError
+        If `in_chans` is less than 1.
     """
+    if in_chans < 1:
+        raise ValueError(f"in_chans ({in_chans}) must be at least 1")
     channels = weight.shape[1]
     if in_chans == channels:
         return weight
@@ -635,7 +650,10 @@ def _scale(image, height, width, config):
     wanted = [math.floor(side / config["crop_pct"]) for side in (width, height)]
     sides = image.width, image.height
     near = 0 if wanted[0] * sides[1] >= wanted[1] * sides[0] else 1  # the side that decides
-    size = [wanted[near] * side // sides[near] for side in sides]
+    if wanted[0] == wanted[1]:  # timm rounds down, and for other inputs to the nearest number
+        size = [wanted[near] * side // sides[near] for side in sides]
+    else:
+        size = [round(side / (sides[near] / wanted[near])) for side in sides]
     return image.resize(size, {"bilinear": 2, "bicubic": 3}[config["interpolation"]])
 
 

@@ -117,7 +117,14 @@ def crop_and_flip(x, padding=4):
     Returns
     -------
     Tensor, shape (B, C, H, W)
+
+    Raises
+    ------
+    ValueError
+        If `padding` is negative.
     """
+    if padding < 0:
+        raise ValueError(f"padding ({padding}) must not be negative")
     n, _, height, width = x.shape
     dy, dx = torch.randint(2 * padding + 1, (2, n, 1, 1), device=x.device)
     rows = dy + torch.arange(height, device=x.device)[:, None]  # (B, H, 1)

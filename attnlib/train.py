@@ -95,15 +95,16 @@ def epochs(*tensors, batch_size, seed=0):
     Raises
     ------
     ValueError
-        If the tensors have different lengths or `batch_size` is not between 1 and n.
+        If the tensors have different lengths or `batch_size` is no integer between 1 and n.
     """
     lengths = [len(x) for x in tensors]
     if len(set(lengths)) != 1:
         raise ValueError(f"tensors have {lengths} rows; they must have equally many")
     n = lengths[0]
-    if not 1 <= batch_size <= n:
+    if batch_size not in range(1, n + 1):  # nor between two integers
         raise ValueError(
-            f"batch_size ({batch_size}) must be between 1 and the number of rows ({n})")
+            f"batch_size ({batch_size}) must be an integer between 1 and the number of rows "
+            f"({n})")
 
     def batches(step):
         epoch, i = divmod(step, n // batch_size)
@@ -142,11 +143,11 @@ def save_checkpoint(path, tensors, state):
     Raises
     ------
     ValueError
-        If `path` ends otherwise.
+        If `path` ends otherwise, or `state` has no step.
     """
     path = _json_path(path)
+    name = _tensors_name(path, state, "safetensors")
     path.parent.mkdir(parents=True, exist_ok=True)
-    name = f"{path.stem}-{state['step']:08}.safetensors"
     part = path.with_name(name + ".part")
     # clones, since tied weights share memory, which the format refuses
     save_file({key: x.detach().cpu().contiguous().clone() for key, x in tensors.items()}, part)
@@ -158,6 +159,14 @@ def _json_path(path):
     if Path(path).suffix != ".json":
         raise ValueError(f"path ({str(path)!r}) of a checkpoint must end in '.json'")
     return Path(path)
+
+
+def _tensors_name(path, state, ending):
+    """The name of what holds the tensors of a checkpoint."""
+    step = state.get("step")
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"state['step'] ({step!r}) must be an integer of at least 0")
+    return f"{path.stem}-{step:08}.{ending}"
 
 
 def _put_in_place(part, path):
@@ -465,10 +474,11 @@ def save_shards(path, tensors, state):
     Raises
     ------
     ValueError
-        If `path` does not end in ".json", or is not on a disk that all processes see.
+        If `path` does not end in ".json", or is not on a disk that all processes see, or
+        `state` has no step.
     """
     path, main = _json_path(path), dist.get_rank() == 0
-    folder = path.with_name(f"{path.stem}-{state['step']:08}.shards")
+    folder = path.with_name(_tensors_name(path, state, "shards"))
     if main:
         shutil.rmtree(folder, ignore_errors=True)  # from a run that died while it saved
         folder.mkdir(parents=True)
@@ -614,9 +624,9 @@ def _check_run(loss_fn, batches, steps, lr, warmup, clip, every, stop_after, sch
         raise ValueError(f"lr ({lr}) must be positive")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip ({clip}) must be positive, or None for no clipping")
-    if stop_after is not None and stop_after % every:
-        raise ValueError(f"stop_after ({stop_after}) must be a multiple of every ({every}): "
-                         "a run resumes from a record")
+    if stop_after is not None and (stop_after < 0 or stop_after % every):
+        raise ValueError(f"stop_after ({stop_after}) must be a multiple of every ({every}), "
+                         "and not negative: a run resumes from a record")
     if parallel not in ("ddp", "fsdp"):
         raise ValueError(f"parallel ({parallel!r}) must be 'ddp' or 'fsdp'")
     if parallel == "fsdp" and torch.__version__ < (2, 9):

@@ -486,6 +486,8 @@ def _check_arguments(qkv, bias, layout, num_heads, cosine_scale, pad):
     if num_heads < 1 or qkv.ndim != 4 or qkv.shape[3] == 0 or qkv.shape[3] % (3 * num_heads):
         raise ValueError(f"qkv of shape {tuple(qkv.shape)} must be (B, H, W, 3C), {num_heads} "
                          "heads in C")
+    if min(layout.window) < 1:
+        raise ValueError(f"{layout} must have a window of at least (1, 1)")
     size, tokens = tuple(qkv.shape[1:3]), layout.window[0] * layout.window[1]
     reason = not_served(qkv, num_heads, layout.window)
     if reason:
@@ -688,7 +690,8 @@ torch.library.define(
 @torch.library.impl("attnlib::fused_linear", ("cpu", "cuda"))
 def _fused_linear(x, weight, bias, gamma, beta, eps, gelu, residual):
     x, weight, residual = _in_a_row(x, weight, residual)
-    out, count = x.new_empty(*x.shape[:-1], len(weight)), x.numel() // x.shape[-1]
+    bias, gamma, beta = _in_a_row(bias, gamma, beta)
+    out, count = x.new_empty(*x.shape[:-1], len(weight)), x.shape[:-1].numel()
     rows, columns, lanes, warps, stages = PRODUCT_TILES[x.element_size()]
     programs = triton.cdiv(count, rows) * triton.cdiv(len(weight), columns)
     launch(_product, programs, x.device, x, weight, bias, gamma, beta, residual, out, count,

@@ -1,0 +1,204 @@
+"""What the command says of models and pictures is what NumPy, Pillow and timm say."""
+
+import argparse
+import tempfile
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from draws import drawn, map_sizes, normal, seeds
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnlib import cli, models
+from attnlib.attention import attention_backend
+from attnlib.models import data_config, list_models
+from attnlib.swin import SwinTransformer
+from attnlib.vit import VisionTransformer
+
+
+@drawn(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=9), st.sampled_from((1.0, 1e-3)))
+def test_medians_and_quartiles(numbers, unit):
+    low, median, high = np.quantile(np.array(numbers) / unit, (0.25, 0.5, 0.75))
+    found = cli.middle(numbers, unit).replace("(", "").replace(")", "").replace(" to", "")
+    for a, b in zip(map(float, found.split()), (median, low, high), strict=True):
+        assert a == pytest.approx(b, abs=0.00501, rel=1e-9)
+
+
+SMALL = (
+    "vit_tiny_patch16_224",
+    "deit_tiny_distilled_patch16_224",
+    "vit_collages",
+    "swin_tiny_patch4_window7_224",
+    "beit_base_patch16_224",
+)
+
+
+@drawn(st.sampled_from(SMALL))
+def test_facts(name):
+    """Of the model without weights, its products counted by PyTorch."""
+    facts = cli.describe(name)
+    with torch.device("meta"):
+        model = models.create_model(name).eval()
+    size = model.data_config["input_size"]
+    with (
+        torch.no_grad(),
+        attention_backend("reference"),
+        FlopCounterMode(display=False) as counter,
+    ):
+        model(torch.empty(1, *size, device="meta"))
+    assert facts["operations"] == f"{counter.get_total_flops() / 1e9:.3g} billion"
+    count = sum(p.numel() for p in model.parameters())
+    assert int(facts["parameters"].replace(",", "")) == count
+    assert facts["class"].endswith(f".{type(model).__name__}")
+    assert facts["input"] == " × ".join(map(str, size))
+    assert [float(x) for x in facts["mean"].split(",")] == list(model.data_config["mean"])
+    assert [float(x) for x in facts["std"].split(",")] == list(model.data_config["std"])
+    if timm.is_model(name):
+        with torch.device("meta"):
+            theirs = timm.create_model(name)
+        assert count == sum(p.numel() for p in theirs.parameters())
+
+
+# --- where a model looks ----------------------------------------------------------------------
+
+
+@drawn(map_sizes(4), st.integers(1, 3), st.booleans(), seeds)
+def test_a_vit_looks_by_rollout(grid, depth, token, seed):
+    """(A₁ + I)/2 · (A₂ + I)/2 · …, on grids that are not square (Abnar and Zuidema 2020)."""
+    torch.manual_seed(seed)
+    size = tuple(4 * n for n in grid)
+    model = (
+        VisionTransformer(
+            size,
+            4,
+            embed_dim=8,
+            depth=depth,
+            num_heads=2,
+            class_token=token,
+            global_pool="token" if token else "avg",
+        )
+        .double()
+        .eval()
+    )
+    x = normal((1, 3, *size), seed=seed)
+    with torch.no_grad():
+        maps = model.attention_maps(x)
+    rolled = np.eye(maps[0].shape[-1])
+    for weights in maps:
+        rolled = (weights[0].mean(0).numpy() + np.eye(len(rolled))) / 2 @ rolled
+    wanted = rolled[0, 1:] if token else rolled.mean(0)
+    found = cli.looked_at(model, x)
+    assert found.shape == grid and np.allclose(found.flatten(), wanted, rtol=0, atol=1e-12)
+
+
+@drawn(map_sizes(5), st.integers(1, 5), st.sampled_from(("shrink", "pad")), seeds)
+def test_a_swin_looks_in_its_only_window(grid, window, small_maps, seed):
+    """Or says that there are several, or a padded one."""
+    torch.manual_seed(seed)
+    size = tuple(2 * n for n in grid)
+    model = (
+        SwinTransformer(
+            size,
+            2,
+            embed_dim=8,
+            depths=(1,),
+            num_heads=(2,),
+            window_size=window,
+            small_maps=small_maps,
+        )
+        .double()
+        .eval()
+    )
+    x = normal((1, 3, *size), seed=seed)
+    one = all(n <= window if small_maps == "shrink" else n == window for n in grid)
+    if not one:
+        with pytest.raises(ValueError, match=rf"there must be one of {grid[0]} by {grid[1]}"):
+            cli.last_window(model, x)
+        return
+    with torch.no_grad():
+        (weights,) = model.attention_maps(x)
+    wanted = weights[0].mean(0).mean(0).view(grid)  # of both heads, and of all queries
+    assert torch.allclose(cli.last_window(model, x), wanted, rtol=0, atol=1e-12)
+    assert torch.equal(cli.looked_at(model, x), cli.last_window(model, x))
+
+
+@drawn(map_sizes(4), seeds, st.booleans())
+def test_maps_are_drawn(grid, seed, black):
+    """Gray, and orange where the model looked; also if it looked everywhere alike."""
+    torch.manual_seed(seed)
+    size = tuple(4 * n for n in grid)
+    model = VisionTransformer(size, 4, embed_dim=8, depth=1, num_heads=1).eval()
+    model.data_config = data_config("vit_tiny_patch16_224", size)
+    pixels = np.zeros((*size, 3), np.uint8)
+    if not black:
+        pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
+    x = (torch.tensor(pixels).permute(2, 0, 1)[None] / 255 - 0.5) / 0.5
+    with tempfile.TemporaryDirectory() as folder:
+        cli.draw_map(model, x, Path(folder) / "map.png")
+        drawn_pixels = np.asarray(Image.open(Path(folder) / "map.png")).astype(float)
+    shares = cli.looked_at(model, x).numpy()
+    light = (shares - shares.min()) / max(shares.max() - shares.min(), 1e-12)
+    light = Image.fromarray(light.astype(np.float32)).resize(size[::-1], Image.BILINEAR)
+    light = 0.75 * np.asarray(light)[..., None]
+    gray = pixels.mean(-1, keepdims=True)
+    wanted = (1 - light) * gray + light * 255 * np.array((0.9, 0.62, 0.0))
+    assert np.abs(drawn_pixels - wanted).max() <= 0.51
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+@drawn(st.text("vitswn*?_", min_size=1, max_size=5))
+def test_names_are_listed(pattern):
+    wanted = [name for name in list_models() if fnmatchcase(name, pattern)]
+    options = cli.parser().parse_args(["models", "--", pattern])
+    assert options.run is cli.print_models and options.pattern == pattern
+    if not wanted:
+        with pytest.raises(ValueError, match="fits no name"):
+            cli.print_models(options)
+    assert list_models(pattern) == wanted
+
+
+def test_the_command_prints_facts_and_names(capsys):
+    cli.main(["models", "vit_coll*"])
+    assert capsys.readouterr().out.split() == ["vit_collages"]
+    cli.print_facts(argparse.Namespace(name="vit_collages"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=1) for line in lines] == [
+        [*item] for item in cli.describe("vit_collages").items()
+    ]
+
+
+ORACLES = {
+    "middle": test_medians_and_quartiles,
+    "describe": test_facts,
+    "looked_at": test_a_vit_looks_by_rollout,
+    "last_window": test_a_swin_looks_in_its_only_window,
+    "draw_map": test_maps_are_drawn,
+    "ORANGE": test_maps_are_drawn,
+    "parser": test_names_are_listed,
+    "print_models": test_names_are_listed,
+    "print_facts": test_the_command_prints_facts_and_names,
+    "main": test_the_command_prints_facts_and_names,
+}
+NOT_HERE = {
+    "TOP1": "a table of timm's: tests/test_cli.py",
+    "REPORTED": "a table of what papers say",
+    "LICENSES": "a table of licenses: tests/test_cli.py",
+    "UNKNOWN": "a word",
+    "NAME": "a text of the help",
+    "answer": "reads recorded weights: tests/test_cli.py",
+    "beside_timm": "measures time: tests/test_cli.py",
+    "print_classes": "prints: tests/test_cli.py",
+    "print_times": "prints: tests/test_cli.py",
+}
+
+
+def test_every_public_name_is_here_or_said_to_be_elsewhere():
+    assert not ORACLES.keys() & NOT_HERE.keys()
+    assert set(cli.__all__) == ORACLES.keys() | NOT_HERE.keys()
