@@ -297,7 +297,8 @@ def decoder_mask(n, m, window=None, attention_mask=None, device=None):
     Raises
     ------
     ValueError
-        If `window` is not an integer of at least 1, or the mask holds other values than 0 and 1.
+        If `window` is not an integer of at least 1, or the mask holds other values than 0 and
+        1.
     """
     if window is not None:
         check_count("window", window)

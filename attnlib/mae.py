@@ -241,8 +241,12 @@ class MaskedAutoencoder(nn.Module):
                  num_heads=12, decoder_embed_dim=512, decoder_depth=8, decoder_num_heads=16,
                  mlp_ratio=4.0, norm_pix_loss=False, *, device=None, dtype=None):
         super().__init__()
-        check_counts(depth=depth, decoder_embed_dim=decoder_embed_dim,
-                     decoder_depth=decoder_depth)
+        check_counts(embed_dim=embed_dim, depth=depth, decoder_embed_dim=decoder_embed_dim,
+                     decoder_depth=decoder_depth, decoder_num_heads=decoder_num_heads)
+        for name, dim in (("embed_dim", embed_dim), ("decoder_embed_dim", decoder_embed_dim)):
+            if dim % 4:
+                raise ValueError(f"{name} ({dim}) must be positive and divisible by 4, because "
+                                 "positions are sines and cosines of row and column")
         self.norm_pix_loss, options = norm_pix_loss, dict(device=device, dtype=dtype)
         self.encoder_options = dict(img_size=img_size, patch_size=patch_size,
                                     in_chans=in_chans, embed_dim=embed_dim, depth=depth,

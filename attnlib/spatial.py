@@ -275,8 +275,8 @@ def caption_loss(logits, targets, weights=None, penalty=0.0, pad_id=0):
     weights : Tensor, shape (B, T, L), optional
         Needed if there is a penalty.
     penalty : float
-        At least 0: λ in −Σ_t log p(y_t) + λ Σ_i (1 − Σ_t α_ti)², sums over the words of a caption and over
-        the places.
+        λ, at least 0, in −Σ_t log p(y_t) + λ Σ_i (1 − Σ_t α_ti)², sums over the words of a
+        caption and over the places.
     pad_id : int
         Positions with this target do not count.
 

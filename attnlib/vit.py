@@ -139,7 +139,7 @@ class Mlp(nn.Module):
     Raises
     ------
     ValueError
-        If a width is not an integer of at least 1.
+        If a width is not an integer of at least 1, or `drop` is not in [0, 1).
     """
 
     def __init__(self, in_features, hidden_features=None, out_features=None, drop=0.0,
@@ -149,6 +149,7 @@ class Mlp(nn.Module):
         out_features = in_features if out_features is None else out_features
         check_counts(in_features=in_features, hidden_features=hidden_features,
                      out_features=out_features)
+        check_rates(drop=drop)
         self.fc1 = nn.Linear(in_features, hidden_features, device=device, dtype=dtype)
         self.act = act_layer()
         self.fc2 = nn.Linear(hidden_features, out_features, device=device, dtype=dtype)
@@ -186,7 +187,7 @@ class Attention(nn.Module):
                  qk_norm=False, norm_layer=LayerNorm, device=None, dtype=None):
         super().__init__()
         check_heads(num_heads, embed_dim=dim)
-        check_rates(attn_drop=attn_drop)
+        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
         self.num_heads, self.attn_drop = num_heads, attn_drop
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **options)
@@ -333,6 +334,8 @@ class VisionTransformer(Backbone):
                  norm_layer=LayerNorm, device=None, dtype=None, **block):
         super().__init__()
         check_naturals(num_classes=num_classes, reg_tokens=reg_tokens)
+        check_rates(drop_rate=drop_rate, pos_drop_rate=pos_drop_rate,
+                    proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate)
         options = dict(device=device, dtype=dtype)
         self.num_classes, self.patch_size = num_classes, to_2tuple(patch_size)
         self.embed_dim = self.num_features = embed_dim
