@@ -114,6 +114,8 @@ class Space:
 
     def __contains__(self, subnet):
         """Whether all choices of a network are among those of the space."""
+        if not isinstance(subnet, Subnet):
+            return False
         return (subnet.embed_dim in self.embed_dim and subnet.depth in self.depth
                 and set(subnet.num_heads) <= set(self.num_heads)
                 and set(subnet.mlp_ratio) <= set(self.mlp_ratio))

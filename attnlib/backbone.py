@@ -332,6 +332,16 @@ def source_grid(count, new_size):
     return side, side
 
 
+def _check_grid(name, size):
+    """Raise a ValueError unless this is two integers of at least 1, or symbols of a graph."""
+    pair = tuple(size) if isinstance(size, (tuple, list)) else ()
+    wrong = [s for s in pair
+             if isinstance(s, (float, str)) or s is None or isinstance(s, int) and s < 1]
+    if len(pair) != 2 or wrong:
+        raise ValueError(f"{name} ({size!r}) must be two integers of at least 1, rows and "
+                         "columns")
+
+
 def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens=1):
     """Learned positions of one grid, interpolated for another (Dosovitskiy et al. 2021, 3.2).
 
@@ -355,9 +365,16 @@ def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens
     Raises
     ------
     ValueError
-        If the old grid has not as many patches as there are positions, or if it is not given
-        and the positions fit neither the new grid nor a square.
+        If a size is not two integers of at least 1, the old grid has not as many patches as
+        there are positions, or it is not given and the positions fit neither the new grid nor a
+        square.
     """
+    if pos_embed.ndim != 3:
+        raise ValueError(f"pos_embed of shape {tuple(pos_embed.shape)} must be (1, "
+                         "num_prefix_tokens + H W, D)")
+    _check_grid("new_size", new_size)
+    if old_size is not None:
+        _check_grid("old_size", old_size)
     count = pos_embed.shape[1] - num_prefix_tokens
     old_size = source_grid(count, new_size) if old_size is None else tuple(old_size)
     if old_size[0] * old_size[1] != count:
@@ -498,6 +515,11 @@ class Backbone(nn.Module):
 
         The model is then the one that its class makes with these two arguments. This includes
         the place of the last norm, which keeps its weights (timm leaves the norm where it is).
+
+        Raises
+        ------
+        ValueError
+            If `num_classes` is not an integer of at least 0, or there is no such pooling.
         """
         check_naturals(num_classes=num_classes)
         if global_pool is not None:

@@ -13,6 +13,7 @@ __all__ = ['TABLE', 'SIZES', 'conv_encoder', 'conv_decoder', 'check_vocabulary',
 import math
 import random
 from functools import partial
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -332,15 +333,19 @@ def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=None):
     Raises
     ------
     ValueError
-        If nothing or everything would be hidden, `min_patches` is less than 1, or `min_aspect`
-        is outside its range.
+        If nothing or everything would be hidden, or a number is outside its range.
+    TypeError
+        If `rng` is no generator of the module `random`.
     """
-    height, width = grid_size
+    check_sizes(grid_size=grid_size)
+    height, width = to_2tuple(grid_size)
     check_masked(num_masked, height * width)
     check_counts(min_patches=min_patches)
-    if not 0 < min_aspect <= 1:
-        raise ValueError(f"min_aspect ({min_aspect}) must be in (0, 1]")
-    rng = rng or random
+    if not isinstance(min_aspect, Real) or not 0 < min_aspect <= 1:
+        raise ValueError(f"min_aspect ({min_aspect!r}) must be in (0, 1]")
+    rng = random if rng is None else rng
+    if not hasattr(rng, "uniform"):
+        raise TypeError(f"rng of type {type(rng).__name__} must be a random.Random")
     smallest = min(min_patches, num_masked)
     mask = torch.zeros(height, width, dtype=torch.bool)
     left = num_masked

@@ -388,7 +388,8 @@ def linear_attention(q, k, v, *, feature_map=elu_features, causal=False, mask=No
     Raises
     ------
     ValueError
-        If `chunk` is not an integer of at least 1, or q, k, v, and the mask do not fit together.
+        If `chunk` is not an integer of at least 1, or q, k, v, and the mask do not fit
+        together.
     TypeError
         If the mask is not boolean.
     """

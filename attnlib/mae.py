@@ -20,7 +20,7 @@ from .multihead import merge_heads, split_heads
 from .position import sincos_2d
 from .tnt import patchify as cut, unpatchify as put_together
 from attnlib.vit import (
-    SIZES, Attention, Block, PatchEmbed, VisionTransformer, check_divides,
+    SIZES, Attention, Block, PatchEmbed, VisionTransformer, check_divides, check_images,
 )
 
 # %% ../nbs/40_mae.ipynb #pieces
@@ -564,8 +564,14 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
     Raises
     ------
     ValueError
-        If `mask_ratio` hides none or all of the patches.
+        If `mask_ratio` hides none or all of the patches, or the images or the noise are of
+        another shape than the model takes.
+    TypeError
+        If the images are not floating point.
     """
+    embed = model.patch_embed
+    check_images(images, embed.in_chans, embed.img_size)
+    check_noise(noise, (len(images), embed.num_patches))
     patches, order = patchify(images, model.patch_size), noise.argsort(1)
     k = random_masking(noise, mask_ratio)[0].shape[1]
     check_hidden(mask_ratio, noise.shape[1] - k, noise.shape[1])

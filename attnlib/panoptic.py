@@ -526,8 +526,11 @@ def cut_padding(maps, mask):
     Raises
     ------
     ValueError
-        If `mask` is not boolean, not of that shape, or not True in exactly one rectangle.
+        If `maps` or `mask` is not of that shape, or `mask` not boolean or not True in exactly
+        one rectangle.
     """
+    if maps.ndim != 3:
+        raise ValueError(f"maps of shape {tuple(maps.shape)} must be (n, h, w)")
     dtype, shape = getattr(mask, "dtype", type(mask).__name__), getattr(mask, "shape", ())
     if dtype != torch.bool or len(shape) != 2:
         raise ValueError(f"mask of dtype {dtype} and shape {tuple(shape)} must be torch.bool "

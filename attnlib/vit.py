@@ -479,11 +479,14 @@ def attention_rollout(maps):
     Raises
     ------
     ValueError
-        If the weights of the blocks are not among the same tokens.
+        If there are no weights, or those of the blocks are not among the same tokens.
     """
+    if len(maps) == 0:
+        raise ValueError("maps (none) must be those of at least one block")
     rollout = None
     for weights in maps:
-        if weights.shape[2:] != (maps[0].shape[2],) * 2:
+        same_batch = weights.shape[0] == maps[0].shape[0]
+        if not same_batch or weights.shape[2:] != (maps[0].shape[2],) * 2:
             raise ValueError(f"maps of shapes {tuple(maps[0].shape)} and "
                              f"{tuple(weights.shape)} cannot be chained: all must be among the "
                              "same tokens")
@@ -514,7 +517,11 @@ def patch_shares(model, x):
     ValueError
         If the model attends in windows. Its blocks cut the image into different windows, and
         the weights within a window cannot be multiplied by those within another one.
+    TypeError
+        If the model is no `Backbone`.
     """
+    if not hasattr(model, "global_pool"):
+        raise TypeError(f"model ({type(model).__name__}) must be a Backbone")
     grid = [size // patch for size, patch in zip(x.shape[2:], model.patch_size)]
     prefix = model.num_prefix_tokens
     count = prefix + math.prod(grid)
