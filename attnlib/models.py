@@ -27,7 +27,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .backbone import check_counts, check_sizes
 from .convert import convert_state_dict
 
 # %% ../nbs/93_models.ipynb #register
@@ -515,6 +514,14 @@ FIRST_LAYER = re.compile(r"(patch|pixel)_embed\.proj\.weight")  # timm's names o
 CLASSIFIER = re.compile(r"head(_dist)?\..*")  # ... and of the last layer
 
 
+def _check_size(name, size):
+    """Raise a ValueError, with the name, unless this is one integer of at least 1, or two."""
+    sides = list(size) if isinstance(size, (tuple, list)) else [size, size]
+    if len(sides) != 2 or any(not isinstance(side, int) or side < 1 for side in sides):
+        raise ValueError(f"{name} ({size!r}) must be an integer of at least 1, or two of them, "
+                         "height and width")
+
+
 def load_pretrained(model, source, img_size=None):
     """Load published weights into a model, adapted to it; all of them or nothing.
 
@@ -552,7 +559,7 @@ def load_pretrained(model, source, img_size=None):
         If there is no such file or repository.
     """
     if img_size is not None:
-        check_sizes(img_size=img_size)
+        _check_size("img_size", img_size)
     wanted = model.state_dict()
     if any(x.is_meta for x in wanted.values()):
         raise ValueError('model is on the device "meta", which holds no values; create it on '
@@ -656,7 +663,7 @@ def _check_config(config):
     if channels != 3:
         raise ValueError(f"config wants images of {channels} channels; pictures have three: "
                          "red, green and blue")
-    check_sizes(**{"config['input_size'][1:]": size})
+    _check_size("config['input_size'][1:]", size)
     for key in ("mean", "std"):
         if len(config[key]) != 3 or key == "std" and min(config[key]) <= 0:
             kind = "positive numbers" if key == "std" else "numbers"
@@ -786,7 +793,8 @@ def classify(model, picture, k=5, names=None):
         has another number of classes than there are names, or `k` is not an integer of at least
         1.
     """
-    check_counts(k=k)
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k ({k!r}) must be an integer of at least 1")
     config = getattr(model, "data_config", None)
     if config is None or model.training:
         raise ValueError("model must be made by create_model and be in evaluation mode: call "

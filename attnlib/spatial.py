@@ -145,11 +145,10 @@ class Captioner(nn.Module):
         if not callable(attention):
             raise TypeError(f"attention ({attention!r}) must be SoftAttention, HardAttention, "
                             "or another callable")
-        encoder = PlaceEncoder() if encoder is None else encoder
-        if not hasattr(encoder, "num_channels"):
+        self.encoder = PlaceEncoder() if encoder is None else encoder
+        if not hasattr(self.encoder, "num_channels"):
             raise TypeError(f"encoder of type {type(encoder).__name__} must have the attribute "
                             "num_channels, the channels of its maps")
-        self.encoder = encoder
         dim, self.max_length, self.pad_id = self.encoder.num_channels, max_length, pad_id
         self.vocab_size = vocab_size
         self.embed = nn.Embedding(vocab_size, hidden_dim)
