@@ -157,10 +157,19 @@ class AdditiveAttention(nn.Module):
         Widths of the queries and of the keys.
     hidden_dim : int
         Width of the hidden layer.
+
+    Raises
+    ------
+    ValueError
+        If a width is not an integer of at least 1.
     """
 
     def __init__(self, query_dim, key_dim, hidden_dim):
         super().__init__()
+        widths = dict(query_dim=query_dim, key_dim=key_dim, hidden_dim=hidden_dim)
+        for name, width in widths.items():
+            if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+                raise ValueError(f"{name} ({width!r}) must be an integer of at least 1")
         self.query_proj = nn.Linear(query_dim, hidden_dim, bias=False)
         self.key_proj = nn.Linear(key_dim, hidden_dim, bias=False)
         self.score = nn.Linear(hidden_dim, 1, bias=False)

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 
 from .attention import attention
 from attnlib.backbone import (
-    Backbone, DropPath, check_counts, check_naturals, drop_path_rates, hidden_width,
-    init_weights, resample_parameter, resample_stored,
+    Backbone, DropPath, check_counts, check_naturals, check_rates, drop_path_rates,
+    hidden_width, init_weights, resample_parameter, resample_stored,
 )
 from .models import register_model
 from .multihead import merge_heads
@@ -113,6 +113,8 @@ class Space:
 
     def __contains__(self, subnet):
         """Whether all choices of a network are among those of the space."""
+        if not isinstance(subnet, Subnet):
+            return False
         return (subnet.embed_dim in self.embed_dim and subnet.depth in self.depth
                 and set(subnet.num_heads) <= set(self.num_heads)
                 and set(subnet.mlp_ratio) <= set(self.mlp_ratio))
@@ -433,6 +435,8 @@ class AutoFormer(Backbone):
         self.subnet = Subnet(embed_dim, tuple(num_heads), tuple(mlp_ratio))
         check_counts(embed_dim=embed_dim, head_dim=head_dim, max_distance=max_distance,
                      **{f"num_heads[{i}]": h for i, h in enumerate(num_heads)})
+        check_rates(drop_rate=drop_rate)
+        self.set_pool(global_pool)
         options = dict(device=device, dtype=dtype)
         self.embed_dim = self.num_features = embed_dim
         self.head_dim, self.max_distance = head_dim, max_distance
@@ -449,7 +453,7 @@ class AutoFormer(Backbone):
         layer_norm = LayerNorm if self.elastic else nn.LayerNorm
         self.norm = layer_norm(embed_dim, **options)
         self.head_drop = nn.Dropout(drop_rate)
-        self.reset_classifier(num_classes, global_pool)
+        self.reset_classifier(num_classes)
         self.apply(init_weights)
         for token in (self.cls_token, self.pos_embed):
             nn.init.trunc_normal_(token, std=0.02)

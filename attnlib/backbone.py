@@ -14,6 +14,7 @@ import copy
 import functools
 import math
 from contextlib import contextmanager
+from numbers import Real
 
 import torch
 import torch.nn as nn
@@ -36,17 +37,22 @@ def to_2tuple(x):
     return tuple(x) if isinstance(x, (tuple, list)) else (x, x)
 
 
+def _is_integer(x):
+    """Whether x is an integer, and not True or False."""
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
 def check_counts(**counts):
     """Raise a ValueError, with the name, unless all `counts` are integers of at least 1."""
     for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
+        if not _is_integer(count) or count < 1:
             raise ValueError(f"{name} ({count!r}) must be an integer of at least 1")
 
 
 def check_naturals(**counts):
     """Raise a ValueError, with the name, unless all `counts` are integers of at least 0."""
     for name, count in counts.items():
-        if not isinstance(count, int) or count < 0:
+        if not _is_integer(count) or count < 0:
             raise ValueError(f"{name} ({count!r}) must be an integer of at least 0")
 
 
@@ -56,7 +62,7 @@ def check_sizes(**sizes):
     """
     for name, size in sizes.items():
         pair = to_2tuple(size)
-        if len(pair) != 2 or any(not isinstance(s, int) or s < 1 for s in pair):
+        if len(pair) != 2 or any(not _is_integer(s) or s < 1 for s in pair):
             raise ValueError(f"{name} ({size!r}) must be an integer of at least 1, or two of "
                              "them, height and width")
 
@@ -78,17 +84,18 @@ def hidden_width(dim, mlp_ratio):
     ValueError
         If the hidden layer would have no unit.
     """
-    if not mlp_ratio > 0 or int(dim * mlp_ratio) < 1:
+    is_ratio = isinstance(mlp_ratio, Real) and 0 < mlp_ratio < math.inf
+    if not is_ratio or int(dim * mlp_ratio) < 1:
         raise ValueError(f"mlp_ratio ({mlp_ratio!r}) must be positive and give a hidden layer "
                          f"of at least one unit for a width of {dim}")
     return int(dim * mlp_ratio)
 
 
 def check_rates(**rates):
-    """Raise a ValueError, with the name, unless all `rates` are in [0, 1)."""
+    """Raise a ValueError, with the name, unless all `rates` are numbers in [0, 1)."""
     for name, rate in rates.items():
-        if not 0 <= rate < 1:
-            raise ValueError(f"{name} ({rate}) must be in [0, 1)")
+        if not isinstance(rate, Real) or not 0 <= rate < 1:
+            raise ValueError(f"{name} ({rate!r}) must be in [0, 1)")
 
 # %% ../nbs/94_backbone.ipynb #torchvision-import
 @contextmanager
@@ -325,6 +332,16 @@ def source_grid(count, new_size):
     return side, side
 
 
+def _check_grid(name, size):
+    """Raise a ValueError unless this is two integers of at least 1, or symbols of a graph."""
+    pair = tuple(size) if isinstance(size, (tuple, list)) else ()
+    wrong = [s for s in pair
+             if isinstance(s, (float, str)) or s is None or isinstance(s, int) and s < 1]
+    if len(pair) != 2 or wrong:
+        raise ValueError(f"{name} ({size!r}) must be two integers of at least 1, rows and "
+                         "columns")
+
+
 def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens=1):
     """Learned positions of one grid, interpolated for another (Dosovitskiy et al. 2021, 3.2).
 
@@ -348,9 +365,16 @@ def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens
     Raises
     ------
     ValueError
-        If the old grid has not as many patches as there are positions, or if it is not given
-        and the positions fit neither the new grid nor a square.
+        If a size is not two integers of at least 1, the old grid has not as many patches as
+        there are positions, or it is not given and the positions fit neither the new grid nor a
+        square.
     """
+    if pos_embed.ndim != 3:
+        raise ValueError(f"pos_embed of shape {tuple(pos_embed.shape)} must be (1, "
+                         "num_prefix_tokens + H W, D)")
+    _check_grid("new_size", new_size)
+    if old_size is not None:
+        _check_grid("old_size", old_size)
     count = pos_embed.shape[1] - num_prefix_tokens
     old_size = source_grid(count, new_size) if old_size is None else tuple(old_size)
     if old_size[0] * old_size[1] != count:
@@ -494,6 +518,11 @@ class Backbone(nn.Module):
 
         The model is then the one that its class makes with these two arguments. This includes
         the place of the last norm, which keeps its weights (timm leaves the norm where it is).
+
+        Raises
+        ------
+        ValueError
+            If `num_classes` is not an integer of at least 0, or there is no such pooling.
         """
         check_naturals(num_classes=num_classes)
         if global_pool is not None:

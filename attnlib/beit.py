@@ -13,6 +13,7 @@ __all__ = ['TABLE', 'SIZES', 'conv_encoder', 'conv_decoder', 'check_vocabulary',
 import math
 import random
 from functools import partial
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,8 @@ import torch.nn.functional as F
 
 from .attention import attention
 from attnlib.backbone import (
-    Backbone, DropPath, check_counts, check_rates, classifier, drop_path_rates, hidden_width,
-    init_weights, to_2tuple,
+    Backbone, DropPath, check_counts, check_naturals, check_rates, check_sizes, classifier,
+    drop_path_rates, hidden_width, init_weights, to_2tuple,
 )
 from .mae import check_encoder_options, load_encoder
 from .models import register_model
@@ -91,12 +92,15 @@ class DiscreteVAE(nn.Module):
     Raises
     ------
     ValueError
-        If the vocabulary has fewer than two codes.
+        If the vocabulary has fewer than two codes, or another number is not an integer of at
+        least 1.
     """
 
     def __init__(self, num_embeddings, in_chans=3, patch_size=8, dim=64):
         super().__init__()
         check_vocabulary(num_embeddings)
+        check_counts(in_chans=in_chans, dim=dim)
+        check_sizes(patch_size=patch_size)
         self.num_embeddings = num_embeddings
         self.encoder = conv_encoder(in_chans, dim, num_embeddings, patch_size)
         self.codes = nn.Conv2d(num_embeddings, dim, 1, bias=False)  # one column for each code
@@ -226,13 +230,16 @@ class VectorQuantizer(nn.Module):
     Raises
     ------
     ValueError
-        If there are fewer than two codes, or if k-means is given fewer vectors than codes.
+        If there are fewer than two codes, another number is out of its range, or k-means is
+        given fewer vectors than codes.
     """
 
     def __init__(self, num_embeddings, embedding_dim, decay=0.99, kmeans_steps=10):
         super().__init__()
         check_vocabulary(num_embeddings)
+        check_counts(embedding_dim=embedding_dim)
         check_rates(decay=decay)
+        check_naturals(kmeans_steps=kmeans_steps)
         self.decay, self.kmeans_steps = decay, kmeans_steps
         codes = torch.randn(num_embeddings, embedding_dim)
         self.register_buffer("embedding", F.normalize(codes, dim=-1))
@@ -352,15 +359,19 @@ def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=None):
     Raises
     ------
     ValueError
-        If nothing or everything would be hidden, `min_patches` is less than 1, or `min_aspect`
-        is outside its range.
+        If nothing or everything would be hidden, or a number is outside its range.
+    TypeError
+        If `rng` is no generator of the module `random`.
     """
-    height, width = grid_size
+    check_sizes(grid_size=grid_size)
+    height, width = to_2tuple(grid_size)
     check_masked(num_masked, height * width)
     check_counts(min_patches=min_patches)
-    if not 0 < min_aspect <= 1:
-        raise ValueError(f"min_aspect ({min_aspect}) must be in (0, 1]")
-    rng = rng or random
+    if not isinstance(min_aspect, Real) or not 0 < min_aspect <= 1:
+        raise ValueError(f"min_aspect ({min_aspect!r}) must be in (0, 1]")
+    rng = random if rng is None else rng
+    if not hasattr(rng, "uniform"):
+        raise TypeError(f"rng of type {type(rng).__name__} must be a random.Random")
     smallest = min(min_patches, num_masked)
     mask = torch.zeros(height, width, dtype=torch.bool)
     left = num_masked
@@ -537,7 +548,7 @@ class BeitAttention(nn.Module):
                  proj_drop=0.0, device=None, dtype=None):
         super().__init__()
         check_heads(num_heads, dim=dim)
-        check_rates(attn_drop=attn_drop)
+        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
         self.num_heads, self.attn_drop, self.window_size = num_heads, attn_drop, window_size
         self.q_bias, self.v_bias = (
@@ -681,6 +692,8 @@ class Beit(Backbone):
                  attn_drop_rate=0.0, drop_path_rate=0.0, init_values=None, device=None,
                  dtype=None):
         super().__init__()
+        check_rates(drop_rate=drop_rate, pos_drop_rate=pos_drop_rate,
+                    proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate)
         options = dict(device=device, dtype=dtype)
         self.num_classes, self.patch_size = num_classes, to_2tuple(patch_size)
         self.embed_dim = self.num_features = embed_dim
@@ -832,6 +845,11 @@ class BeitForMaskedImageModeling(nn.Module):
         As for `Beit`.
     device, dtype
         Of the parameters.
+
+    Raises
+    ------
+    ValueError
+        If an argument does not fit the others.
     """
 
     family = "beit"
@@ -840,7 +858,9 @@ class BeitForMaskedImageModeling(nn.Module):
                  depth=12, num_heads=12, mlp_ratio=4.0, *, drop_path_rate=0.0, init_values=0.1,
                  device=None, dtype=None):
         super().__init__()
-        check_vocabulary(vocab_size)
+        if not isinstance(vocab_size, int) or vocab_size < 2:
+            raise ValueError(f"vocab_size ({vocab_size!r}) must be an integer of at least 2")
+        check_heads(num_heads, embed_dim=embed_dim)
         options = dict(device=device, dtype=dtype)
         self.config = dict(img_size=img_size, patch_size=patch_size, in_chans=in_chans,
                            embed_dim=embed_dim, depth=depth, num_heads=num_heads,

@@ -11,8 +11,10 @@ __all__ = ['box_cxcywh_to_xyxy', 'box_xyxy_to_cxcywh', 'box_area', 'upcast', 'sa
            'InOrder']
 
 # %% ../nbs/42_detr.ipynb #imports
+import math
 import warnings
 from contextlib import contextmanager
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -600,6 +602,13 @@ class DETR(nn.Module):
         Whether the last stage of a ResNet keeps its resolution (DC5).
     in_chans : int
         Channels of the images, if `backbone` is a name.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of its range, or 4 or `num_heads` does not divide `embed_dim`.
+    TypeError
+        If `backbone` is neither a name nor has `num_channels`.
     """
 
     family = "detr"
@@ -615,8 +624,16 @@ class DETR(nn.Module):
         check_fourths(embed_dim=embed_dim)
         check_naturals(num_encoder_layers=num_encoder_layers)
         check_rates(dropout=dropout)
+        if embed_dim % 4:
+            raise ValueError(f"embed_dim ({embed_dim}) must be divisible by 4: positions are "
+                             "sines and cosines of row and column")
+        if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
+            raise ValueError(f"temperature ({temperature!r}) must be positive, and finite")
         if isinstance(backbone, str):
             backbone = ResNet(backbone, dilation, in_chans)
+        if not hasattr(backbone, "num_channels"):
+            raise TypeError(f"backbone of type {type(backbone).__name__} must be the name of a "
+                            "ResNet, or have the attribute num_channels")
         sizes = (embed_dim, num_heads, dim_feedforward, dropout)
         self.backbone, self.temperature = backbone, temperature
         self.num_queries = num_queries

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .attention import attention, attention_weights, check_attention, check_fits
+from .backbone import check_naturals
 from .decoding import check_count
 
 # %% ../nbs/54_efficient.ipynb #sparse-mask
@@ -41,12 +42,14 @@ def sparse_mask(n, *, window, global_tokens=0, random_keys=0, causal=False, gene
     Raises
     ------
     ValueError
-        If `n` or `window` is not positive, or a number of tokens is not between 0 and n.
+        If `n` or `window` is not an integer of at least 1, or a number of tokens is not an
+        integer between 0 and n.
     """
     check_count("n", n)
     check_count("window", window)
+    check_naturals(global_tokens=global_tokens, random_keys=random_keys)
     for name, count in (("global_tokens", global_tokens), ("random_keys", random_keys)):
-        if not 0 <= count <= n:
+        if count > n:
             raise ValueError(f"{name} ({count}) must be between 0 and n ({n})")
     place = torch.arange(n)
     mask = (place[:, None] - place).abs() < window  # (n, 1) - (n,) -> (n, n)
@@ -177,11 +180,13 @@ def pooled_attention(q, k, v, grid, ratio):
     Raises
     ------
     ValueError
-        If `ratio` does not divide both sides of the grid, or the grid does not fit.
+        If `ratio` is not an integer that divides both sides of the grid, or the grid does not
+        fit.
     """
     check_attention(q, k, v)
     check_grid(k, grid)
-    if ratio < 1 or grid[0] % ratio or grid[1] % ratio:
+    check_count("ratio", ratio)
+    if grid[0] % ratio or grid[1] % ratio:
         raise ValueError(f"ratio ({ratio}) must divide both sides of grid {tuple(grid)}")
     cells = (grid[0] // ratio, ratio, grid[1] // ratio, ratio)
     k, v = (x.unflatten(-2, cells).mean((-4, -2)).flatten(-3, -2)
@@ -205,13 +210,16 @@ def linformer_attention(q, k, v, e, f):
     Raises
     ------
     ValueError
-        If a mixture is made for another number of tokens.
+        If a mixture is made for another number of tokens, or the two are not of one shape.
     """
     check_attention(q, k, v)
     for name, x in (("e", e), ("f", f)):
-        if x.ndim < 2 or x.shape[-1] != k.shape[-2]:
+        if x.ndim != 2 or x.shape[-1] != k.shape[-2]:
             raise ValueError(f"{name} of shape {tuple(x.shape)} must be (m, {k.shape[-2]}), "
                              "a column for each key")
+    if f.shape != e.shape:
+        raise ValueError(f"f of shape {tuple(f.shape)} must be of the shape of e, "
+                         f"{tuple(e.shape)}")
     return attention(q, e @ k, f @ v)
 
 # %% ../nbs/54_efficient.ipynb #nystrom
@@ -235,7 +243,17 @@ def segment_means(x, count, mask=None):
     means : Tensor, shape (..., count, d)
     there : bool Tensor, shape (..., count)
         Which runs hold a token at all.
+
+    Raises
+    ------
+    ValueError
+        If `count` is not an integer of at least 1, or the mask does not fit.
+    TypeError
+        If the mask is not boolean.
     """
+    check_count("count", count)
+    if mask is not None:
+        check_fits("mask", mask, (*x.shape[:-2], 1, x.shape[-2]))
     dtype, (x,) = x.dtype, at_least_float32(x)
     run = torch.arange(x.shape[-2], device=x.device) * count // x.shape[-2]  # (N,)
     member = F.one_hot(run, count).T.to(x.dtype)  # (N, count) -> (count, N)
@@ -257,7 +275,13 @@ def iterated_inverse(a, steps):
     Returns
     -------
     Tensor, shape (..., m, m)
+
+    Raises
+    ------
+    ValueError
+        If `steps` is not an integer of at least 0.
     """
+    check_naturals(steps=steps)
     dtype, (a,) = a.dtype, at_least_float32(a)
     one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     largest = a.sum(-2).amax(-1)[..., None, None]  # of each matrix on its own
@@ -291,10 +315,15 @@ def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
     Raises
     ------
     ValueError
-        If there are more landmarks than tokens, or the mask does not fit.
+        If `landmarks` is not an integer from 1 to the number of tokens, `iterations` is not an
+        integer of at least 0, or the mask does not fit.
+    TypeError
+        If the mask is not boolean.
     """
     leading = check_lengths(q, k, v)
     check_count("landmarks", landmarks)
+    if iterations is not None:
+        check_naturals(iterations=iterations)
     if landmarks > q.shape[-2]:
         raise ValueError(f"landmarks ({landmarks}) must be at most N ({q.shape[-2]})")
     if mask is not None:
@@ -322,6 +351,11 @@ def random_features(m, d, *, orthogonal=True, generator=None):
     Returns
     -------
     Tensor, shape (m, d)
+
+    Raises
+    ------
+    ValueError
+        If `m` or `d` is not an integer of at least 1.
     """
     check_count("m", m)
     check_count("d", d)
@@ -368,7 +402,10 @@ def linear_attention(q, k, v, *, feature_map=elu_features, causal=False, mask=No
     Raises
     ------
     ValueError
-        If lengths differ, the mask does not fit, or `chunk` is not positive.
+        If `chunk` is not an integer of at least 1, or q, k, v, and the mask do not fit
+        together.
+    TypeError
+        If the mask is not boolean.
     """
     leading = check_lengths(q, k, v)
     check_count("chunk", chunk)
@@ -415,10 +452,12 @@ def performer_attention(q, k, v, w, *, causal=False, mask=None):
     Raises
     ------
     ValueError
-        If `w` has not the width of the keys.
+        If `w` has not the width of the keys, or the mask does not fit.
+    TypeError
+        If the mask is not boolean.
     """
     check_lengths(q, k, v)
-    if w.shape[-1] != q.shape[-1]:
+    if w.ndim != 2 or w.shape[-1] != q.shape[-1]:
         raise ValueError(f"w of shape {tuple(w.shape)} must be (m, {q.shape[-1]}), "
                          "as wide as q and k")
     q, k = at_least_float32(q, k)
@@ -498,12 +537,17 @@ def lsh_attention(q, k, v, buckets, rounds=1, *, causal=False, mask=None, genera
     Raises
     ------
     ValueError
-        If `buckets` is odd or less than 2.
+        If `rounds` is not an integer of at least 1, `buckets` is odd or less than 2, or the
+        mask does not fit.
+    TypeError
+        If the mask is not boolean.
     """
     check_lengths(q, k, v)
     check_count("rounds", rounds)
-    if buckets < 2 or buckets % 2:
-        raise ValueError(f"buckets ({buckets}) must be even and at least 2")
+    if not isinstance(buckets, int) or buckets < 2 or buckets % 2:
+        raise ValueError(f"buckets ({buckets!r}) must be even and at least 2")
+    if mask is not None:
+        check_fits("mask", mask, (*q.shape[:-1], k.shape[-2]))
     turn = torch.randn(rounds, q.shape[-1], buckets // 2, generator=generator).to(q)
 
     def bucket(x):

@@ -13,16 +13,18 @@ __all__ = ['CHOICES', 'SCALINGS', 'OF_2019', 'LLAMA_3', 'LLAMA_31', 'QWEN', 'PUB
 import inspect
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention, check_attention, check_fits
+from .backbone import check_counts, check_naturals, check_rates
 from .convert import GPT2, LLAMA, fuse_qkv, rename_keys
 from .decoding import KVCache, check_count, check_numbers, top_k_filter, top_p_filter
 from .modern import SwiGLU
-from .multihead import check_heads, merge_heads, split_heads
+from .multihead import merge_heads, split_heads
 from .position import position_angles, relative_positions, rotate_halves
 from .transformer import check_tied, check_tokens, evaluation, tie
 
@@ -139,33 +141,36 @@ def check_config(config):
     for name in ("window", "head_dim", "n_inner"):
         if getattr(config, name) is not None:
             check_count(name, getattr(config, name))
-    if config.head_dim is None:
-        check_heads(config.n_head, n_embd=config.n_embd)
+    if config.head_dim is None and config.n_embd % config.n_head:
+        raise ValueError(f"n_embd ({config.n_embd}) must be divisible by n_head "
+                         f"({config.n_head})")
     check_count("n_kv_head", config.kv_heads)
     if config.n_head % config.kv_heads:
         raise ValueError(f"n_kv_head ({config.kv_heads}) must divide n_head ({config.n_head})")
     if config.position == "rotary" and config.head_width % 2:
         raise ValueError(f"head_dim ({config.head_width}) must be even: it is turned in pairs")
     for name in ("rope_base", "norm_eps"):
-        check_numbers(**{name: getattr(config, name)})
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name} ({getattr(config, name)}) must be positive")
-    if not 0 <= config.dropout < 1:
-        raise ValueError(f"dropout ({config.dropout}) must be in [0, 1)")
+        _check_positive(name, getattr(config, name))
+    check_rates(dropout=config.dropout)
     scaling = config.rope_scaling
     if scaling is not None:
         kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
-        if kind not in SCALINGS or set(scaling) != SCALINGS[kind] | {"rope_type"}:
+        known = isinstance(kind, str) and kind in SCALINGS
+        if not known or set(scaling) != SCALINGS[kind] | {"rope_type"}:
             known = "; ".join(f"{name!r} with {', '.join(sorted(needs))}"
                               for name, needs in SCALINGS.items())
             raise ValueError(f"rope_scaling ({scaling!r}) must have the rope_type {known}")
-        numbers = {name: scaling[name] for name in SCALINGS[kind]}
-        check_numbers(**numbers)
-        if not all(number > 0 for number in numbers.values()):
-            raise ValueError(f"rope_scaling ({scaling}) must have positive numbers")
+        for name in sorted(SCALINGS[kind]):
+            _check_positive(f"rope_scaling[{name!r}]", scaling[name])
         if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-            raise ValueError(f"rope_scaling ({scaling}) must have a low_freq_factor below its "
-                             "high_freq_factor")
+            raise ValueError(f"rope_scaling ({scaling!r}) must have a low_freq_factor below "
+                             "its high_freq_factor")
+
+
+def _check_positive(name, x):
+    """Raise a ValueError, with the name, unless x is a positive finite number."""
+    if not isinstance(x, Real) or not 0 < x < math.inf:
+        raise ValueError(f"{name} ({x!r}) must be positive, and a finite number")
 
 # %% ../nbs/24_gpt.ipynb #frequencies
 def rotation(config, positions, dtype=torch.float32):
@@ -210,7 +215,14 @@ def slowdown(frequencies, rope_type, factor, low_freq_factor=1.0, high_freq_fact
     Returns
     -------
     Tensor, shape (d / 2,)
+
+    Raises
+    ------
+    ValueError
+        If there is no such `rope_type`.
     """
+    if rope_type not in SCALINGS:
+        raise ValueError(f"rope_type ({rope_type!r}) must be one of {list(SCALINGS)}")
     if rope_type == "linear":
         return torch.full_like(frequencies, 1 / factor)
     turns = original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -283,7 +295,15 @@ def decoder_mask(n, m, window=None, attention_mask=None, device=None):
     Returns
     -------
     bool Tensor, shape (n, m) or (B, 1, n, m), or "causal", or None where all is visible
+
+    Raises
+    ------
+    ValueError
+        If `window` is not an integer of at least 1, or the mask holds other values than 0 and
+        1.
     """
+    if window is not None:
+        check_count("window", window)
     window = None if window is None or window >= m else window
     if window is None and attention_mask is None:
         return "causal" if n > 1 else None
@@ -605,9 +625,10 @@ def pad_left(prompts, pad_id=0):
     Raises
     ------
     ValueError
-        If there is no prompt, or one is empty.
+        If there is no prompt, one is empty, or `pad_id` is not an integer of at least 0.
     """
     prompts = list(prompts)
+    check_naturals(pad_id=pad_id)
     longest = max(map(len, prompts), default=0)
     empty = [i for i, row in enumerate(prompts) if len(row) == 0]
     if empty or not longest:
@@ -976,9 +997,10 @@ def text_batches(tokens, length, batch_size, seed=0):
     Raises
     ------
     ValueError
-        If the text is not longer than `length`.
+        If `length` or `batch_size` is not an integer of at least 1, or the text is not longer
+        than `length`.
     """
-    check_count("length", length)
+    check_counts(length=length, batch_size=batch_size)
     if len(tokens) <= length:
         raise ValueError(f"tokens ({len(tokens)}) must be more than length ({length})")
 

@@ -102,6 +102,8 @@ class PackedLinear(nn.Module):
 
     Raises
     ------
+    ValueError
+        If there is no such activation.
     TypeError
         When it is called, if x has another dtype, device, or width than the weights.
     RuntimeError
@@ -110,6 +112,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight, bias=None, activation="none"):
         super().__init__()
+        if activation not in FUNCTIONS:
+            raise ValueError(f"activation ({activation!r}) must be one of {list(FUNCTIONS)}")
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.activation = activation
         self.pack()
@@ -303,6 +307,8 @@ class PackedConv(nn.Module):
 
     Raises
     ------
+    ValueError
+        If `conv` or `norm` is in training mode.
     TypeError
         When it is called, if x has another dtype, device, or number of channels than the
         weights.
@@ -312,6 +318,8 @@ class PackedConv(nn.Module):
 
     def __init__(self, conv, norm, relu=True):
         super().__init__()
+        if conv.training or norm.training:
+            raise ValueError("conv and norm must be in evaluation mode: call eval()")
         conv = fuse_conv_bn_eval(conv, norm).requires_grad_(False)
         self.conv, self.relu = conv.to(memory_format=torch.channels_last), relu
         self.where = list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups
@@ -596,11 +604,17 @@ def optimize_for_inference(model):
 
     Raises
     ------
+    TypeError
+        If the model is no nn.Module.
     ValueError
         If the model is neither on the CPU nor on one GPU, or is one that kernels do not serve.
     ImportError
         If it is on a GPU and Triton is missing.
+    RuntimeError
+        When the copy is asked for gradients, training mode, other weights, or attention maps.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model of type {type(model).__name__} must be an nn.Module")
     where = devices(model)
     kinds = {place.split(":")[0] for place in where}
     if len(where) > 1 or not kinds <= {"cpu", "cuda"}:

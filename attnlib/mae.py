@@ -20,7 +20,7 @@ from .multihead import merge_heads, split_heads
 from .position import sincos_2d
 from .tnt import patchify as cut, unpatchify as put_together
 from attnlib.vit import (
-    SIZES, Attention, Block, PatchEmbed, VisionTransformer, check_divides,
+    SIZES, Attention, Block, PatchEmbed, VisionTransformer, check_divides, check_images,
 )
 
 # %% ../nbs/40_mae.ipynb #pieces
@@ -244,8 +244,12 @@ class MaskedAutoencoder(nn.Module):
                  num_heads=12, decoder_embed_dim=512, decoder_depth=8, decoder_num_heads=16,
                  mlp_ratio=4.0, norm_pix_loss=False, *, device=None, dtype=None):
         super().__init__()
-        check_counts(depth=depth, decoder_embed_dim=decoder_embed_dim,
-                     decoder_depth=decoder_depth)
+        check_counts(embed_dim=embed_dim, depth=depth, decoder_embed_dim=decoder_embed_dim,
+                     decoder_depth=decoder_depth, decoder_num_heads=decoder_num_heads)
+        for name, dim in (("embed_dim", embed_dim), ("decoder_embed_dim", decoder_embed_dim)):
+            if dim % 4:
+                raise ValueError(f"{name} ({dim}) must be positive and divisible by 4, because "
+                                 "positions are sines and cosines of row and column")
         self.norm_pix_loss, options = norm_pix_loss, dict(device=device, dtype=dtype)
         self.encoder_options = dict(img_size=img_size, patch_size=patch_size,
                                     in_chans=in_chans, embed_dim=embed_dim, depth=depth,
@@ -575,8 +579,14 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
     Raises
     ------
     ValueError
-        If `mask_ratio` hides none or all of the patches.
+        If `mask_ratio` hides none or all of the patches, or the images or the noise are of
+        another shape than the model takes.
+    TypeError
+        If the images are not floating point.
     """
+    embed = model.patch_embed
+    check_images(images, embed.in_chans, embed.img_size)
+    check_noise(noise, (len(images), embed.num_patches))
     patches, order = patchify(images, model.patch_size), noise.argsort(1)
     k = random_masking(noise, mask_ratio)[0].shape[1]
     check_hidden(mask_ratio, noise.shape[1] - k, noise.shape[1])

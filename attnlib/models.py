@@ -441,7 +441,12 @@ def unwrap_state_dict(source):
     ------
     ValueError
         If the source holds something else than tensors by name.
+    TypeError
+        If the source is no path, name, or dictionary.
     """
+    if not isinstance(source, (dict, str, os.PathLike)):
+        raise TypeError(f"source of type {type(source).__name__} must be a path, the name of a "
+                        "repository, or tensors by name")
     if not isinstance(source, dict):
         source = read_weights(_path_of(source))
     for wrapper in ("state_dict_ema", "model_ema", "state_dict", "model", "module"):
@@ -454,7 +459,7 @@ def unwrap_state_dict(source):
     if {str(key).partition(".")[0] for key in source} == {"model", "optimizer"}:
         source = _model_part(source)  # the tensors of a checkpoint
     strange = {str(key): type(x).__name__ for key, x in source.items()
-               if not isinstance(x, torch.Tensor)}
+               if not isinstance(x, torch.Tensor) or not isinstance(key, str)}
     if strange:
         raise ValueError("source must hold tensors by name; it holds also "
                          f"{str(strange)[:500]}")
@@ -524,6 +529,14 @@ FIRST_LAYER = re.compile(r"(patch|pixel)_embed\.proj\.weight")  # timm's names o
 CLASSIFIER = re.compile(r"head(_dist)?\..*")  # ... and of the last layer
 
 
+def _check_size(name, size):
+    """Raise a ValueError, with the name, unless this is one integer of at least 1, or two."""
+    sides = list(size) if isinstance(size, (tuple, list)) else [size, size]
+    if len(sides) != 2 or any(not isinstance(side, int) or side < 1 for side in sides):
+        raise ValueError(f"{name} ({size!r}) must be an integer of at least 1, or two of them, "
+                         "height and width")
+
+
 def load_pretrained(model, source, img_size=None):
     """Load published weights into a model, adapted to it; all of them or nothing.
 
@@ -553,11 +566,15 @@ def load_pretrained(model, source, img_size=None):
     Raises
     ------
     ValueError
-        If a file is truncated or refused, or keys are missing, unexpected or of another shape:
-        each is listed.
+        If a file is truncated or refused, `img_size` is no size, or keys are missing,
+        unexpected or of another shape: each is listed.
+    TypeError
+        If `source` is no path, name, or dictionary.
     FileNotFoundError, ConnectionError
         If there is no such file or repository.
     """
+    if img_size is not None:
+        _check_size("img_size", img_size)
     wanted = model.state_dict()
     if any(x.is_meta for x in wanted.values()):
         raise ValueError('model is on the device "meta", which holds no values; create it on '
@@ -626,12 +643,13 @@ def preprocess(config):
     Raises
     ------
     ValueError
-        If the model wants images of another number of channels than three.
+        If the model wants images of another number of channels than three, or the config lacks
+        an entry or has one that is out of its range.
+    TypeError
+        If `config` is neither a name nor a dict.
     """
     config = data_config(config) if isinstance(config, str) else config
-    if config["input_size"][0] != 3:
-        raise ValueError(f"config wants images of {config['input_size'][0]} channels; pictures "
-                         "have three: red, green and blue")
+    _check_config(config)
     height, width = config["input_size"][1:]
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
 
@@ -645,6 +663,33 @@ def preprocess(config):
     return transform
 
 
+_RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
+
+
+def _check_config(config):
+    """Raise unless a config describes images that a picture can become."""
+    if not isinstance(config, dict):
+        raise TypeError(f"config of type {type(config).__name__} must be the name of a model, "
+                        "or a dict such as data_config returns")
+    for key in ("input_size", "mean", "std", "crop_pct", "interpolation"):
+        if key not in config:
+            raise ValueError(f"config has no {key!r}; data_config returns all entries")
+    channels, *size = config["input_size"]
+    if channels != 3:
+        raise ValueError(f"config wants images of {channels} channels; pictures have three: "
+                         "red, green and blue")
+    _check_size("config['input_size'][1:]", size)
+    for key in ("mean", "std"):
+        if len(config[key]) != 3 or key == "std" and min(config[key]) <= 0:
+            kind = "positive numbers" if key == "std" else "numbers"
+            raise ValueError(f"config[{key!r}] ({config[key]!r}) must be three {kind}")
+    if not 0 < config["crop_pct"] <= 1:
+        raise ValueError(f"config['crop_pct'] ({config['crop_pct']!r}) must be in (0, 1]")
+    if config["interpolation"] not in _RESAMPLING:
+        raise ValueError(f"config['interpolation'] ({config['interpolation']!r}) must be one "
+                         f"of {list(_RESAMPLING)}")
+
+
 def _scale(image, height, width, config):
     """An image of which the middle, `crop_pct` of the shorter side, is height by width."""
     wanted = [math.floor(side / config["crop_pct"]) for side in (width, height)]
@@ -654,7 +699,7 @@ def _scale(image, height, width, config):
         size = [wanted[near] * side // sides[near] for side in sides]
     else:
         size = [round(side / (sides[near] / wanted[near])) for side in sides]
-    return image.resize(size, {"bilinear": 2, "bicubic": 3}[config["interpolation"]])
+    return image.resize(size, _RESAMPLING[config["interpolation"]])
 
 
 def open_picture(picture):
@@ -763,8 +808,11 @@ def classify(model, picture, k=5, names=None):
     ------
     ValueError
         If the model is in training mode, was not made by `create_model`, has no classifier, or
-        has another number of classes than there are names.
+        has another number of classes than there are names, or `k` is not an integer of at least
+        1.
     """
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k ({k!r}) must be an integer of at least 1")
     config = getattr(model, "data_config", None)
     if config is None or model.training:
         raise ValueError("model must be made by create_model and be in evaluation mode: call "

@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention
-from .backbone import check_counts
+from .backbone import check_counts, check_rates
 from .models import register_model
 from .multihead import merge_heads, split_heads
 from .position import apply_rotary
@@ -38,7 +38,8 @@ class SwiGLU(nn.Module):
     Raises
     ------
     ValueError
-        If a width is not an integer of at least 1, or `hidden_features` is odd.
+        If a width is not an integer of at least 1, `hidden_features` is odd, or `drop` is not
+        in [0, 1).
     """
 
     def __init__(self, in_features, hidden_features=None, drop=0.0, bias=True, device=None,
@@ -46,6 +47,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         hidden_features = in_features if hidden_features is None else hidden_features
         check_counts(in_features=in_features, hidden_features=hidden_features)
+        check_rates(drop=drop)
         if hidden_features % 2:
             raise ValueError(f"hidden_features ({hidden_features}) must be even: half of them "
                              "are the gate")

@@ -6,6 +6,8 @@
 __all__ = ['split_heads', 'merge_heads', 'check_heads', 'MultiHeadAttention']
 
 # %% ../nbs/11_multihead.ipynb #imports
+from numbers import Real
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -38,7 +40,7 @@ def check_heads(num_heads, **widths):
         Names the number, and what it must be.
     """
     for name, size in dict(num_heads=num_heads, **widths).items():
-        if not isinstance(size, int) or size < 1:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} ({size!r}) must be at least 1, and an integer")
     name, width = next(iter(widths.items()))
     if width % num_heads:
@@ -72,8 +74,8 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         kdim, vdim = (embed_dim if width is None else width for width in (kdim, vdim))
         check_heads(num_heads, embed_dim=embed_dim, kdim=kdim, vdim=vdim)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout ({dropout}) must be in [0, 1)")
+        if not isinstance(dropout, Real) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout ({dropout!r}) must be in [0, 1)")
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
         self.kdim, self.vdim, self.fused = kdim, vdim, kdim == vdim == embed_dim
         if self.fused:  # torch's names for W^Q, W^K and W^V of all heads

@@ -11,6 +11,7 @@ __all__ = ['panoptic_scenes', 'bounds', 'label_maps', 'small_panoptic', 'Attenti
 # %% ../nbs/43_panoptic.ipynb #imports
 import itertools
 from collections import defaultdict
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -18,11 +19,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import masked_softmax
-from .backbone import check_rates, is_plain
+from attnlib.backbone import (
+    check_counts, check_naturals, check_rates, check_sizes, is_plain, to_2tuple,
+)
 from .data import detection_scenes
 from .detr import DETR, small_detr, upcast
 from .models import register_model
-from .multihead import split_heads
+from .multihead import check_heads, split_heads
 
 # %% ../nbs/43_panoptic.ipynb #scenes
 def panoptic_scenes(count, split="train", *, seed=0):
@@ -109,10 +112,16 @@ class AttentionMaps(nn.Module):
     joint_softmax : bool
         One softmax over all heads and places, as the published weights were trained; else one
         over the places for each head, as in attention.
+
+    Raises
+    ------
+    ValueError
+        If a number is not an integer of at least 1, or `num_heads` does not divide `embed_dim`.
     """
 
     def __init__(self, embed_dim, num_heads, joint_softmax=False):
         super().__init__()
+        check_heads(num_heads, embed_dim=embed_dim)
         self.num_heads, self.joint_softmax = num_heads, joint_softmax
         self.q_linear = nn.Linear(embed_dim, embed_dim)
         self.k_linear = nn.Linear(embed_dim, embed_dim)
@@ -152,16 +161,18 @@ class MaskHead(nn.Module):
     Raises
     ------
     ValueError
-        If the widths do not allow that.
+        If a number is not an integer of at least 1, or the widths do not allow that.
     """
 
     def __init__(self, embed_dim, num_heads, channels, num_groups=8):
         super().__init__()
+        check_counts(embed_dim=embed_dim, num_heads=num_heads, num_groups=num_groups,
+                     **{f"channels[{i}]": n for i, n in enumerate(channels)})
         first = embed_dim + num_heads
         widths = [first, first, *(embed_dim // 2**i for i in range(1, len(channels) + 2))]
-        if any(width % num_groups for width in widths):
-            raise ValueError(f"num_groups ({num_groups}) must divide every width of the head: "
-                             f"{widths[1:]}")
+        if any(width < 1 or width % num_groups for width in widths):
+            raise ValueError(f"num_groups ({num_groups}) must divide every width of the head, "
+                             f"and none may be 0: {widths[1:]}")
         self.layers = nn.ModuleList(nn.Conv2d(*two, 3, padding=1)
                                     for two in itertools.pairwise(widths))
         self.norms = nn.ModuleList(nn.GroupNorm(num_groups, width) for width in widths[1:])
@@ -219,12 +230,21 @@ class PanopticDETR(nn.Module):
         As of `AttentionMaps`; the published weights need True.
     num_groups : int
         As of `MaskHead`.
+
+    Raises
+    ------
+    TypeError
+        If `detr` is no `DETR`.
+    ValueError
+        If `num_groups` does not divide every width of the mask head.
     """
 
     family = "detr_panoptic"  # whose names `attnlib.convert` translates
 
     def __init__(self, detr, joint_softmax=False, num_groups=8):
         super().__init__()
+        if not isinstance(detr, DETR):
+            raise TypeError(f"detr of type {type(detr).__name__} must be a DETR")
         self.detr = detr
         width, heads = detr.norm.normalized_shape[0], detr.decoder[-1].multihead_attn.num_heads
         self.bbox_attention = AttentionMaps(width, heads, joint_softmax)
@@ -283,6 +303,11 @@ def confident(logits, threshold=0.85):
     Returns
     -------
     bool Tensor, shape (B, Q)
+
+    Raises
+    ------
+    ValueError
+        If `threshold` is outside [0, 1).
     """
     check_rates(threshold=threshold)
     score, label = upcast(logits).softmax(-1).max(-1)  # (B, Q) each
@@ -350,7 +375,16 @@ def focal_loss(logits, targets, alpha=0.25, gamma=2.0):
     -------
     Tensor, shape (n,)
         In float32 at least.
+
+    Raises
+    ------
+    ValueError
+        If `alpha` is outside [0, 1], or `gamma` is not a number of at least 0.
     """
+    if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
+        raise ValueError(f"alpha ({alpha!r}) must be in [0, 1]")
+    if not isinstance(gamma, Real) or not 0 <= gamma < float("inf"):
+        raise ValueError(f"gamma ({gamma!r}) must be a number of at least 0")
     logits = upcast(logits)
     t = targets.to(logits)
     rest = logits.sigmoid() * (1 - t) + (-logits).sigmoid() * t  # 1 - p_t, also where p_t is 1
@@ -455,9 +489,13 @@ def merge(logits, masks, things, size=None, threshold=0.85, smallest=4, *, mask=
     Raises
     ------
     ValueError
-        If the shapes do not fit together, a threshold is out of its range, or `mask` is not
-        True in one rectangle.
+        If the shapes do not fit together, a number is out of its range, or `mask` is not True
+        in one rectangle.
     """
+    check_naturals(smallest=smallest)
+    if size is not None:
+        check_sizes(size=size)
+        size = to_2tuple(size)
     kept = confident(logits, threshold)  # (Q,)
     check_merge(logits, masks, kept)
     score, label = upcast(logits[kept]).softmax(-1).max(-1)
@@ -498,11 +536,15 @@ def cut_padding(maps, mask):
     Raises
     ------
     ValueError
-        If `mask` is not boolean, not of that shape, or not True in exactly one rectangle.
+        If `maps` or `mask` is not of that shape, or `mask` not boolean or not True in exactly
+        one rectangle.
     """
-    if mask.dtype != torch.bool or mask.ndim != 2:
-        raise ValueError(f"mask of dtype {mask.dtype} and shape {tuple(mask.shape)} must be "
-                         "torch.bool and (H, W), True where there is image")
+    if maps.ndim != 3:
+        raise ValueError(f"maps of shape {tuple(maps.shape)} must be (n, h, w)")
+    dtype, shape = getattr(mask, "dtype", type(mask).__name__), getattr(mask, "shape", ())
+    if dtype != torch.bool or len(shape) != 2:
+        raise ValueError(f"mask of dtype {dtype} and shape {tuple(shape)} must be torch.bool "
+                         "and (H, W), True where there is image")
     rows, columns = (mask.any(axis).nonzero()[:, 0] for axis in (1, 0))
     area = int(mask.sum())
     if area:

@@ -9,11 +9,13 @@ __all__ = ['position_angles', 'sinusoidal_encoding', 'LearnedPositionalEmbedding
 
 # %% ../nbs/12_position.ipynb #imports
 import math
+from numbers import Real
 
 import torch
 import torch.nn as nn
 
 from .attention import broadcasts
+from .backbone import check_counts, check_naturals
 
 # %% ../nbs/12_position.ipynb #angles
 def position_angles(positions, dim, *, base=10000.0):
@@ -36,15 +38,15 @@ def position_angles(positions, dim, *, base=10000.0):
     Raises
     ------
     ValueError
-        If `dim` is not even and positive or `base` not positive.
+        If `dim` is not even and positive, or `base` not positive and finite.
     TypeError
         If `positions` is in half precision, in which neighboring positions coincide.
     """
     if dim <= 0 or dim % 2:
         raise ValueError(
             f"dim ({dim}) must be even and positive: each frequency takes two entries")
-    if base <= 0:
-        raise ValueError(f"base ({base}) must be positive")
+    if not isinstance(base, Real) or not 0 < base < math.inf:
+        raise ValueError(f"base ({base!r}) must be positive, and finite")
     if positions.dtype in (torch.bfloat16, torch.float16):
         raise TypeError(
             f"positions of dtype {positions.dtype} must be integers, float32 or float64")
@@ -79,7 +81,8 @@ def sinusoidal_encoding(length, dim, *, offset=0, base=10000.0, device=None,
     Raises
     ------
     ValueError
-        If `length` is negative, `dim` is not even and positive or `base` not positive.
+        If `length` is negative, `dim` is not even and positive, or `base` not positive and
+        finite.
     """
     if length < 0:
         raise ValueError(f"length ({length}) must be at least 0")
@@ -105,14 +108,12 @@ class LearnedPositionalEmbedding(nn.Module):
     Raises
     ------
     ValueError
-        If `max_length` or `embed_dim` is not positive.
+        If `max_length` or `embed_dim` is not an integer of at least 1.
     """
 
     def __init__(self, max_length, embed_dim, *, device=None, dtype=None):
         super().__init__()
-        for name, value in ("max_length", max_length), ("embed_dim", embed_dim):
-            if value <= 0:
-                raise ValueError(f"{name} ({value}) must be positive")
+        check_counts(max_length=max_length, embed_dim=embed_dim)
         table = torch.empty(max_length, embed_dim, device=device, dtype=dtype)
         self.weight = nn.Parameter(table)
         self.reset_parameters()
@@ -191,14 +192,15 @@ def relative_position_bucket(relative_position, *, bidirectional=True, num_bucke
     Raises
     ------
     ValueError
-        If there are fewer than two buckets for a direction, or `max_distance` does not exceed
-        the exact ones.
+        If a number is not an integer of at least 1, there are fewer than two buckets for a
+        direction, or `max_distance` does not exceed the exact ones.
     TypeError
         If `relative_position` is not of an integer type.
     """
     dtype = relative_position.dtype
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         raise TypeError(f"relative_position of dtype {dtype} must be of an integer dtype")
+    check_counts(num_buckets=num_buckets, max_distance=max_distance)
     relative_position = relative_position.long()  # -128 has no opposite in 8 bits
     one_way = num_buckets // 2 if bidirectional else num_buckets
     exact = one_way // 2
@@ -235,13 +237,12 @@ class RelativePositionBias(nn.Module):
     Raises
     ------
     ValueError
-        If `num_heads` is not positive or the buckets are impossible.
+        If `num_heads` is not an integer of at least 1, or the buckets are impossible.
     """
 
     def __init__(self, num_heads, *, bidirectional=True, num_buckets=32, max_distance=128):
         super().__init__()
-        if num_heads <= 0:
-            raise ValueError(f"num_heads ({num_heads}) must be positive")
+        check_counts(num_heads=num_heads)
         self.buckets = dict(bidirectional=bidirectional, num_buckets=num_buckets,
                             max_distance=max_distance)
         relative_position_bucket(torch.tensor([0]), **self.buckets)  # are they possible?
@@ -275,10 +276,9 @@ def alibi_slopes(num_heads, *, device=None, dtype=torch.float32):
     Raises
     ------
     ValueError
-        If `num_heads` is not positive.
+        If `num_heads` is not an integer of at least 1.
     """
-    if num_heads <= 0:
-        raise ValueError(f"num_heads ({num_heads}) must be positive")
+    check_counts(num_heads=num_heads)
     power = 2 ** int(math.log2(num_heads))  # the greatest power of two up to num_heads
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     # for other numbers, as in their code: every second slope of twice as many heads
@@ -308,7 +308,7 @@ def alibi_bias(num_heads, n, m=None, *, device=None, dtype=torch.float32):
     Raises
     ------
     ValueError
-        If `num_heads` is not positive or `m` is less than `n`.
+        If `num_heads` is not an integer of at least 1, or `m` is less than `n`.
     """
     distance = relative_positions(n, m, device=device).abs()  # (n, m)
     wide = torch.promote_types(dtype, torch.float32)
@@ -337,12 +337,12 @@ def sincos_2d(height, width, dim, *, device=None, dtype=torch.float32):
     Raises
     ------
     ValueError
-        If `height` or `width` is negative or `dim` not divisible by 4 and positive.
+        If `height` or `width` is not an integer of at least 0, or `dim` is not an integer that
+        is positive and divisible by 4.
     """
-    if height < 0 or width < 0:
-        raise ValueError(f"height ({height}) and width ({width}) must be at least 0")
-    if dim <= 0 or dim % 4:
-        raise ValueError(f"dim ({dim}) must be positive and divisible by 4: "
+    check_naturals(height=height, width=width)
+    if not isinstance(dim, int) or dim <= 0 or dim % 4:
+        raise ValueError(f"dim ({dim!r}) must be positive and divisible by 4: "
                          "sine and cosine of row and column")
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     # angles of all cells, (height * width, dim / 4) each

@@ -23,11 +23,17 @@ class RecurrentEncoder(nn.Module):
         Number of tokens, width of their embeddings, width of the state in each direction.
     padding_idx : int
         The token that pads short sentences at their end.
+
+    Raises
+    ------
+    ValueError
+        For a size below 1, or if `padding_idx` is no token.
     """
 
     def __init__(self, vocab_size, embed_dim, hidden_dim, *, padding_idx=0):
         super().__init__()
         check_counts(vocab_size=vocab_size, embed_dim=embed_dim, hidden_dim=hidden_dim)
+        _check_token("padding_idx", padding_idx, vocab_size)
         self.embed = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx)
         self.gru = nn.GRU(embed_dim, hidden_dim, batch_first=True, bidirectional=True)
 
@@ -63,6 +69,12 @@ class RecurrentEncoder(nn.Module):
         return states, last.transpose(0, 1).flatten(1), mask  # (2, B, hidden) -> (B, 2 hidden)
 
 # %% ../nbs/20_seq2seq.ipynb #check-tokens
+def _check_token(name, token, vocab_size):
+    """Raise a ValueError, with the name, unless this is a token of the vocabulary."""
+    if not isinstance(token, int) or not 0 <= token < vocab_size:
+        raise ValueError(f"{name} ({token!r}) must be a token, from 0 to {vocab_size - 1}")
+
+
 def _check_tokens(name, tokens, vocab_size):
     """Raise unless `tokens` are (B, N) whole numbers of the vocabulary."""
     if tokens.dtype != torch.int64:
@@ -97,11 +109,17 @@ class RecurrentDecoder(nn.Module):
         As for `RecurrentEncoder`, whose `hidden_dim` must be the same.
     attention : bool
         Give each step its own average of the encoder's states as context; else the summary.
+
+    Raises
+    ------
+    ValueError
+        For a size below 1, or if `padding_idx` is no token.
     """
 
     def __init__(self, vocab_size, embed_dim, hidden_dim, *, attention=True, padding_idx=0):
         super().__init__()
         check_counts(vocab_size=vocab_size, embed_dim=embed_dim, hidden_dim=hidden_dim)
+        _check_token("padding_idx", padding_idx, vocab_size)
         context_dim = 2 * hidden_dim
         self.embed = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx)
         self.start = nn.Linear(hidden_dim, hidden_dim)
@@ -178,17 +196,14 @@ class Seq2Seq(nn.Module):
     Raises
     ------
     ValueError
-        For a size below 1.
+        For a size below 1, or if `padding_idx` is no token of both languages.
     """
 
     def __init__(self, src_vocab, tgt_vocab, *, embed_dim=64, hidden_dim=128, attention=True,
                  padding_idx=0):
         super().__init__()
-        sizes = dict(src_vocab=src_vocab, tgt_vocab=tgt_vocab, embed_dim=embed_dim,
+        check_counts(src_vocab=src_vocab, tgt_vocab=tgt_vocab, embed_dim=embed_dim,
                      hidden_dim=hidden_dim)
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} ({size}) must be at least 1")
         self.encoder = RecurrentEncoder(src_vocab, embed_dim, hidden_dim,
                                         padding_idx=padding_idx)
         self.decoder = RecurrentDecoder(tgt_vocab, embed_dim, hidden_dim, attention=attention,
@@ -240,13 +255,10 @@ class Seq2Seq(nn.Module):
         ValueError, TypeError
             If a number is out of range or src does not fit.
         """
-        if max_length < 1:
-            raise ValueError(f"max_length ({max_length}) must be at least 1")
+        check_counts(max_length=max_length)
         decoder = self.decoder
         for name, token in (("start", start), ("end", end)):
-            if not isinstance(token, int) or not 0 <= token < decoder.embed.num_embeddings:
-                raise ValueError(f"{name} ({token!r}) must be a token, "
-                                 f"from 0 to {decoder.embed.num_embeddings - 1}")
+            _check_token(name, token, decoder.embed.num_embeddings)
         memory = self.encoder(src)
         state, tokens = decoder.first_state(memory[1]), src.new_full((len(src),), start)
         output, done = [], torch.zeros_like(tokens, dtype=torch.bool)

@@ -12,6 +12,7 @@ __all__ = ['SoftAttention', 'PlaceEncoder', 'Captioner', 'check_captions', 'capt
 import math
 from collections import OrderedDict
 from contextlib import contextmanager
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import AdditiveAttention, attention_weights
-from .backbone import check_counts, check_rates, to_2tuple
+from .backbone import check_counts, check_naturals, check_rates, check_sizes, to_2tuple
 
 # %% ../nbs/45_spatial.ipynb #soft-class
 class SoftAttention(nn.Module):
@@ -30,6 +31,11 @@ class SoftAttention(nn.Module):
     ----------
     feature_dim, hidden_dim, attention_dim : int
         Widths of a place, of the decoder's state, and of the scores' hidden layer.
+
+    Raises
+    ------
+    ValueError
+        If a width is not an integer of at least 1.
     """
 
     def __init__(self, feature_dim, hidden_dim, attention_dim):
@@ -72,7 +78,7 @@ class PlaceEncoder(nn.Module):
     Parameters
     ----------
     dim : int
-        Channels of the map.
+        Channels of the map, at least 2.
     img_size : int
         Height and width of the images, a multiple of 4.
 
@@ -126,13 +132,28 @@ class Captioner(nn.Module):
         The token that pads captions at their end.
 
     With `HardAttention` the attribute `baseline` is a `RewardBaseline` for `reinforce_loss`.
+
+    Raises
+    ------
+    ValueError
+        If a number is not an integer of at least 1, or `pad_id` is no token.
+    TypeError
+        If `encoder` has no `num_channels`, or `attention` cannot be called.
     """
 
     def __init__(self, vocab_size, encoder=None, *, attention=SoftAttention, hidden_dim=96,
                  max_length=20, pad_id=0):
         super().__init__()
         check_counts(vocab_size=vocab_size, hidden_dim=hidden_dim, max_length=max_length)
-        self.encoder = encoder or PlaceEncoder()
+        if not isinstance(pad_id, int) or not 0 <= pad_id < vocab_size:
+            raise ValueError(f"pad_id ({pad_id!r}) must be a token, from 0 to {vocab_size - 1}")
+        if not callable(attention):
+            raise TypeError(f"attention ({attention!r}) must be SoftAttention, HardAttention, "
+                            "or another callable")
+        self.encoder = PlaceEncoder() if encoder is None else encoder
+        if not hasattr(self.encoder, "num_channels"):
+            raise TypeError(f"encoder of type {type(encoder).__name__} must have the attribute "
+                            "num_channels, the channels of its maps")
         dim, self.max_length, self.pad_id = self.encoder.num_channels, max_length, pad_id
         self.vocab_size = vocab_size
         self.embed = nn.Embedding(vocab_size, hidden_dim)
@@ -260,8 +281,8 @@ def caption_loss(logits, targets, weights=None, penalty=0.0, pad_id=0):
     weights : Tensor, shape (B, T, L), optional
         Needed if there is a penalty.
     penalty : float
-        λ in −Σ_t log p(y_t) + λ Σ_i (1 − Σ_t α_ti)², sums over the words of a caption and over
-        the places.
+        λ, at least 0, in −Σ_t log p(y_t) + λ Σ_i (1 − Σ_t α_ti)², sums over the words of a
+        caption and over the places.
     pad_id : int
         Positions with this target do not count.
 
@@ -273,8 +294,10 @@ def caption_loss(logits, targets, weights=None, penalty=0.0, pad_id=0):
     Raises
     ------
     ValueError
-        If there is a penalty, and no weights.
+        If `penalty` is not a number of at least 0, or needs weights that are not given.
     """
+    if not isinstance(penalty, Real) or not 0 <= penalty < math.inf:
+        raise ValueError(f"penalty ({penalty!r}) must be a number of at least 0")
     if penalty and weights is None:
         raise ValueError(f"weights (None) must be given for a penalty ({penalty})")
     total = F.cross_entropy(logits.mT, targets, ignore_index=pad_id, reduction="sum")
@@ -331,13 +354,13 @@ class HardAttention(SoftAttention):
     Raises
     ------
     ValueError
-        If `soft_share` is not in [0, 1].
+        If a width is not an integer of at least 1, or `soft_share` is not in [0, 1].
     """
 
     def __init__(self, feature_dim, hidden_dim, attention_dim, soft_share=0.0):
         super().__init__(feature_dim, hidden_dim, attention_dim)
-        if not 0 <= soft_share <= 1:
-            raise ValueError(f"soft_share ({soft_share}) must be in [0, 1]")
+        if not isinstance(soft_share, Real) or not 0 <= soft_share <= 1:
+            raise ValueError(f"soft_share ({soft_share!r}) must be in [0, 1]")
         self.soft_share = soft_share
 
     def prepare(self, places):
@@ -383,6 +406,11 @@ class RewardBaseline(nn.Module):
         The most words of a caption.
     decay : float
         What a mean keeps of itself at each update; the rest comes from the batch.
+
+    Raises
+    ------
+    ValueError
+        If `max_length` is not an integer of at least 1, or `decay` is not in [0, 1).
     """
 
     def __init__(self, max_length, decay=0.9):
@@ -535,7 +563,8 @@ class AttentionGate(nn.Module):
     Raises
     ------
     ValueError
-        If there is no such score; when called, if g does not fit the map.
+        If `dim` is not an integer of at least 1, or there is no such score; when called, if g
+        does not fit the map.
     """
 
     def __init__(self, dim, score="dot"):
@@ -592,14 +621,15 @@ class AttentiveConvnet(nn.Module):
     Raises
     ------
     ValueError
-        If there is no such pooling, or `img_size` is not a multiple of 16; when called, if
-        there are questions and none is asked, or the other way round, or the images are of
+        If a number is not an integer or too small, there is no such pooling, or `img_size` is
+        not a multiple of 16; when called, if there are questions and none is asked, or the other way round, or the images are of
         another size and the global vector is needed.
     """
 
     def __init__(self, num_classes, pool="dot", questions=0, img_size=48, dim=48):
         super().__init__()
         check_counts(num_classes=num_classes, dim=dim)
+        check_naturals(questions=questions)
         if pool not in ("dot", "additive", "mean", "max", "global"):
             raise ValueError(f"pool ({pool!r}) must be 'dot', 'additive', 'mean', 'max' or "
                              "'global'")
@@ -666,12 +696,14 @@ class FilterBank:
     Raises
     ------
     ValueError
-        If there are more filters than pixels along an axis.
+        If a number is not an integer of at least 1, or there are more filters than pixels along
+        an axis.
     """
 
     def __init__(self, image_size, glimpse):
+        check_sizes(image_size=image_size)
+        check_counts(glimpse=glimpse)
         self.size, self.glimpse = to_2tuple(image_size), glimpse
-        check_counts(height=self.size[0], width=self.size[1], glimpse=glimpse)
         if glimpse > min(self.size):
             raise ValueError(f"glimpse ({glimpse}) must be at most the image's smaller side "
                              f"({min(self.size)})")
@@ -744,11 +776,13 @@ class Draw(nn.Module):
     Raises
     ------
     ValueError
-        When called, if the images are of another size.
+        If a number is not an integer of at least 1, or there are more filters than pixels along
+        an axis; when called, if the images are of another size.
     """
 
     def __init__(self, image_size, steps=8, glimpse=5, hidden_dim=64, latent_dim=8):
         super().__init__()
+        check_sizes(image_size=image_size)
         check_counts(steps=steps, hidden_dim=hidden_dim, latent_dim=latent_dim)
         self.size, self.steps = to_2tuple(image_size), steps
         self.bank = None if glimpse is None else FilterBank(image_size, glimpse)
@@ -786,6 +820,8 @@ class Draw(nn.Module):
         if images is not None and images.shape[1:] != (1, *self.size):
             raise ValueError(f"images of shape {tuple(images.shape)} must be "
                              f"(B, 1, {self.size[0]}, {self.size[1]})")
+        if images is None:
+            check_naturals(count=count)
         batch = count if images is None else images.shape[0]
         hidden = self.canvas.new_zeros(batch, self.decoder.hidden_size)
         seen = drawn = (hidden, hidden)  # hidden state and cell of both LSTMs
@@ -842,6 +878,8 @@ def reduced_channels(channels, rd_ratio, rd_divisor):
         If a number is not positive, or the ratio leaves no channel.
     """
     check_counts(channels=channels, rd_divisor=rd_divisor)
+    if not isinstance(rd_ratio, Real) or not 0 < rd_ratio < math.inf:
+        raise ValueError(f"rd_ratio ({rd_ratio!r}) must be positive, and a finite number")
     if int(channels * rd_ratio + 0.5) < 1:
         raise ValueError(f"rd_ratio ({rd_ratio}) leaves no channel of {channels}; it must be "
                          f"at least {0.5 / channels:.3g}")
@@ -899,6 +937,11 @@ class EfficientChannelAttention(nn.Module):
     ----------
     kernel_size : int
         How many means make a gate; odd. There are so many weights, and no others.
+
+    Raises
+    ------
+    ValueError
+        If `kernel_size` is not an odd integer of at least 1.
     """
 
     def __init__(self, kernel_size=3):

@@ -301,9 +301,16 @@ def resize_rel_pos_bias_table(table, new_window, old_window=None):
     Raises
     ------
     ValueError
-        If the table does not have the rows of its window, or if that is not given and the
-        table fits neither the new window nor a square one.
+        If a window is not allowed, the table does not have the rows of its window, or that is
+        not given and the table fits neither the new window nor a square one.
     """
+    if table.ndim != 2:
+        raise ValueError(f"table of shape {tuple(table.shape)} must be (rows, h)")
+    check_sizes(new_window=new_window)
+    new_window = to_2tuple(new_window)
+    if old_window is not None:
+        check_sizes(old_window=old_window)
+        old_window = to_2tuple(old_window)
     if old_window is None:
         old_window = source_window(len(table), new_window)
     new = [2 * w - 1 for w in new_window]
@@ -398,7 +405,7 @@ class WindowAttention(nn.Module):
                  attn_drop=0.0, proj_drop=0.0, small_maps="shrink", device=None, dtype=None):
         super().__init__()
         check_heads(num_heads, dim=dim)
-        check_rates(attn_drop=attn_drop)
+        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
         self.num_heads, self.attn_drop, self.small_maps = num_heads, attn_drop, small_maps
         self.window_size, self.shift_size = check_window(window_size, shift_size, small_maps)
@@ -662,6 +669,8 @@ class SwinTransformer(Backbone):
             raise ValueError(f"depths {depths} and num_heads {num_heads} must be of one length")
         check_sizes(img_size=img_size, patch_size=patch_size)
         check_counts(embed_dim=embed_dim, **{f"depths[{i}]": n for i, n in enumerate(depths)})
+        check_rates(drop_rate=drop_rate, proj_drop_rate=proj_drop_rate,
+                    attn_drop_rate=attn_drop_rate)
         options, self.num_classes = dict(device=device, dtype=dtype), num_classes
         self.patch_size, self.small_maps = to_2tuple(patch_size), small_maps
         self.embed_dim, self.num_features = embed_dim, embed_dim * 2 ** (len(depths) - 1)

@@ -186,7 +186,7 @@ class WindowAttentionV2(nn.Module):
                  attn_drop=0.0, proj_drop=0.0, small_maps="shrink", device=None, dtype=None):
         super().__init__()
         check_heads(num_heads, dim=dim)
-        check_rates(attn_drop=attn_drop)
+        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
         self.num_heads, self.attn_drop, self.small_maps = num_heads, attn_drop, small_maps
         self.window_size, self.shift_size = check_window(window_size, shift_size, small_maps)

@@ -108,7 +108,7 @@ class SplitAttention(nn.Module):
                  device=None, dtype=None):
         super().__init__()
         check_heads(num_heads, embed_dim=dim)
-        check_rates(attn_drop=attn_drop)
+        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
         self.num_heads, self.attn_drop = num_heads, attn_drop
         self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias, **options)
@@ -253,7 +253,10 @@ class TNT(Backbone):
                  pos_drop_rate=0.0, proj_drop_rate=0.0, attn_drop_rate=0.0, drop_path_rate=0.0,
                  first_stride=4, legacy=False, device=None, dtype=None):
         super().__init__()
-        check_counts(embed_dim=embed_dim, inner_dim=inner_dim)
+        check_counts(embed_dim=embed_dim, inner_dim=inner_dim, num_heads_inner=num_heads_inner,
+                     num_heads_outer=num_heads_outer)
+        check_rates(drop_rate=drop_rate, pos_drop_rate=pos_drop_rate,
+                    proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate)
         options = dict(device=device, dtype=dtype)
         self.num_classes, self.patch_size = num_classes, to_2tuple(patch_size)
         self.inner_dim, self.embed_dim, self.num_features = inner_dim, embed_dim, embed_dim

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .attention import attention, record_attention
-from .backbone import check_counts, check_rates
+from .backbone import check_counts, check_naturals, check_rates
 from .multihead import MultiHeadAttention, merge_heads
 from .position import (LearnedPositionalEmbedding, RelativePositionBias, alibi_bias,
                               apply_rotary, sinusoidal_encoding)
@@ -98,7 +98,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, d_model, dim_feedforward, activation="relu"):
         super().__init__()
-        if activation not in ACTIVATIONS and not callable(activation):
+        known = isinstance(activation, str) and activation in ACTIVATIONS
+        if not known and not callable(activation):
             raise ValueError(f"activation ({activation!r}) must be one of {list(ACTIVATIONS)}")
         check_counts(d_model=d_model, dim_feedforward=dim_feedforward)
         self.linear1 = nn.Linear(d_model, dim_feedforward)
@@ -127,6 +128,7 @@ class EncoderLayer(nn.Module):
     def __init__(self, d_model, nhead, dim_feedforward=2048, dropout=0.1, activation="relu",
                  norm_first=False, rotary=False):
         super().__init__()
+        check_rates(dropout=dropout)
         self.self_attn = SelfAttention(d_model, nhead, rotary)
         self.feed_forward = FeedForward(d_model, dim_feedforward, activation)
         self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
@@ -159,6 +161,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, d_model, nhead, dim_feedforward=2048, dropout=0.1, activation="relu",
                  norm_first=False, rotary=False):
         super().__init__()
+        check_rates(dropout=dropout)
         self.self_attn = SelfAttention(d_model, nhead, rotary)
         self.feed_forward = FeedForward(d_model, dim_feedforward, activation)
         self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
@@ -310,13 +313,12 @@ def check_settings(pad_id, dropout, vocabularies, layers):
     ValueError
         Names the one that is out of its range.
     """
+    check_counts(**vocabularies)
     for name, vocab in vocabularies.items():
-        if not 0 <= pad_id < vocab:
-            raise ValueError(f"pad_id ({pad_id}) must be a token of {name} ({vocab}), "
+        if not isinstance(pad_id, int) or not 0 <= pad_id < vocab:
+            raise ValueError(f"pad_id ({pad_id!r}) must be a token of {name} ({vocab}), "
                              f"from 0 to {vocab - 1}")
-    for name, count in layers.items():
-        if not isinstance(count, int) or count < 0:
-            raise ValueError(f"{name} ({count!r}) must be an integer of at least 0")
+    check_naturals(**layers)
     check_rates(dropout=dropout)
 
 
@@ -566,7 +568,7 @@ class Transformer(nn.Module):
         check_settings(pad_id, dropout, dict(src_vocab=src_vocab, tgt_vocab=tgt_vocab),
                        dict(num_encoder_layers=num_encoder_layers,
                             num_decoder_layers=num_decoder_layers))
-        check_counts(max_length=max_length)
+        check_counts(d_model=d_model, nhead=nhead, max_length=max_length)
         self.d_model, self.max_length, self.pad_id = d_model, max_length, pad_id
         self.src_embed = nn.Embedding(src_vocab, d_model)
         device = "meta" if shared else None  # of a matrix that another one replaces below

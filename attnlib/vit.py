@@ -139,7 +139,7 @@ class Mlp(nn.Module):
     Raises
     ------
     ValueError
-        If a width is not an integer of at least 1.
+        If a width is not an integer of at least 1, or `drop` is not in [0, 1).
     """
 
     def __init__(self, in_features, hidden_features=None, out_features=None, drop=0.0,
@@ -149,6 +149,7 @@ class Mlp(nn.Module):
         out_features = in_features if out_features is None else out_features
         check_counts(in_features=in_features, hidden_features=hidden_features,
                      out_features=out_features)
+        check_rates(drop=drop)
         self.fc1 = nn.Linear(in_features, hidden_features, device=device, dtype=dtype)
         self.act = act_layer()
         self.fc2 = nn.Linear(hidden_features, out_features, device=device, dtype=dtype)
@@ -186,7 +187,7 @@ class Attention(nn.Module):
                  qk_norm=False, norm_layer=LayerNorm, device=None, dtype=None):
         super().__init__()
         check_heads(num_heads, embed_dim=dim)
-        check_rates(attn_drop=attn_drop)
+        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
         self.num_heads, self.attn_drop = num_heads, attn_drop
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **options)
@@ -333,6 +334,8 @@ class VisionTransformer(Backbone):
                  norm_layer=LayerNorm, device=None, dtype=None, **block):
         super().__init__()
         check_naturals(num_classes=num_classes, reg_tokens=reg_tokens)
+        check_rates(drop_rate=drop_rate, pos_drop_rate=pos_drop_rate,
+                    proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate)
         options = dict(device=device, dtype=dtype)
         self.num_classes, self.patch_size = num_classes, to_2tuple(patch_size)
         self.embed_dim = self.num_features = embed_dim
@@ -486,7 +489,8 @@ def attention_rollout(maps):
         raise ValueError(f"maps ({maps!r}) must hold the weights of at least one block")
     rollout = None
     for weights in maps:
-        if weights.shape[2:] != (maps[0].shape[2],) * 2:
+        same_batch = weights.shape[0] == maps[0].shape[0]
+        if not same_batch or weights.shape[2:] != (maps[0].shape[2],) * 2:
             raise ValueError(f"maps of shapes {tuple(maps[0].shape)} and "
                              f"{tuple(weights.shape)} cannot be chained: all must be among the "
                              "same tokens")
@@ -517,7 +521,11 @@ def patch_shares(model, x):
     ValueError
         If the model attends in windows. Its blocks cut the image into different windows, and
         the weights within a window cannot be multiplied by those within another one.
+    TypeError
+        If the model is no `Backbone`.
     """
+    if not hasattr(model, "global_pool"):
+        raise TypeError(f"model ({type(model).__name__}) must be a Backbone")
     grid = [size // patch for size, patch in zip(x.shape[2:], model.patch_size)]
     prefix = model.num_prefix_tokens
     count = prefix + math.prod(grid)

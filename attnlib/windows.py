@@ -734,11 +734,14 @@ def fused_linear(x, layer, *, norm=None, gelu=False, residual=None):
     ValueError
         If shapes do not fit together.
     TypeError
-        If dtypes differ or are none that the kernels take on their GPU.
+        If `layer` is no nn.Linear, or dtypes differ or are none that the kernels take on their
+        GPU.
     RuntimeError
         If a gradient would be asked for, also that of a bias or of the norm: there is no
         backward pass.
     """
+    if not isinstance(layer, nn.Linear):
+        raise TypeError(f"layer of type {type(layer).__name__} must be an nn.Linear")
     weight, bias, gamma, beta, eps = layer.weight, layer.bias, None, None, 0.0
     given = [y for y in (x, weight, residual) if y is not None]
     if any(y.dtype != x.dtype for y in given) or not is_supported(x, 1):

@@ -591,7 +591,7 @@ def test_it_learns_to_guess():
         (lambda: DiscreteVAE(1), r"num_embeddings \(1\) must be an integer of at least 2"),
         (lambda: VectorQuantizer(1, 4), r"num_embeddings \(1\) must be an integer of at"),
         (lambda: VectorQuantizer(4, 4, decay=1.0), r"decay \(1.0\) must be in \[0, 1\)"),
-        (lambda: BeitForMaskedImageModeling(vocab_size=1), r"num_embeddings \(1\) must be"),
+        (lambda: BeitForMaskedImageModeling(vocab_size=1), r"vocab_size \(1\) must be"),
         (lambda: block_mask((4, 4), 0), r"num_masked \(0\) must be an integer from 1 to 15"),
         (lambda: block_mask((4, 4), 16), r"num_masked \(16\) must be an integer from 1 to 15"),
         (lambda: block_mask((4, 4), 6, 0), r"min_patches \(0\) must be an integer of at least"),

@@ -130,9 +130,9 @@ def test_the_table_has_an_end():
         ValueError, match=r"x of width 5 must have the width of the table, embed_dim \(4\)"
     ):
         table(torch.zeros(1, 3, 5))
-    with pytest.raises(ValueError, match=r"max_length \(0\) must be positive"):
+    with pytest.raises(ValueError, match=r"max_length \(0\) must be an integer of at least 1"):
         LearnedPositionalEmbedding(0, 4)
-    with pytest.raises(ValueError, match=r"embed_dim \(-1\) must be positive"):
+    with pytest.raises(ValueError, match=r"embed_dim \(-1\) must be an integer of at least 1"):
         LearnedPositionalEmbedding(4, -1)
 
 
@@ -227,7 +227,7 @@ def test_bad_buckets():
         TypeError, match="relative_position of dtype torch.float32 must be of an integer dtype"
     ):
         relative_position_bucket(torch.tensor([1.0]))
-    with pytest.raises(ValueError, match=r"num_heads \(0\) must be positive"):
+    with pytest.raises(ValueError, match=r"num_heads \(0\) must be an integer of at least 1"):
         RelativePositionBias(0)
 
 
@@ -257,7 +257,7 @@ def test_slopes_of_alibi():
         assert (
             slopes.shape == (heads,) and slopes.unique().numel() == heads and (slopes > 0).all()
         )
-    with pytest.raises(ValueError, match=r"num_heads \(0\) must be positive"):
+    with pytest.raises(ValueError, match=r"num_heads \(0\) must be an integer of at least 1"):
         alibi_slopes(0)
 
 
@@ -310,7 +310,7 @@ def test_sincos_2d_bad_input():
             ValueError, match=rf"dim \({dim}\) must be positive and divisible by 4"
         ):
             sincos_2d(2, 2, dim)
-    with pytest.raises(ValueError, match=r"height \(-1\) and width \(2\) must be at least 0"):
+    with pytest.raises(ValueError, match=r"height \(-1\) must be an integer of at least 0"):
         sincos_2d(-1, 2, 8)
     assert sincos_2d(0, 3, 8).shape == (0, 8)
 

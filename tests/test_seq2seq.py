@@ -246,12 +246,12 @@ def test_plain_model_has_no_maps():
 
 @pytest.mark.parametrize("name", ["src_vocab", "tgt_vocab", "embed_dim", "hidden_dim"])
 def test_sizes_must_be_positive(name):
-    with pytest.raises(ValueError, match=rf"{name} \(0\) must be at least 1"):
+    with pytest.raises(ValueError, match=rf"{name} \(0\) must be an integer of at least 1"):
         Seq2Seq(**{"src_vocab": 5, "tgt_vocab": 5, name: 0})
 
 
 def test_max_length_must_be_positive():
-    with pytest.raises(ValueError, match=r"max_length \(0\) must be at least 1"):
+    with pytest.raises(ValueError, match=r"max_length \(0\) must be an integer of at least 1"):
         small().greedy(sentences(3), 0)
 
 

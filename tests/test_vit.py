@@ -177,7 +177,7 @@ def test_rollout_is_the_product_over_the_layers():
         (dict(global_pool="max"), r"global_pool \('max'\) must be one of 'token', 'avg', ''"),
         (dict(class_token=False), r"global_pool \('token'\) must be one of 'avg', ''"),
         (dict(drop_path_rate=1.0), r"drop_path_rate \(1.0\) must be in \[0, 1\)"),
-        (dict(attn_drop_rate=1.5), r"attn_drop \(1.5\) must be in \[0, 1\)"),
+        (dict(attn_drop_rate=1.5), r"attn_drop_rate \(1.5\) must be in \[0, 1\)"),
         (dict(num_heads=0), r"num_heads \(0\) must be"),
         (dict(num_heads=-3), r"num_heads \(-3\) must be"),
         (dict(depth=-1), r"depth \(-1\) must be an integer"),
