@@ -599,10 +599,13 @@ def extract(supernet, subnet):
     """
     check_elastic(supernet)
     embed, like = supernet.patch_embed, supernet.pos_embed
-    model = AutoFormer(embed.img_size, embed.patch_size, embed.in_chans, supernet.num_classes,
-                       supernet.global_pool, **vars(supernet.space.check(subnet)),
-                       head_dim=supernet.head_dim, max_distance=supernet.max_distance,
-                       device=like.device, dtype=like.dtype)
+    gpus = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices=gpus):  # the weights that it starts with are not kept
+        model = AutoFormer(
+            embed.img_size, embed.patch_size, embed.in_chans, supernet.num_classes,
+            supernet.global_pool, **vars(supernet.space.check(subnet)),
+            head_dim=supernet.head_dim, max_distance=supernet.max_distance,
+            device=like.device, dtype=like.dtype)
     stored = supernet.state_dict()
     for key, x in model.state_dict().items():
         if key not in stored:
