@@ -155,7 +155,15 @@ def perplexity(tokens, num_embeddings):
     Returns
     -------
     float
+
+    Raises
+    ------
+    ValueError
+        If a token is none of these.
     """
+    if tokens.max() >= num_embeddings:
+        raise ValueError(f"tokens has {tokens.max()}; it must be less than num_embeddings "
+                         f"({num_embeddings})")
     share = torch.bincount(tokens.flatten(), minlength=num_embeddings) / tokens.numel()
     return torch.special.entr(share).sum().exp().item()
 

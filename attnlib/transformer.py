@@ -72,7 +72,9 @@ class CrossAttention(MultiHeadAttention):
         if cache is not None:
             cache.memory[layer] = k, v
             cache.sources[layer] = memory
-        return self.out_proj(merge_heads(attention(q, k, v, mask=mask)))
+        dropout_p = self.dropout if self.training else 0.0
+        heads = attention(q, k, v, mask=mask, dropout_p=dropout_p)
+        return self.out_proj(merge_heads(heads))
 
 # %% ../nbs/21_transformer.ipynb #feed-forward
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "swish": F.silu}

@@ -4,17 +4,14 @@ import inspect
 import random
 import tempfile
 from functools import cache, partial
-from importlib import import_module
-from pkgutil import iter_modules
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from world import changes, differences, state_of, unchanged, world
+from world import changes, differences, public_functions, state_of, unchanged, world
 
-import attnlib
 from attnlib import (
     autoformer,
     backbone,
@@ -605,20 +602,6 @@ ARGUMENTS |= {
     "attn",
 }
 ARGUMENTS |= {"conv", "norm", "merging", "patch_embed"}
-
-
-def public_functions():
-    """The library's public functions and classes, {"module.name": object}."""
-    found = {}
-    for name in sorted(one.name for one in iter_modules(attnlib.__path__)):
-        if name.startswith("_"):
-            continue
-        module = import_module(f"attnlib.{name}")
-        for key in module.__all__:
-            one = getattr(module, key)
-            if callable(one) and getattr(one, "__module__", None) == module.__name__:
-                found[f"{name}.{key}"] = one
-    return found
 
 
 def parameters_of(function):

@@ -1,14 +1,18 @@
-"""What a test, or a call, must leave as it was: `world` and `unchanged`."""
+"""What a test, or a call, must leave as it was: `world` and `unchanged`; and all functions."""
 
 import os
 import random
 import sys
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 
 import numpy as np
 import torch
 from torch.nn.modules import module as nn_module
 
+import attnlib
 from attnlib import attention
 
 CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
@@ -244,3 +248,21 @@ def unchanged(*models, numbers=True):
         assert not differences(before, state_of(model))
     if numbers:
         assert not differences(drawn, generators())
+
+
+# --- all functions ----------------------------------------------------------------------------
+
+
+@cache
+def public_functions():
+    """The library's public functions and classes, {"module.name": object}."""
+    found = {}
+    for name in sorted(one.name for one in iter_modules(attnlib.__path__)):
+        if name.startswith("_"):
+            continue
+        module = import_module(f"attnlib.{name}")
+        for key in module.__all__:
+            one = getattr(module, key)
+            if callable(one) and getattr(one, "__module__", None) == module.__name__:
+                found[f"{name}.{key}"] = one
+    return found
