@@ -440,7 +440,9 @@ def _tied(model):
 
 
 def share_buffers(model):
-    """Give all processes the buffers of the first one, as DDP does and shards do not.
+    """Give all processes the buffers of the first one.
+
+    DDP does so at the beginning of each step, and shards do not.
 
     Parameters
     ----------
@@ -890,8 +892,8 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
                 accelerator, model, optimizer, loss_of_step, batches(step), lr=rate,
                 seed=seed * 1_000_003 + step, clip=clip, look=record or step % 10 == 0)
             total, count = total + loss, count + terms
-            if sharded:
-                share_buffers(plain)
+            if sharded or (record and accelerator.num_processes > 1):
+                share_buffers(plain)  # what DDP does before a step, and not after the last
             if record:
                 mean = accelerator.reduce(total, "sum") / count
                 # what a step that did not look has broken must not reach the checkpoint
