@@ -166,10 +166,13 @@ def perplexity(tokens, num_embeddings):
     Raises
     ------
     ValueError
-        If there is no token.
+        If there is no token, or one is not less than `num_embeddings`.
     """
     if tokens.numel() == 0:
         raise ValueError(f"tokens of shape {tuple(tokens.shape)} must hold at least one token")
+    if tokens.max() >= num_embeddings:
+        raise ValueError(f"tokens has {tokens.max()}; it must be less than num_embeddings "
+                         f"({num_embeddings})")
     count = torch.bincount(tokens.flatten(), minlength=num_embeddings)
     share = count.cpu().double() / tokens.numel()
     return torch.special.entr(share).sum().exp().item()

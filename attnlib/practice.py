@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .backbone import is_plain
 from .models import create_model, data_config
-from .train import adamw, epochs, learning_rate
+from .train import adamw, epochs, frozen_in_evaluation, learning_rate, modes_restored, seeded
 from .vit import patch_shares
 
 # %% ../nbs/36_practice.ipynb #fold
@@ -302,10 +302,14 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
               batch_size=16, seed=0, evaluate=None, every=50):
     """Train a classifier with AdamW, rates by layer, mixup and a moving average of the weights.
 
+    Afterwards, PyTorch's random number generators are in the state in which they were, and so
+    is each module's training or evaluation mode.
+
     Parameters
     ----------
     model : Module
-        A `Backbone`, trained in place.
+        A `Backbone`, trained in place. Frozen modules stay in evaluation mode if they are in
+        it, as in `train.fit`.
     images, labels : Tensor, shapes (n, C, H, W) and (n,)
     steps : int
     lr : float
@@ -314,37 +318,40 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
         Of `layer_scales`, `mixup` and `moving_average`.
     batch_size, seed : int
     evaluate : callable, optional
-        ``evaluate(model)`` gives what the history keeps.
+        ``evaluate(model)`` gives what the history keeps; called in evaluation mode.
     every : int
         Steps between two such looks.
 
     Returns
     -------
     averaged : torch.nn.Module
-        The same model with the averaged weights.
+        The same model with the averaged weights, in evaluation mode.
     history : list of (step, value)
     """
-    torch.manual_seed(seed)
     optimizer = adamw(model, lr, (0.9, 0.98), 0.05, lr_scale=layer_scales(model, decay))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(
         min(step, steps - 1), steps=steps, warmup=max(1, steps // 10), schedule="cosine"))
     averaged, history = moving_average(model, average), []
     batches = epochs(images, labels, batch_size=batch_size, seed=seed)
-    device = next(model.parameters()).device
-    for step in range(1, steps + 1):
-        x, y = (part.to(device) for part in batches(step - 1))
-        targets = F.one_hot(y, model.num_classes)
-        targets = targets.to(torch.promote_types(x.dtype, torch.float32))
-        x, targets = mixup(x, targets, alpha)
-        loss = F.cross_entropy(model.train()(x), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        averaged.update_parameters(model)
-        if evaluate and (step % every == 0 or step == steps):
-            history.append((step, evaluate(model.eval())))
+    device, frozen = next(model.parameters()).device, frozen_in_evaluation(model)
+    with seeded(seed), modes_restored(model):
+        for step in range(1, steps + 1):
+            x, y = (part.to(device) for part in batches(step - 1))
+            targets = F.one_hot(y, model.num_classes)
+            targets = targets.to(torch.promote_types(x.dtype, torch.float32))
+            x, targets = mixup(x, targets, alpha)
+            model.train()
+            for module in frozen:
+                module.training = False
+            loss = F.cross_entropy(model(x), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            averaged.update_parameters(model)
+            if evaluate and (step % every == 0 or step == steps):
+                history.append((step, evaluate(model.eval())))
     return averaged.module.eval(), history
 
 # %% ../nbs/36_practice.ipynb #prepared

@@ -447,9 +447,9 @@ def _shard(model, shard):
     return model, torch.optim.AdamW(model.parameters(), **options)
 
 
+@seeded(0)  # in every process the same: weights and images
 def _take_steps(rank, processes, shard, steps):
     """Train in one process; returns what it keeps."""
-    torch.manual_seed(0)  # in every process the same: weights and images
     model = SwinTransformerV2(32, 2, 1, 10, embed_dim=32, depths=(2, 2), num_heads=(2, 4),
                               window_size=4).eval()
     for module in model.modules():
@@ -512,9 +512,13 @@ def train_processes(processes, shard, steps=3):
 
 def _process(rank, processes, shard, steps, folder):
     """What each of the processes does: meet the others, train, leave what it kept in a file."""
+    threads = torch.get_num_threads()  # a single process is the caller's own
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank,
                             world_size=processes)
-    torch.save(_take_steps(rank, processes, shard, steps), f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        torch.save(_take_steps(rank, processes, shard, steps), f"{folder}/{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)

@@ -48,7 +48,7 @@ from .decoding import check_count
 from .efficient import at_least_float32
 from .gpt import GPT, decoder_mask, rotation, text_loss
 from .modern import SwiGLU
-from .train import shard_blocks
+from .train import seeded, shard_blocks
 
 # %% ../nbs/55_scaling.ipynb #workers
 def join_group(file, rank, ranks):
@@ -292,6 +292,7 @@ def local(x):
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+@seeded(0)
 def states_lesson(config, tokens, parallel, steps=3):
     """What workers run in section 3: steps of AdamW on a `GPT`, each rank with its rows.
 
@@ -312,7 +313,6 @@ def states_lesson(config, tokens, parallel, steps=3):
         Bytes of parameters, gradients and moments on this rank, and those that it sends in a
         step.
     """
-    torch.manual_seed(0)
     model, rank, ranks = GPT(config), dist.get_rank(), dist.get_world_size()
     if parallel == "fsdp":
         shard_blocks(model)
@@ -567,6 +567,7 @@ def cut_as_it_lies(model, mesh):
         block.attn.n_kv_head //= mesh.size()
 
 
+@seeded(0)
 def tensor_lesson(config, tokens, cut=tensor_parallel):
     """What workers run in section 4: a `GPT` that is cut, beside one that is whole.
 
@@ -586,8 +587,8 @@ def tensor_lesson(config, tokens, cut=tensor_parallel):
     """
     mesh, models = init_device_mesh("cpu", (dist.get_world_size(),)), []
     for _ in range(2):
-        torch.manual_seed(0)
-        models.append(GPT(config))
+        with seeded(0):
+            models.append(GPT(config))
     cut(models[1], mesh)
     logits = [model(tokens) for model in models]
     for x in logits:
@@ -1051,6 +1052,7 @@ def nap_lesson(schedule, micros, seconds, pieces=1):
     return min(found[1:])
 
 
+@seeded(0)
 def stage_lesson(config, tokens, micros):
     """What workers run in section 6: loss and gradient norms of a `GPT` cut into stages.
 
@@ -1068,7 +1070,6 @@ def stage_lesson(config, tokens, micros):
     norms : dict of str to float
         Of the gradient of each parameter of this rank.
     """
-    torch.manual_seed(0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     part = GPTStage(GPT(config), rank, ranks)
     stage = PipelineStage(part, rank, ranks, torch.device("cpu"))

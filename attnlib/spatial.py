@@ -572,6 +572,7 @@ class AttentionGate(nn.Module):
         check_counts(dim=dim)
         if score not in ("dot", "additive"):
             raise ValueError(f"score ({score!r}) must be 'dot' or 'additive'")
+        self.dim = dim
         self.u = None if score == "dot" else nn.Parameter(torch.randn(dim) * dim**-0.5)
 
     def forward(self, features, g):
@@ -586,8 +587,11 @@ class AttentionGate(nn.Module):
         Raises
         ------
         ValueError
-            If a local feature and the global vector have different widths.
+            If the local features are not of width D, or the global vectors do not fit them.
         """
+        if features.shape[1] != self.dim:
+            raise ValueError(f"features of shape {tuple(features.shape)} must be "
+                             f"(B, {self.dim}, H, W)")
         if features.shape[:2] != g.shape:
             raise ValueError(f"g of shape {tuple(g.shape)} must have batch and width of the "
                              f"features, {tuple(features.shape[:2])}")

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['learning_rate', 'epochs', 'seeded', 'save_checkpoint', 'load_checkpoint', 'without_decay', 'adamw', 'train_step',
-           'shard_blocks', 'share_buffers', 'save_shards', 'training_state', 'resume', 'prepare', 'fit',
-           'memory_levels', 'peak_memory', 'machine', 'write_record', 'find_records', 'read_record', 'print_speed']
+           'shard_blocks', 'share_buffers', 'save_shards', 'training_state', 'resume', 'prepare',
+           'frozen_in_evaluation', 'modes_restored', 'fit', 'memory_levels', 'peak_memory', 'machine', 'write_record', 'find_records', 'read_record', 'print_speed']
 
 # %% ../nbs/91_train.ipynb #imports
 import datetime
@@ -450,7 +450,9 @@ def _tied(model):
 
 
 def share_buffers(model):
-    """Give all processes the buffers of the first one, as DDP does and shards do not.
+    """Give all processes the buffers of the first one.
+
+    DDP does so at the beginning of each step, and shards do not.
 
     Parameters
     ----------
@@ -732,8 +734,20 @@ def _check_accelerator(accelerator):
                          "pass parallel='fsdp'")
 
 
-def _frozen_in_evaluation(model):
-    """The modules in evaluation mode that are, or are parts of, frozen ones."""
+def frozen_in_evaluation(model):
+    """The modules in evaluation mode that are, or are parts of, frozen ones.
+
+    Parameters
+    ----------
+    model : Module
+        Frozen is a module in it none of whose parameters, of which it has some, requires a
+        gradient.
+
+    Returns
+    -------
+    list of Module
+        What training leaves in evaluation mode; some of them more than once.
+    """
     found = []
     for module in model.modules():
         trained = [p.requires_grad for p in module.parameters()]
@@ -743,8 +757,13 @@ def _frozen_in_evaluation(model):
 
 
 @contextmanager
-def _modes_restored(model):
-    """Afterwards each module is in training or evaluation mode as before."""
+def modes_restored(model):
+    """After the `with` block each module is in training or evaluation mode as before it.
+
+    Parameters
+    ----------
+    model : Module
+    """
     modes = {module: module.training for module in model.modules()}
     try:
         yield
@@ -850,7 +869,7 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
     with ExitStack() as stack:  # what is entered here is undone at the end
         gpus = range(torch.cuda.device_count())
         stack.enter_context(torch.random.fork_rng(devices=gpus))
-        stack.enter_context(_modes_restored(model))
+        stack.enter_context(modes_restored(model))
         if accelerator is None:
             accelerator = stack.enter_context(_own_accelerator())
         _check_accelerator(accelerator)
@@ -858,7 +877,7 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
 
         sharded = parallel == "fsdp" and accelerator.num_processes > 1
         plain = model
-        frozen = _frozen_in_evaluation(plain)
+        frozen = frozen_in_evaluation(plain)
         options = (lr, betas, weight_decay, lr_scale)
         model, optimizer = prepare(plain, accelerator, sharded, options)
         settings = dict(
@@ -884,8 +903,8 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
                 accelerator, model, optimizer, loss_of_step, batches(step), lr=rate,
                 seed=seed * 1_000_003 + step, clip=clip, look=record or step % 10 == 0)
             total, count = total + loss, count + terms
-            if sharded:
-                share_buffers(plain)
+            if sharded or (record and accelerator.num_processes > 1):
+                share_buffers(plain)  # what DDP does before a step, and not after the last
             if record:
                 mean = accelerator.reduce(total, "sum") / count
                 # what a step that did not look has broken must not reach the checkpoint

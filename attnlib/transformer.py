@@ -73,7 +73,9 @@ class CrossAttention(MultiHeadAttention):
         if cache is not None:
             cache.memory[layer] = k, v
             cache.sources[layer] = memory
-        return self.out_proj(merge_heads(attention(q, k, v, mask=mask)))
+        dropout_p = self.dropout if self.training else 0.0
+        heads = attention(q, k, v, mask=mask, dropout_p=dropout_p)
+        return self.out_proj(merge_heads(heads))
 
 # %% ../nbs/21_transformer.ipynb #feed-forward
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "swish": F.silu}
@@ -727,9 +729,11 @@ def layer_from_torch(layer, rotary=False):
                 raise ValueError(f"{name} of the layer must have add_zero_attn (False), not "
                                  f"{part.add_zero_attn}, and as many heads ({heads}) as "
                                  f"self_attn, not {part.num_heads}")
-    ours = layer_class(
-        layer.self_attn.embed_dim, heads, layer.linear1.out_features, layer.dropout1.p,
-        layer.activation, layer.norm_first, rotary).to(layer.linear1.weight)
+    gpus = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices=gpus):  # the weights that it starts with are not kept
+        ours = layer_class(
+            layer.self_attn.embed_dim, heads, layer.linear1.out_features, layer.dropout1.p,
+            layer.activation, layer.norm_first, rotary).to(layer.linear1.weight)
     for name, part in layer.named_children():
         if name.startswith("norm"):
             setattr(ours, name, copy.deepcopy(part))  # an eps is not among the weights

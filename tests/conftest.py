@@ -20,6 +20,9 @@ if find_spec("hypothesis") is None:
 
 from tools import torchvision_ops  # noqa: F401  before any test that imports torchvision
 
+pytest.register_assert_rewrite("world")  # its assertions say what differs
+from world import changes, files, world  # noqa: E402
+
 WITH_TRANSFORMERS_5 = "|".join(
     (
         r"test_a_part_of_the_attention_is_missing",
@@ -61,6 +64,19 @@ def pytest_configure(config):
         )
 
 
+def pytest_sessionstart(session):
+    """Note which files there are."""
+    session.files_before = files()
+
+
+def pytest_sessionfinish(session):
+    """Fail if tests have left files in the current directory, whichever worker ran them."""
+    left = files() - session.files_before
+    if left:
+        print(f"\nthe tests have left {sorted(left)} in {os.getcwd()}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Skip what needs a later release than is installed, and say of what."""
@@ -84,3 +100,11 @@ def quiet(monkeypatch):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def same_world():
+    """Each test leaves the settings of the process, and the current directory, as they were."""
+    before = world()
+    yield
+    assert not changes(before, world())
