@@ -7,7 +7,7 @@ __all__ = ['FORWARD_HOOKS', 'to_2tuple', 'check_counts', 'check_naturals', 'chec
            'torchvision_import', 'is_unchanged', 'is_plain', 'DropPath', 'drop_path_rates', 'init_weights',
            'classifier', 'feature_take_indices', 'as_map', 'source_grid', 'resample_abs_pos_embed',
            'resample_parameter', 'resample_stored', 'Backbone', 'frozen_copy', 'refuse_weights', 'keep_evaluation',
-           'guard']
+           'SameParameters', 'resize', 'guard']
 
 # %% ../nbs/94_backbone.ipynb #imports
 import copy

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['box_cxcywh_to_xyxy', 'box_xyxy_to_cxcywh', 'box_area', 'upcast', 'safe_ratio', 'box_iou', 'generalized_box_iou',
            'detection_extra', 'pad_targets', 'check_targets', 'check_values', 'HungarianMatcher', 'SetLoss',
-           'check_fourths', 'sine_positions', 'EncoderLayer', 'DecoderLayer', 'FrozenBatchNorm2d', 'frozen_conv', 'residual_block',
-           'ResNet', 'Output', 'Features', 'DETR', 'check_images', 'postprocess', 'SmallBackbone', 'small_detr',
-           'PlacedAttention', 'AnchorDecoderLayer', 'anchor_sines', 'BoxQueryDETR', 'AnchorDETR', 'noised_targets',
-           'InOrder']
+           'check_fourths', 'sine_positions', 'EncoderLayer', 'DecoderLayer', 'FrozenBatchNorm2d', 'frozen_conv',
+           'residual_block', 'ResNet', 'Output', 'Features', 'DETR', 'check_images', 'postprocess', 'SmallBackbone',
+           'small_detr', 'PlacedAttention', 'AnchorDecoderLayer', 'anchor_sines', 'BoxQueryDETR', 'AnchorDETR',
+           'noised_targets', 'InOrder']
 
 # %% ../nbs/42_detr.ipynb #imports
 import math

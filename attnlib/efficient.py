@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['sparse_mask', 'check_lengths', 'local_attention', 'check_grid', 'axial_attention', 'pooled_attention',
-           'linformer_attention', 'segment_means', 'iterated_inverse', 'nystrom_attention', 'random_features',
-           'at_least_float32', 'elu_features', 'linear_attention', 'performer_attention', 'delta_attention',
+           'linformer_attention', 'at_least_float32', 'segment_means', 'iterated_inverse', 'nystrom_attention',
+           'random_features', 'elu_features', 'linear_attention', 'performer_attention', 'delta_attention',
            'lsh_attention']
 
 # %% ../nbs/54_efficient.ipynb #imports

@@ -775,8 +775,8 @@ def check_segments(name, segments, infos):
     """
     for info in infos:
         if not {"id", "category_id"} <= info.keys():
-            raise ValueError(f"{name}: a segment with the names {list(info)} must have 'id' and "
-                             "'category_id'")
+            raise ValueError(f"{name}: a segment with the names {list(info)} must have 'id' "
+                             "and 'category_id'")
     known, there = {info["id"]: info for info in infos}, set(segments.unique().tolist()) - {0}
     if len(known) < len(infos) or known.keys() != there or min(there, default=1) < 0:
         raise ValueError(f"{name}: the map has the segments {sorted(there)}, and the list "

@@ -17,7 +17,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .backbone import is_plain
 from .models import create_model, data_config
-from .train import adamw, epochs, frozen_in_evaluation, learning_rate, modes_restored, seeded
+from attnlib.train import (
+    adamw, epochs, frozen_in_evaluation, learning_rate, modes_restored, seeded,
+)
 from .vit import patch_shares
 
 # %% ../nbs/36_practice.ipynb #fold

@@ -332,8 +332,8 @@ def weight_on_objects(weights, masks):
     """
     side = math.isqrt(weights.shape[-1])
     if side == 0 or side**2 != weights.shape[-1]:
-        raise ValueError(f"weights of shape {tuple(weights.shape)} must have a square number of "
-                         "places, their last axis")
+        raise ValueError(f"weights of shape {tuple(weights.shape)} must have a square number "
+                         "of places, their last axis")
     on = F.adaptive_avg_pool2d(masks.float(), side).flatten(2) > 0  # (B, O, L)
     best = F.one_hot(weights.argmax(-1), weights.shape[-1])  # (B, T, L)
     on = on.to(weights.dtype)
@@ -626,8 +626,8 @@ class AttentiveConvnet(nn.Module):
     ------
     ValueError
         If a number is not an integer or too small, there is no such pooling, or `img_size` is
-        not a multiple of 16; when called, if there are questions and none is asked, or the other way round, or the images are of
-        another size and the global vector is needed.
+        not a multiple of 16. When called, if there are questions and none is asked, or the
+        other way round, or the images are of another size and the global vector is needed.
     """
 
     def __init__(self, num_classes, pool="dot", questions=0, img_size=48, dim=48):

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['learning_rate', 'epochs', 'seeded', 'save_checkpoint', 'load_checkpoint', 'without_decay', 'adamw', 'train_step',
            'shard_blocks', 'share_buffers', 'save_shards', 'training_state', 'resume', 'prepare',
-           'frozen_in_evaluation', 'modes_restored', 'fit', 'memory_levels', 'peak_memory', 'machine', 'write_record', 'find_records', 'read_record', 'print_speed']
+           'frozen_in_evaluation', 'modes_restored', 'fit', 'memory_levels', 'peak_memory', 'machine', 'write_record',
+           'find_records', 'read_record', 'print_speed']
 
 # %% ../nbs/91_train.ipynb #imports
 import datetime

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'POSITIONS', 'SelfAttention', 'CrossAttention', 'FeedForward', 'EncoderLayer', 'DecoderLayer',
-           'Encoder', 'Decoder', 'Positions', 'check_settings', 'check_tokens', 'check_tied', 'check_rows',
-           'check_padding', 'evaluation', 'Transformer', 'label_smoothing_loss', 'layer_from_torch', 'from_torch']
+           'Encoder', 'Decoder', 'Positions', 'check_settings', 'can_read', 'check_tokens', 'check_tied', 'tie',
+           'tie_embeddings', 'check_rows', 'check_padding', 'evaluation', 'Transformer', 'label_smoothing_loss',
+           'layer_from_torch', 'from_torch']
 
 # %% ../nbs/21_transformer.ipynb #imports
 import copy
