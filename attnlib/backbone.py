@@ -644,13 +644,13 @@ class SameParameters:
         """From now on, the parameters that the model has now are its own."""
         self.owners = []
         for part in model.modules():
-            for name, parameter in part._parameters.items():
-                self.owners.append((part._parameters, name, parameter))
+            for name, parameter in part.named_parameters(recurse=False):
+                self.owners.append((part, name, parameter))
 
     def __call__(self, model, inputs):
         """Raise a RuntimeError if a parameter was replaced."""
-        for parameters, name, parameter in self.owners:
-            if parameters[name] is not parameter:
+        for part, name, parameter in self.owners:
+            if getattr(part, name) is not parameter:
                 raise RuntimeError(f"parameter {name!r} of an optimized copy was replaced, "
                                    "which keeps results computed from its parameters; call "
                                    "the model itself with other parameters")

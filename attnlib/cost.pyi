@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch.utils._python_dispatch import TorchDispatchMode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
-__all__ = ['REGIMES', 'Diagnosis', 'Probe', 'GROUPS', 'GROUP_NAMES', 'CPU_FLOPS', 'Operator', 'GPUS', 'Saved', 'PRECISIONS', 'Precision', 'PrecisionChoice', 'SHAPES', 'Roofline', 'diagnose', 'seconds', 'take_turns', 'roofline_probes', 'best_roofline', 'measure_roofline', 'operator_group', 'OperationCount', 'OperatorWatch', 'count_operations', 'profile_groups', 'Recorder', 'saved_activations', 'TrainingMemory', 'training_memory', 'matmul_precision', 'fastest_float32', 'measure_precisions']
+__all__ = ['REGIMES', 'Diagnosis', 'Probe', 'GROUPS', 'GROUP_NAMES', 'FORMULAS', 'NO_PRODUCTS', 'Operator', 'GPUS', 'Saved', 'PRECISIONS', 'Precision', 'PrecisionChoice', 'SHAPES', 'Roofline', 'diagnose', 'seconds', 'take_turns', 'roofline_probes', 'best_roofline', 'measure_roofline', 'operator_group', 'OperationCount', 'OperatorWatch', 'count_operations', 'profile_groups', 'Recorder', 'saved_activations', 'TrainingMemory', 'training_memory', 'matmul_precision', 'fastest_float32', 'measure_precisions']
 @dataclass(frozen=True)
 class Roofline:
     peak_flops: float
@@ -32,14 +32,16 @@ def measure_roofline(device: torch.device | str | None = ..., dtype: torch.dtype
 GROUPS: dict[Any, Any]
 GROUP_NAMES: tuple[Any, ...]
 def operator_group(name: Any) -> Any: ...
-CPU_FLOPS: dict[Any, Any]
+FORMULAS: dict[Any, Any]
+NO_PRODUCTS: str
 class Operator(NamedTuple):
     name: Any
     flops: Any
     bytes: Any
 class OperationCount:
     operators: list[Operator]
-    def __init__(self, operators: Any = ...) -> None: ...
+    uncounted: list[str]
+    def __init__(self, operators: Any = ..., uncounted: Any = ...) -> None: ...
     @property
     def flops(self) -> Any: ...
     @property
@@ -52,6 +54,7 @@ class OperationCount:
     def __repr__(self) -> str: ...
 class OperatorWatch(TorchDispatchMode):
     operators: list[Any]
+    uncounted: list[Any]
     def __init__(self) -> None: ...
     def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = ..., kwargs: Any = ...) -> Any: ...
 def count_operations(call: Callable[..., Any], *inputs: Any) -> OperationCount: ...

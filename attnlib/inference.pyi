@@ -4,11 +4,10 @@ import torch.nn as nn
 from .detr import ResNet
 from attnlib.swin import WindowAttention
 from .swinv2 import WindowAttentionV2
-from attnlib.transformer import Transformer
 from typing import Any, Literal
 from .decoding import KVCache
 from .swin import WindowLayout
-__all__ = ['FUNCTIONS', 'SMALL', 'WHOLE', 'EACH_TOKEN', 'REPLACEMENTS', 'NORMS', 'PARTS', 'can_pack', 'packing_pays', 'check_packed', 'PackedLinear', 'attend', 'pack', 'FastWindowAttention', 'FastSelfAttention', 'FastCrossAttention', 'decode', 'FastCausalAttention', 'pack_gpt_mlp', 'PackedConv', 'FastBlock', 'FastResNet', 'first_tokens', 'forward_short', 'can_shorten', 'pack_mlp', 'pack_feed_forward', 'can_replace', 'can_pack_resnet', 'replace', 'has_global_hooks', 'pack_all', 'devices', 'fuse', 'no_maps', 'optimize_for_inference']
+__all__ = ['FUNCTIONS', 'SMALL', 'WHOLE', 'EACH_TOKEN', 'REPLACEMENTS', 'NORMS', 'PARTS', 'can_pack', 'packing_pays', 'check_packed', 'PackedLinear', 'attend', 'pack', 'FastWindowAttention', 'FastSelfAttention', 'FastCrossAttention', 'FastCausalAttention', 'pack_gpt_mlp', 'PackedConv', 'FastBlock', 'FastResNet', 'first_tokens', 'forward_short', 'can_shorten', 'pack_mlp', 'pack_feed_forward', 'can_replace', 'can_pack_resnet', 'replace', 'has_global_hooks', 'pack_all', 'devices', 'fuse', 'no_maps', 'optimize_for_inference']
 FUNCTIONS: dict[Any, Any]
 SMALL: Any
 def can_pack(dtype: torch.dtype) -> Any: ...
@@ -49,7 +48,6 @@ class FastCrossAttention(nn.Module):
     def __init__(self, layer: Any) -> None: ...
     def read(self, memory: torch.Tensor, mask: torch.Tensor | Literal["causal"] | None) -> tuple[Any, ...]: ...
     def forward(self, x: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor | Literal["causal"] | None = ..., cache: KVCache | None = ..., layer: int = ...) -> Any: ...
-def decode(model: Transformer, tgt: torch.Tensor, memory: torch.Tensor, src_mask: torch.Tensor | None = ..., cache: KVCache | None = ...) -> torch.Tensor: ...
 class FastCausalAttention(nn.Module):
     config: Any
     n_head: Any

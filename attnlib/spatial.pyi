@@ -58,15 +58,18 @@ def reinforce_loss(logits: torch.Tensor, targets: torch.Tensor, log_prob: torch.
 @contextmanager
 def changed_attention(model: Captioner, change: Callable[..., Any]) -> Iterator[Any]: ...
 class AttentionGate(nn.Module):
+    dim: int
     u: Any
     def __init__(self, dim: int, score: Literal['dot', 'additive'] = ...) -> None: ...
     def forward(self, features: Any, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 class AttentiveConvnet(nn.Module):
     pool: Literal['dot', 'additive', 'mean', 'max', 'global']
+    img_size: int
+    questions: int
     local: torch.nn.Sequential
+    deeper: Any
     gate: Any
     head: torch.nn.Sequential
-    deeper: torch.nn.Sequential
     question: torch.nn.Embedding
     def __init__(self, num_classes: int, pool: Literal['dot', 'additive', 'mean', 'max', 'global'] = ..., questions: int = ..., img_size: int = ..., dim: int = ...) -> None: ...
     def forward(self, images: torch.Tensor, question: Any = ...) -> tuple[Any, ...]: ...

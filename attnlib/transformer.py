@@ -17,7 +17,6 @@ from contextlib import contextmanager
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .attention import attention, record_attention
 from .backbone import check_counts, check_naturals, check_rates
@@ -339,9 +338,13 @@ def can_read(x):
     -------
     bool
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
-    return x.device.type == "cpu" and not is_functorch_wrapped_tensor(x)
+    try:
+        x.flatten()[:1].tolist()
+    except RuntimeError:  # inside a transformation of torch.func
+        return False
+    return True
 
 
 def check_tokens(name, tokens, vocab, max_length, offset=0):

@@ -10,13 +10,13 @@ from functools import partial
 
 import pytest
 import torch
+from small_models import LOADED, outputs
 from torch import nn
 from torch.func import functional_call, grad, vmap
-from torch.utils._pytree import tree_leaves
 
 from attnlib import models
 from attnlib.attention import attention_backend, current_backend, record_attention, reference
-from attnlib.autoformer import AutoFormer, ClassicalSharing, small_supernet
+from attnlib.autoformer import AutoFormer
 from attnlib.backbone import (
     Backbone,
     DropPath,
@@ -26,20 +26,11 @@ from attnlib.backbone import (
     resample_abs_pos_embed,
     resample_parameter,
 )
-from attnlib.beit import (
-    BeitForMaskedImageModeling,
-    DiscreteVAE,
-    VectorQuantizer,
-    VQAutoencoder,
-)
-from attnlib.detr import DETR, SmallBackbone
-from attnlib.gpt import GPT, GPTConfig
+from attnlib.detr import DETR
 from attnlib.mae import MaskedAutoencoder
 from attnlib.models import load_pretrained
 from attnlib.modern import SwiGLU
-from attnlib.panoptic import PanopticDETR
 from attnlib.seq2seq import RecurrentDecoder, RecurrentEncoder
-from attnlib.spatial import Captioner, Draw, PlaceEncoder
 from attnlib.transformer import Transformer
 from attnlib.vit import Mlp, VisionTransformer
 from helpers import BACKBONES, backbone, build, close, images
@@ -383,83 +374,6 @@ def test_every_size_is_exported_with_dynamic_sizes():
 
 
 # --- loading after the device "meta" ---------------------------------------------------------
-
-
-def small_detr():
-    return DETR(5, 4, 1, 1, SmallBackbone(), 32, 2, 16)
-
-
-LOADED = {
-    **{name: partial(build, name) for name in BACKBONES},
-    "registers": partial(build, "vit", reg_tokens=2, pre_norm=True, qk_norm=True),
-    "legacy": partial(build, "tnt", legacy=True),
-    "autoformer": partial(NINE_BY_SIXTEEN["autoformer"], img_size=32),
-    "supernet": partial(small_supernet),
-    "classical": partial(small_supernet, ClassicalSharing),
-    "mae": partial(
-        MaskedAutoencoder,
-        32,
-        8,
-        3,
-        24,
-        1,
-        2,
-        decoder_embed_dim=16,
-        decoder_depth=1,
-        decoder_num_heads=2,
-    ),
-    "masked beit": partial(BeitForMaskedImageModeling, 32, 8, 3, 16, 24, 1, 3),
-    "detr": small_detr,
-    "panoptic": lambda: PanopticDETR(small_detr(), num_groups=2),
-    "dvae": partial(DiscreteVAE, 8, dim=8),
-    "quantizer": lambda: VQAutoencoder(
-        nn.Conv2d(3, 8, 4, 4), VectorQuantizer(4, 8), nn.ConvTranspose2d(8, 3, 4, 4)
-    ),
-    "gpt": lambda: GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=1, n_head=2, n_embd=16)),
-    "llama": lambda: GPT(
-        GPTConfig(
-            vocab_size=11,
-            block_size=8,
-            n_layer=1,
-            n_head=2,
-            n_embd=16,
-            position="rotary",
-            norm="rms",
-            mlp="swiglu",
-            n_kv_head=1,
-        )
-    ),
-    **{
-        f"transformer, {position}": partial(
-            Transformer, 11, None, 16, 2, 1, 1, 16, max_length=8, position=position
-        )
-        for position in ("sinusoidal", "learned", "relative", "alibi", "rotary", "none")
-    },
-    "captioner": lambda: Captioner(11, PlaceEncoder(16, 32), hidden_dim=16, max_length=6),
-    "draw": partial(Draw, (8, 8), steps=2, glimpse=3, hidden_dim=8, latent_dim=4),
-}
-
-
-def outputs(model, name):
-    """All tensors that a model returns for an input that it takes, without randomness."""
-    torch.manual_seed(0)
-    x = images(2, (32, 32)).float()
-    tokens = torch.randint(1, 11, (2, 6))
-    if name in ("supernet", "classical"):
-        x = torch.randn(2, 1, 10, 10)
-    if name == "masked beit":
-        found = model(x, torch.rand(2, 4, 4) < 0.5)
-    elif name in ("gpt", "llama"):
-        found = model(tokens)
-    elif name.startswith("transformer"):
-        found = model(tokens, tokens)
-    elif name == "captioner":
-        found = model(x, tokens)
-    elif name == "draw":
-        found = model(torch.rand(2, 1, 8, 8))
-    else:
-        found = model(x)
-    return [y for y in tree_leaves(found) if torch.is_tensor(y)]
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["assign", "to_empty"])

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from test_backbones import LOADED, outputs
+from small_models import LOADED, outputs
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
