@@ -534,12 +534,20 @@ class ResNet(nn.Module):
     dilation : bool
         Whether the last stage dilates its kernels in place of its stride (DC5).
     in_chans : int
+
+    Raises
+    ------
+    ValueError
+        If torchvision has no such model, or it is not a ResNet.
     """
 
     def __init__(self, name="resnet50", dilation=False, in_chans=3):
         with detection_extra():
             from torchvision.models import get_model
         super().__init__()
+        if "resne" not in name:  # as in "resnext50_32x4d"
+            raise ValueError(f"name ({name!r}) must be a ResNet of torchvision's, such as "
+                             "'resnet50'")
         model = get_model(name, weights=None, norm_layer=FrozenBatchNorm2d,
                           replace_stride_with_dilation=[False, False, dilation])
         self.conv1, self.bn1, self.maxpool = model.conv1, model.bn1, model.maxpool

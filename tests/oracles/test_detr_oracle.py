@@ -705,8 +705,9 @@ def largest(x):
 def test_resnets_of_other_images_and_names():
     model = detr.ResNet("resnet18", in_chans=1)
     assert model(torch.randn(1, 1, 40, 64))[-1].shape == (1, 512, 2, 2)
-    with pytest.raises(ValueError, match="resnet19"):
-        detr.ResNet("resnet19")
+    for name in ("resnet19", "vgg16"):
+        with pytest.raises(ValueError, match=name):
+            detr.ResNet(name)
 
 
 @drawn(batches, st.tuples(st.integers(1, 3), st.integers(1, 5)), seeds)
