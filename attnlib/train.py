@@ -104,8 +104,8 @@ def epochs(*tensors, batch_size, seed=0):
     n = lengths[0]
     if batch_size not in range(1, n + 1):  # nor between two integers
         raise ValueError(
-            f"batch_size ({batch_size}) must be an integer between 1 and the number of rows "
-            f"({n})")
+            f"batch_size ({batch_size}) must be between 1 and the number of rows ({n}), and an "
+            "integer")
 
     def batches(step):
         epoch, i = divmod(step, n // batch_size)

@@ -58,9 +58,7 @@ def filled(model):
 def test_packed_layers(data, lead, fan_in, fan_out, activation, dtype):
     """Any leading axes, strides and activations; also without a bias or a row."""
     weight = normal((fan_out, fan_in), dtype, 1, data.draw(layouts))
-    bias = (
-        normal((fan_out,), dtype, 2, data.draw(layouts)) if data.draw(st.booleans()) else None
-    )
+    bias = normal((fan_out,), dtype, 2) if data.draw(st.booleans()) else None
     x = normal((*lead, fan_in), dtype, 3, data.draw(layouts))
     layer = PackedLinear(weight, bias, activation)
     functions = {
@@ -145,6 +143,15 @@ def test_inputs_that_do_not_fit_are_named(channels, other, dtype, seed):
         inference.check_packed(x, weight, channels, -1)
 
 
+@pytest.mark.xfail(strict=True, reason="PackedLinear reads a bias as if it had no gaps")
+@pytest.mark.parametrize("layout", ["strided", "expanded"])
+def test_a_bias_with_gaps_in_memory(layout):
+    weight, x = normal((4, 3), torch.float32, 1), normal((2, 3), torch.float32, 3)
+    bias = normal((4,), torch.float32, 2, layout)
+    with torch.no_grad():
+        close(PackedLinear(weight, bias)(x), F.linear(x, weight, bias), torch.float32)
+
+
 # --- models -----------------------------------------------------------------------------------
 
 
@@ -186,7 +193,18 @@ def backbones(draw):
     return filled(model), size
 
 
-@drawn(backbones(), st.integers(0, 3), st.sampled_from((torch.float32, torch.float64)), layouts)
+@pytest.mark.xfail(strict=True, reason="outputs of no images are joined")
+def test_no_images():
+    """A batch of 0, with shifted windows."""
+    sizes = dict(embed_dim=8, depths=(2,), num_heads=(2,), window_size=2)
+    model = SwinTransformer((8, 8), 2, 3, 5, **sizes).eval()
+    x = torch.zeros(0, 3, 8, 8)
+    assert model(x).shape == (0, 5)
+    with torch.no_grad():
+        assert optimize_for_inference(model)(x).shape == (0, 5)
+
+
+@drawn(backbones(), st.integers(1, 3), st.sampled_from((torch.float32, torch.float64)), layouts)
 def test_images(model_and_size, batch, dtype, layout):
     """Logits and features of the copy are those of the model, which stays as it was."""
     model, size = model_and_size
