@@ -114,7 +114,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         if activation not in FUNCTIONS:
             raise ValueError(f"activation ({activation!r}) must be one of {list(FUNCTIONS)}")
-        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach().contiguous()  # as oneDNN reads it
         self.activation = activation
         self.pack()
 
@@ -204,8 +205,11 @@ class FastWindowAttention(nn.Module):
         q, k, v = qkv.unbind(3)  # (B, windows, h, N, d), or (1, B windows, h, N, d)
         if self.length is not None:
             q, k = normalize(qkv[:, :, :, :2], self.length).unbind(3)
-        out = [merge_heads(attend(*image, None, bias, self.scale)) for image in zip(q, k, v)]
-        out = (out[0] if len(out) == 1 else torch.cat(out)).view_as(x)  # (B, windows, N, C)
+        if len(x) == 0:  # no images
+            out = x
+        else:
+            out = [merge_heads(attend(*image, None, bias, self.scale)) for image in zip(q, k, v)]
+            out = (out[0] if len(out) == 1 else torch.cat(out)).view_as(x)  # (B, windows, N, C)
         out = reverse_cyclic_shift(window_reverse(out, layout.window, layout.padded), layout)
         return self.proj(out[:, :rows, :columns])
 

@@ -143,7 +143,6 @@ def test_inputs_that_do_not_fit_are_named(channels, other, dtype, seed):
         inference.check_packed(x, weight, channels, -1)
 
 
-@pytest.mark.xfail(strict=True, reason="PackedLinear reads a bias as if it had no gaps")
 @pytest.mark.parametrize("layout", ["strided", "expanded"])
 def test_a_bias_with_gaps_in_memory(layout):
     weight, x = normal((4, 3), torch.float32, 1), normal((2, 3), torch.float32, 3)
@@ -193,7 +192,6 @@ def backbones(draw):
     return filled(model), size
 
 
-@pytest.mark.xfail(strict=True, reason="outputs of no images are joined")
 def test_no_images():
     """A batch of 0, with shifted windows."""
     sizes = dict(embed_dim=8, depths=(2,), num_heads=(2,), window_size=2)
