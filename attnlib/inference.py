@@ -208,8 +208,9 @@ class FastWindowAttention(nn.Module):
         if len(x) == 0:  # no images
             out = x
         else:
-            out = [merge_heads(attend(*image, None, bias, self.scale)) for image in zip(q, k, v)]
-            out = (out[0] if len(out) == 1 else torch.cat(out)).view_as(x)  # (B, windows, N, C)
+            out = [merge_heads(attend(*image, None, bias, self.scale))
+                   for image in zip(q, k, v)]
+            out = (out[0] if len(out) == 1 else torch.cat(out)).view_as(x)
         out = reverse_cyclic_shift(window_reverse(out, layout.window, layout.padded), layout)
         return self.proj(out[:, :rows, :columns])
 

@@ -305,7 +305,6 @@ ORACLES = {
     "FastWindowAttention": test_images,
     "FastSelfAttention": test_sentences,
     "FastCrossAttention": test_sentences,
-    "decode": test_sentences,
     "pack_feed_forward": test_sentences,
     "FastCausalAttention": test_texts,
     "pack_gpt_mlp": test_texts,
