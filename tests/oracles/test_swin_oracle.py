@@ -72,7 +72,8 @@ def test_maps_and_images_are_padded_and_cropped(size, unit, batch, dtype, seed, 
     assert round_up(size, unit) == wanted
     padded = pad_map(x, wanted)
     assert padded.shape == (batch, *wanted, 3) and torch.equal(crop_map(padded, size), x)
-    padded[:, : size[0], : size[1]] -= x
+    padded = padded.clone()
+    padded[:, : size[0], : size[1]] = 0
     assert not padded.any()
     images = x.movedim(3, 1)
     if all(s >= u for s, u in zip(size, unit)):
@@ -86,7 +87,8 @@ def test_maps_and_images_are_padded_and_cropped(size, unit, batch, dtype, seed, 
             padded_size(size, unit)
         with pytest.raises(ValueError, match="x of size"):
             pad_images(images, unit)
-    assert pad_images(x[0] if batch else x, unit).ndim in (3, 4)
+    one = x.select(3, 0)  # what is no batch of images is left to the first layer
+    assert pad_images(one, unit) is one
 
 
 @drawn(map_sizes(7), batches, st.integers(1, 3), dtypes(), seeds, layouts)
