@@ -182,8 +182,9 @@ def gradient_map(model, x, patch_size):
     Tensor, shape (B, N)
     """
     x = x.detach().requires_grad_()
-    largest = model.eval()(x).max(-1).values
-    (gradient,) = torch.autograd.grad(largest.sum(), x)  # images do not influence each other
+    with torch.enable_grad():
+        largest = model.eval()(x).max(-1).values
+        (gradient,) = torch.autograd.grad(largest.sum(), x)  # images do not influence each other
     size = gradient.abs().sum(1, keepdim=True)  # (B, C, H, W) -> (B, 1, H, W)
     return patch_size**2 * F.avg_pool2d(size, patch_size).flatten(1)  # (B, H', W') -> (B, N)
 
@@ -205,12 +206,14 @@ def occlusion_map(model, x, patch_size):
     Tensor, shape (B, N)
     """
     model.eval()
-    every, found = torch.arange(x.shape[2] * x.shape[3] // patch_size**2)[:, None], []
-    for image in x.split(1):
-        logits = model(image)  # (1, K)
-        hidden = model(hide(image.expand(len(every), -1, -1, -1), every, patch_size))  # (N, K)
-        found.append((logits - hidden)[:, logits.argmax()])
-    return torch.stack(found)
+    count = x.shape[2] * x.shape[3] // patch_size**2
+    every = torch.arange(count, device=x.device)[:, None]
+    falls = x.new_empty(len(x), count)
+    for i, image in enumerate(x):
+        logits = model(image[None])  # (1, K)
+        hidden = model(hide(image.expand(count, -1, -1, -1), every, patch_size))  # (N, K)
+        falls[i] = (logits - hidden)[:, logits.argmax()]
+    return falls
 
 # %% ../nbs/36_practice.ipynb #layer-decay
 def layer_numbers(model):
@@ -376,6 +379,8 @@ def check_pixels(name, images):
     if not images.is_floating_point():
         raise TypeError(f"{name} of dtype {images.dtype} must be floating point, from 0 to 1; "
                         "divide bytes by 255")
+    if images.numel() == 0:
+        return
     lowest, highest = images.aminmax()
     if not (lowest >= -0.5 and highest <= 1.5):
         raise ValueError(f"{name} has values from {lowest:g} to {highest:g}; pixels must be "
@@ -409,10 +414,12 @@ def prepared(images, name, img_size=None):
     """
     check_pixels("images", images)
     config = data_config(name, img_size)
-    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
-    images = F.interpolate(images, config["input_size"][1:], mode=config["interpolation"],
-                           antialias=True)
-    return (images.clamp(0, 1) - mean.to(images)) / std.to(images)
+    mean, std = (torch.tensor(config[key], dtype=torch.float64).view(3, 1, 1)
+                 for key in ("mean", "std"))
+    wide = images.to(torch.promote_types(images.dtype, torch.float32))
+    scaled = F.interpolate(wide, config["input_size"][1:], mode=config["interpolation"],
+                           antialias=True).clamp(0, 1)
+    return ((scaled - mean.to(scaled)) / std.to(scaled)).to(images.dtype)
 
 
 def transfer(name, train, test, *, img_size=None, pretrained=True, device="cpu", **options):

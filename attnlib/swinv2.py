@@ -395,5 +395,7 @@ for size, window, img_size, weights in (
     grown = "to" in window  # since it was trained
     name = f"swinv2_{size}_window{window}_{'192to' * grown}{img_size}"
     trained = dict(pretrained_window_sizes=(12, 12, 12, 6)) if grown else {}
+    if weights == "ms_in22k":  # the classes of the weights
+        trained["num_classes"] = 21841
     register_model(name, SwinTransformerV2, hub=f"timm/{name}.{weights}", img_size=img_size,
                    window_size=int(window.split("to")[-1]), **SIZES[size], **trained)

@@ -61,7 +61,8 @@ def model_and_images(name, grid, batch, seed):
 def test_slopes_are_summed_over_patches(name, grid, batch, strided, seed):
     model, x = model_and_images(name, grid, batch, seed)
     x = x.transpose(2, 3).contiguous().transpose(2, 3) if strided else x
-    found = gradient_map(model, x, 8)
+    with torch.set_grad_enabled(not strided):
+        found = gradient_map(model, x, 8)
     assert found.shape == (batch, math.prod(grid)) and not x.requires_grad
     for image, row in zip(x, found, strict=True):
         own = image[None].clone().requires_grad_()
@@ -72,7 +73,7 @@ def test_slopes_are_summed_over_patches(name, grid, batch, strided, seed):
             close(value, cut.abs().sum(), 1e-9)
 
 
-@drawn(families, map_sizes(3), st.integers(1, 3), seeds)
+@drawn(families, map_sizes(3), batches, seeds)
 def test_the_largest_logit_falls_by_the_difference(name, grid, batch, seed):
     model, x = model_and_images(name, grid, batch, seed)
     found = occlusion_map(model, x, 8)
@@ -236,7 +237,7 @@ names = st.sampled_from(("deit_tiny_patch16_224", "vit_collages", "swin_collages
     map_sizes(60),
     st.sampled_from((None, 16, (24, 40))),
     st.integers(1, 2),
-    dtypes(torch.float64, torch.float32),
+    dtypes(),
     seeds,
     layouts,
 )
@@ -250,8 +251,9 @@ def test_images_are_scaled_and_standardized(name, size, img_size, batch, dtype, 
     )
     found = prepared(images, name, img_size)
     assert found.dtype == dtype and found.shape == (batch, 3, *target)
-    # mean and deviation are float32; a place among 60 pixels is rounded like 60
-    limit = 1e-6 if dtype == torch.float64 else 60 * tolerance(dtype)
+    # a place among 60 pixels is rounded like 60, in float32 at least
+    limit = max(tolerance(dtype), 60 * tolerance(torch.promote_types(dtype, torch.float32)))
+    limit = limit if dtype != torch.float64 else 1e-11
     for channel in range(3):
         own = wanted[:, channel].clamp(0, 1) - config["mean"][channel]
         close(found[:, channel].double(), own / config["std"][channel], limit)
