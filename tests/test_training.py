@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from accelerate import Accelerator
-from test_train_parallel import SHARDED, together
+from processes import SHARDED, together
 
 from attnlib.beit import VectorQuantizer
 from attnlib.practice import fine_tune
