@@ -183,8 +183,8 @@ def gradient_map(model, x, patch_size):
     """
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        largest = model.eval()(x).max(-1).values
-        (gradient,) = torch.autograd.grad(largest.sum(), x)  # images do not influence each other
+        largest = model.eval()(x).max(-1).values.sum()  # images do not influence each other
+        (gradient,) = torch.autograd.grad(largest, x)
     size = gradient.abs().sum(1, keepdim=True)  # (B, C, H, W) -> (B, 1, H, W)
     return patch_size**2 * F.avg_pool2d(size, patch_size).flatten(1)  # (B, H', W') -> (B, N)
 

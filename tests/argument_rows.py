@@ -3,7 +3,9 @@ arguments another value, which must have an effect."""
 
 import random
 from dataclasses import dataclass
+from functools import cache
 
+import numpy as np
 import torch
 import torch.nn as nn
 
@@ -13,11 +15,13 @@ from attnlib import (
     decoding,
     detr,
     gpt,
+    models,
     modern,
     scaling,
     spatial,
     swin,
     transformer,
+    translation,
 )
 
 
@@ -81,7 +85,7 @@ def trained(*inputs, call=None):
             one = [x.to(dtype) if is_float(x) else x for x in one]
             torch.manual_seed(2)
             try:
-                found.append((call or module)(*one) if call is None else call(module, *one))
+                found.append(module(*one) if call is None else call(module, *one))
             except ValueError as error:
                 found.append(str(error))
         return found
@@ -111,14 +115,12 @@ LAYER_OTHERS = dict(dim=24, num_heads=2)
 TOKENS = numbers(4, 16, 12)
 WIDE = numbers(4, 16, 24)
 MAP = numbers(4, 8, 8, 12)
-PARTS = trained(TOKENS, WIDE)  # a layer fails on one of them; see `either`
 
 
 def either(*inputs, call=None):
-    """`trained` on those inputs whose last axis the module takes."""
-    use = trained(*inputs, call=call)
+    """`trained` on several inputs, of which a module may take some: those of its width."""
 
-    def fitting(module):
+    def use(module):
         found = []
         for one in inputs:
             try:
@@ -127,7 +129,7 @@ def either(*inputs, call=None):
                 found.append(type(error).__name__)
         return found
 
-    return fitting if len(inputs) > 1 else use
+    return use
 
 
 ON_TOKENS = either(TOKENS, WIDE)
@@ -1489,6 +1491,265 @@ FUNCTIONS |= {
     ),
 }
 
+
+# --- training, detection and translation ------------------------------------------------------
+
+
+def regressor(width=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.Dropout(0.2), nn.Tanh(), nn.Linear(width, 4))
+
+
+def squares(model, batch):
+    x, y = batch
+    return (model(x) - y).square().sum(), y.numel()
+
+
+def pairs(step):
+    x = numbers(8, 4, seed=step)
+    return x, 9 * x.roll(1, 1)
+
+
+@cache
+def words():
+    """A tokenizer of number names, two models that do not know them, and a table."""
+    tokenizer = translation.number_tokenizer(range(100), 150)
+    models = []
+    for norm_first in (False, True):
+        torch.manual_seed(0)
+        sizes = dict(dropout=0.0, max_length=128, norm_first=norm_first)
+        model = transformer.Transformer(150, None, 16, 2, 1, 1, 24, **sizes)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(0, 0.7)
+            model.decoder.layers[0].multihead_attn.out_proj.weight.mul_(30)
+        models.append(model.eval())
+    return tokenizer, models, translation.number_table(tokenizer, range(50))
+
+
+def found(**options):
+    """Logits and boxes as a detector gives them."""
+    shape = dict(logits=numbers(1, 4, 6), boxes=numbers(1, 4, 4).sigmoid(), auxiliary=[])
+    return detr.Output(**shape | options)
+
+
+SURE = 9 * torch.eye(4)[[0, 0, 1, 1]]
+TARGETS = [dict(labels=torch.tensor([1, 2]), boxes=BOXES)]
+OTHER_TARGETS = [dict(labels=torch.tensor([3, 2]), boxes=OTHER_BOXES)]
+SEGMENTS = [
+    (
+        torch.tensor([[1, 1, 2], [1, 2, 2]]),
+        [dict(id=1, category_id=0), dict(id=2, category_id=1)],
+    )
+]
+OTHER_SEGMENTS = [(torch.tensor([[1, 1, 1], [1, 2, 2]]), SEGMENTS[0][1])]
+FUNCTIONS |= {
+    "train.fit": Row(
+        dict(model=regressor(), loss_fn=squares, batches=pairs, steps=6, every=2, lr=0.1),
+        dict(
+            model=regressor(5),
+            loss_fn=lambda model, batch: (squares(model, batch)[0], 7),
+            batches=lambda step: pairs(step + 1),
+            steps=8,
+            lr=0.2,
+            warmup=2,
+            schedule="constant",
+            betas=(0.5, 0.98),
+            weight_decay=0.9,
+            clip=1e-9,
+            evaluate=lambda model: dict(answer=42),
+            every=3,
+            stop_after=4,
+            seed=1,
+            lr_scale={"0.weight": 0.1},
+            parallel=Fails("zero", "parallel"),
+        ),
+    ),
+    "train.adamw": Row(
+        dict(model=regressor(), lr=0.1, betas=(0.9, 0.99), weight_decay=0.1),
+        dict(
+            model=regressor(5),
+            lr=0.2,
+            betas=(0.5, 0.99),
+            weight_decay=0.2,
+            lr_scale={"0.weight": 0.1},
+        ),
+        lambda optimizer: [
+            optimizer.state_dict()["param_groups"],
+            [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]],
+        ],
+    ),
+    "train.without_decay": Row(
+        dict(model=regressor()),
+        dict(model=models.create_model("vit_tiny_patch16_224", depth=1)),
+        sorted,
+    ),
+    "detr.HungarianMatcher": Row(
+        dict(),
+        dict(cost_class=50, cost_box=0, cost_giou=-9),
+        lambda matcher: matcher(numbers(1, 40, 6), numbers(1, 40, 4).sigmoid(), TARGETS),
+    ),
+    "detr.SetLoss": Row(
+        dict(num_classes=5),
+        dict(
+            num_classes=Fails(6, "logits"),
+            weights={"class": 2, "box": 5, "giou": 2},
+            no_object=0.5,
+            matcher=detr.HungarianMatcher(0, 0, -9),
+        ),
+        lambda loss: loss(found(), TARGETS),
+    ),
+    "detr.postprocess": Row(
+        dict(output=found(), sizes=torch.tensor([[20, 30]])),
+        dict(output=found(logits=numbers(1, 4, 6, seed=1)), sizes=torch.tensor([[30, 20]])),
+    ),
+    "panoptic.merge": Row(
+        dict(logits=SURE, masks=5 * numbers(4, 8, 8), things=[0]),
+        dict(
+            logits=SURE.flip(0),
+            masks=5 * numbers(4, 8, 8, seed=1),
+            things=[0, 1, 2],
+            size=(16, 16),
+            threshold=0.9999,
+            smallest=30,
+            mask=torch.ones(16, 12, dtype=torch.bool),
+        ),
+    ),
+    "panoptic.panoptic_quality": Row(
+        dict(predictions=SEGMENTS, truths=SEGMENTS),
+        dict(predictions=OTHER_SEGMENTS, truths=OTHER_SEGMENTS, things=[0]),
+    ),
+    "panoptic.mask_loss": Row(
+        dict(
+            masks=numbers(1, 4, 4, 4),
+            targets=[dict(labels=torch.tensor([1, 2]), masks=(numbers(2, 8, 8) > 0).float())],
+        )
+        | dict(matched=[(torch.tensor([0, 1]), torch.tensor([1, 0]))]),
+        dict(masks=numbers(1, 4, 4, 4, seed=1))
+        | dict(
+            targets=[dict(labels=torch.tensor([1, 2]), masks=(numbers(2, 8, 8) < 0).float())]
+        )
+        | dict(matched=[(torch.tensor([2, 1]), torch.tensor([1, 0]))], num_boxes=7.0),
+    ),
+    "translation.direction_batches": Row(
+        dict(tokenizer=words()[0], table=words()[2], directions=[("en", "de"), ("de", "en")])
+        | dict(batch_size=4),
+        dict(
+            table=words()[2].flip(1),
+            directions=[("en", "nl")],
+            batch_size=3,
+            seed=1,
+            shared=False,
+            tag_on="target",
+        ),
+        called(1),
+    ),
+    "translation.translate_numbers": Row(
+        dict(
+            model=words()[1][0],
+            tokenizer=words()[0],
+            texts=["one", "two", "five", "nine", "seven"],
+            language="de",
+        ),
+        dict(
+            model=words()[1][1],
+            texts=["three", "four", "six"],
+            language="nl",
+            max_length=3,
+            tag_on="target",
+        ),
+    ),
+    "translation.translate": Row(
+        dict(
+            model=words()[1][0],
+            tokenizer=words()[0],
+            texts=["one", "two", "five", "nine", "seven"],
+            max_length=8,
+        ),
+        dict(
+            model=words()[1][1],
+            texts=["three", "four", "six"],
+            beam_size=1,
+            length_penalty=Fails("1", "length_penalty", TypeError),
+            max_length=4,
+            batch_size=Fails(0, "batch_size"),
+        ),
+    ),
+    "translation.number_table": Row(
+        dict(tokenizer=words()[0], numbers=[1, 2]), dict(numbers=[3], languages=("en", "de"))
+    ),
+    "translation.tag": Row(dict(language="de"), dict(language="en")),
+    "data.encode": Row(
+        dict(tokenizer=words()[0], texts=["one", "two", "five", "nine", "seven"]),
+        dict(texts=["six"]),
+    ),
+    "autoformer.search": Row(
+        dict(score=lambda subnet: sum(subnet.num_heads), supernet=autoformer.small_supernet())
+        | dict(population=6, generations=2, parents=3, crossovers=2, mutations=2),
+        dict(
+            score=lambda subnet: -subnet.embed_dim,
+            supernet=autoformer.SuperTransformer(SPACE, 8, 4, 5, 8, 1),
+            population=8,
+            generations=1,
+            parents=2,
+            crossovers=3,
+            mutations=3,
+            mutate_prob=0.9,
+            depth_prob=0.9,
+            seed=1,
+            max_params=20_000,
+        ),
+        lambda pair: [[vars(one), score] for one, score in pair[1]],
+    ),
+    "autoformer.random_search": Row(
+        dict(score=lambda subnet: sum(subnet.num_heads), supernet=autoformer.small_supernet())
+        | dict(evaluations=5),
+        dict(
+            score=lambda subnet: -subnet.embed_dim,
+            supernet=autoformer.SuperTransformer(SPACE, 8, 4, 5, 8, 1),
+            evaluations=6,
+            seed=1,
+            max_params=20_000,
+        ),
+        lambda pair: [[vars(one), score] for one, score in pair[1]],
+    ),
+    "autoformer.SuperTransformer": Row(
+        dict(space=SPACE, img_size=8, patch_size=4, num_classes=5, head_dim=8, in_chans=1),
+        dict(
+            space=autoformer.Space((16, 32), (1, 2), (1, 2), (1, 2)),
+            img_size=16,
+            patch_size=2,
+            num_classes=6,
+            head_dim=4,
+            in_chans=3,
+            embed_dim=64,
+        ),
+        state,
+    ),
+    "practice.layer_scales": Row(
+        dict(model=models.create_model("vit_tiny_patch16_224", depth=2)),
+        dict(model=models.create_model("vit_tiny_patch16_224", depth=3), decay=0.5),
+    ),
+    "practice.prepared": Row(
+        dict(images=image(16).sigmoid(), name="vit_tiny_patch16_224", img_size=32),
+        dict(
+            images=image(16).sigmoid() ** 2,
+            name="deit_tiny_patch16_224",
+            img_size=48,
+        ),
+    ),
+    "models.classify": Row(
+        dict(model=models.create_model("vit_tiny_patch16_224", depth=1).eval())
+        | dict(picture=np.full((40, 40, 3), 9, np.uint8)),
+        dict(
+            model=models.create_model("vit_tiny_patch16_224", depth=2).eval(),
+            picture=np.full((40, 40, 3), 200, np.uint8),
+            k=3,
+            names=[str(number) for number in range(1000)],
+        ),
+    ),
+}
+
 SAME = "the result is the same in less memory or time"
 SPARED = {  # arguments without another value here, and why
     "data.small_images": dict(folder="of files that are downloaded"),
@@ -1500,6 +1761,12 @@ SPARED = {  # arguments without another value here, and why
     "flash.tiled_attention": dict.fromkeys(("block_rows", "block_cols"), SAME),
     "flash.packed_ranges": dict(device="values are read, so it cannot be the device meta"),
     "models.create_model": dict(pretrained="downloads"),
+    "data.encode": dict(tokenizer="has a test", prefix="has a test"),
+    "train.fit": dict.fromkeys(("checkpoint", "accelerator"), "tests/test_train.py"),
+    "translation.direction_batches": dict(tokenizer="all have the same tags"),
+    "translation.number_table": dict(tokenizer="another one has other tokens"),
+    "translation.translate": dict(tokenizer="another one has other tokens"),
+    "translation.translate_numbers": dict(tokenizer="another one has other tokens"),
     "swin.padded_size": dict(name="stands in the error"),
     "swinv2.sequential_attention": dict(windows_at_once=SAME),
 }
@@ -1507,11 +1774,10 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     """
     attention.active_backend attention.attention_backend attention.checkpoint_block
     attention.float32_products attention.register_backend
-    autoformer.ClassicalSharing autoformer.Space autoformer.Subnet autoformer.SuperTransformer
-    autoformer.budget autoformer.check_elastic autoformer.chosen autoformer.crossover
-    autoformer.draw autoformer.extract autoformer.first_outputs autoformer.operations
-    autoformer.parameter_count autoformer.random_search autoformer.random_subnet
-    autoformer.renew_grid autoformer.sandwich_loss autoformer.scores_of autoformer.search
+    autoformer.ClassicalSharing autoformer.Space autoformer.Subnet autoformer.budget
+    autoformer.check_elastic autoformer.chosen autoformer.crossover autoformer.draw
+    autoformer.extract autoformer.first_outputs autoformer.operations autoformer.parameter_count
+    autoformer.random_subnet autoformer.renew_grid autoformer.sandwich_loss autoformer.scores_of
     autoformer.small_supernet autoformer.uniform_loss
     backbone.frozen_copy backbone.guard backbone.init_weights backbone.is_plain
     backbone.is_unchanged backbone.keep_evaluation backbone.resample_parameter
@@ -1526,12 +1792,12 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     cost.fastest_float32 cost.matmul_precision cost.measure_precisions cost.measure_roofline
     cost.operator_group cost.profile_groups cost.roofline_probes cost.saved_activations
     cost.seconds cost.take_turns cost.training_memory
-    data.cifar data.decode data.draw_scenes data.encode data.fetch data.flickr8k data.multi30k
+    data.cifar data.decode data.draw_scenes data.fetch data.flickr8k data.multi30k
     data.text_corpus data.train_bpe data.train_tokenizer
     decoding.generate
-    detr.Features detr.HungarianMatcher detr.Output detr.SetLoss detr.anchor_sines
-    detr.check_images detr.check_targets detr.check_values detr.frozen_conv detr.pad_targets
-    detr.postprocess detr.residual_block detr.safe_ratio detr.small_detr detr.upcast
+    detr.Features detr.Output detr.anchor_sines detr.check_images detr.check_targets
+    detr.check_values detr.frozen_conv detr.pad_targets detr.residual_block detr.safe_ratio
+    detr.small_detr detr.upcast
     efficient.check_grid efficient.check_lengths efficient.elu_features
     flash.Ranges flash.compile_for flash.compile_kernel flash.flash_attention
     flash.flash_backend flash.flash_decode flash.is_supported flash.launch flash.merge_partials
@@ -1549,20 +1815,18 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     inference.replace
     mae.check_encoder_options mae.check_hidden mae.check_noise mae.init_weights mae.last_block
     mae.lean_loss mae.load_encoder mae.masked_loss mae.normalized mae.stack mae.unpatchify
-    models.adapt_channels models.check_classifies models.classify models.fetch_weights
-    models.labels models.load_pretrained models.open_picture models.preprocess
-    models.pretrained_cfg models.read_weights models.register_model models.state_dict_of
-    models.unwrap_state_dict
+    models.adapt_channels models.check_classifies models.fetch_weights models.labels
+    models.load_pretrained models.open_picture models.preprocess models.pretrained_cfg
+    models.read_weights models.register_model models.state_dict_of models.unwrap_state_dict
     modern.RotaryAttention modern.apply_rotary_2d modern.use_rotary
     panoptic.PanopticDETR panoptic.PanopticOutput panoptic.bounds panoptic.check_masks
     panoptic.check_merge panoptic.check_segments panoptic.cut_padding panoptic.join_stuff
-    panoptic.label_maps panoptic.mask_loss panoptic.match_segments panoptic.matched_queries
-    panoptic.mean_quality panoptic.merge panoptic.overlaps panoptic.panoptic_detr
-    panoptic.panoptic_quality panoptic.quality panoptic.small_panoptic
+    panoptic.label_maps panoptic.match_segments panoptic.matched_queries panoptic.mean_quality
+    panoptic.overlaps panoptic.panoptic_detr panoptic.quality panoptic.small_panoptic
     plot.plot_attention plot.plot_history plot.show
     practice.check_pixels practice.fine_tune practice.fold_normalization practice.gradient_map
-    practice.layer_numbers practice.layer_scales practice.moving_average practice.occlusion_map
-    practice.prepared practice.rollout_map practice.transfer
+    practice.layer_numbers practice.moving_average practice.occlusion_map practice.rollout_map
+    practice.transfer
     recipes.accuracy recipes.cross_entropy recipes.distill recipes.distill_small
     recipes.names_right recipes.small_run recipes.train_classifier recipes.train_processes
     recipes.train_small recipes.train_translator
@@ -1579,21 +1843,20 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     swin.stage_windows swin.token_map swin.window_reverse
     swinv2.check_pretrained_window swinv2.restore_trained_window swinv2.store_trained_window
     tnt.Block tnt.patchify tnt.unpatchify
-    train.adamw train.epochs train.fit train.frozen_in_evaluation train.load_checkpoint
-    train.machine train.memory_levels train.modes_restored train.peak_memory train.prepare
-    train.print_speed train.read_record train.resume train.save_checkpoint train.save_shards
-    train.seeded train.shard_blocks train.share_buffers train.train_step train.training_state
-    train.without_decay train.write_record
+    train.epochs train.frozen_in_evaluation train.load_checkpoint train.machine
+    train.memory_levels train.modes_restored train.peak_memory train.prepare train.print_speed
+    train.read_record train.resume train.save_checkpoint train.save_shards train.seeded
+    train.shard_blocks train.share_buffers train.train_step train.training_state
+    train.write_record
     transformer.check_padding transformer.check_rows transformer.check_settings
     transformer.check_tied transformer.check_tokens transformer.evaluation
     transformer.from_torch transformer.layer_from_torch
     translation.answer_kind translation.check_side translation.direction_accuracy
-    translation.direction_batches translation.from_marian translation.is_in
-    translation.keep_best translation.length_run translation.load_marian translation.lowest_row
-    translation.marian_weights translation.multi30k_run translation.number_pieces
-    translation.number_run translation.number_scores translation.number_table
-    translation.number_tokenizer translation.own_tokens translation.tag translation.translate
-    translation.translate_numbers translation.translation_loss translation.trim
+    translation.from_marian translation.is_in translation.keep_best translation.length_run
+    translation.load_marian translation.lowest_row translation.marian_weights
+    translation.multi30k_run translation.number_pieces translation.number_run
+    translation.number_scores translation.number_tokenizer translation.own_tokens
+    translation.translation_loss translation.trim
     vit.attention_rollout vit.check_divides vit.check_images vit.learned_tokens vit.patch_shares
     windows.FusedBlock windows.FusedMerging windows.can_fuse windows.can_fuse_merging
     windows.compile_for windows.compile_linear windows.fuse_swin windows.fused_linear

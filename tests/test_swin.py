@@ -454,7 +454,7 @@ def test_bad_input(call, message):
         call()
 
 
-def test_a_backend_that_cannot_serve_is_asked_in_vain():
+def test_a_backend_that_cannot_serve_is_asked_in_vain(monkeypatch):
     """A registered kernel for windows gets the padded map, and may decline."""
     from attnlib import attention
 
@@ -464,6 +464,7 @@ def test_a_backend_that_cannot_serve_is_asked_in_vain():
         seen.append((qkv.shape, bias.shape, layout.shift, num_heads, options))
         return NotImplemented
 
+    monkeypatch.setattr(attention, "BACKENDS", dict(attention.BACKENDS))  # until its end
     attention.register_backend("declines", attention.reference)
     attention.register_backend("declines", kernel, "window_attention")
     with attention_backend("declines"):

@@ -274,6 +274,8 @@ ORACLES = {
 }
 NOT_HERE = {
     "fold_normalization": "tested in test_practice.py",
+    "check_folding": "part of fold_normalization",
+    "folded_config": "part of fold_normalization",
     "transfer": "an experiment of create_model and fine_tune, tested in test_practice.py",
 }
 
