@@ -403,6 +403,7 @@ NOT_HERE = {
     "float32_products": "reads a setting of PyTorch; tests/test_attention.py sets each",
     "cpu_flags": "reads a file of Linux; tests/test_attention.py",
     "has_amx": "looks a name up in cpu_flags",
+    "SameTensors": "part of checkpoint_block; tests/test_backbones.py",
 }
 
 

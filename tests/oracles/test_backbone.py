@@ -447,6 +447,8 @@ NOT_HERE = {
     "refuse_weights": "raises only, tested with the fused models",
     "keep_evaluation": "raises only, tested with the fused models",
     "guard": "makes a model refuse, tested with the fused models",
+    "SameParameters": "raises only; tests/test_transformations.py",
+    "resize": "set_input_size of an optimized copy; tests/test_inference.py",
 }
 
 

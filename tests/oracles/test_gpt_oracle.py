@@ -733,7 +733,7 @@ def test_numbers_of_configurations(options):
 # --- texts ------------------------------------------------------------------------------------
 
 
-@drawn(st.integers(0, 9), st.integers(1, 6), st.integers(0, 3), seeds, st.integers(0, 9))
+@drawn(st.integers(0, 9), st.integers(1, 6), st.integers(1, 3), seeds, st.integers(0, 9))
 def test_batches_are_pieces_of_the_text(count, length, batch_size, seed, step):
     text = torch.arange(count) * 7
     if count <= length:

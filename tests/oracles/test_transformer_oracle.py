@@ -600,6 +600,9 @@ ORACLES = {
     "from_torch": test_transformers_of_torch,
 }
 NOT_HERE = {
+    "can_read": "says whether check_tokens may look; tests/test_transformations.py",
+    "tie": "part of tie_embeddings; tests/test_transformations.py",
+    "tie_embeddings": "runs after each load; tests/test_transformations.py",
     "ACTIVATIONS": "a table of functions, each in the equations above",
     "POSITIONS": "a table of names, each in the equations above",
 }

@@ -171,8 +171,7 @@ def vector(n, dtype, seed, layout):
 def test_fused_linear(data, lead, fan_in, fan_out, dtype):
     """Any leading axes and strides, also of the parameters, and no features."""
     seed = data.draw(seeds)
-    layer = nn.Module()
-    layer.in_features, layer.out_features, layer.bias = fan_in, fan_out, None
+    layer = nn.Linear(fan_in, fan_out, bias=False, device="meta")
     layer.weight = nn.Parameter(
         normal((fan_out, fan_in), dtype, seed, data.draw(layouts)).to(DEVICE), False
     )
