@@ -1226,7 +1226,7 @@ FUNCTIONS |= {
     ),
     "swin.pad_images": Row(
         dict(x=image(14), patch_size=(4, 4)),
-        dict(x=2 * image(14), patch_size=(5, 5)),
+        dict(x=2 * image(14), patch_size=(5, 5), value=0.5),
     ),
     "swin.round_up": Row(dict(size=(5, 6), unit=(4, 4)), dict(size=(9, 6), unit=(3, 4))),
     "swin.pad_map": Row(dict(x=MAP, size=(8, 9)), dict(x=2 * MAP, size=(9, 9))),
@@ -1772,13 +1772,16 @@ SPARED = {  # arguments without another value here, and why
 }
 NOT_YET = set(  # functions whose arguments have no other values here yet
     """
-    attention.active_backend attention.attention_backend attention.checkpoint_block
+    attention.SameTensors attention.active_backend attention.attention_backend
+    attention.checkpoint_block
     attention.float32_products attention.register_backend
     autoformer.ClassicalSharing autoformer.Space autoformer.Subnet autoformer.budget
     autoformer.check_elastic autoformer.chosen autoformer.crossover autoformer.draw
     autoformer.extract autoformer.first_outputs autoformer.operations autoformer.parameter_count
     autoformer.random_subnet autoformer.renew_grid autoformer.sandwich_loss autoformer.scores_of
     autoformer.small_supernet autoformer.uniform_loss
+    backbone.SameParameters backbone.resize practice.check_folding practice.folded_config
+    transformer.can_read transformer.tie transformer.tie_embeddings
     backbone.frozen_copy backbone.guard backbone.init_weights backbone.is_plain
     backbone.is_unchanged backbone.keep_evaluation backbone.resample_parameter
     beit.FeatureEncoder beit.VQAutoencoder beit.adapt_tables beit.bias_table beit.check_mask
@@ -1809,7 +1812,7 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     inference.FastResNet inference.FastSelfAttention inference.FastWindowAttention
     inference.PackedConv inference.PackedLinear inference.attend inference.can_pack
     inference.can_pack_resnet inference.can_replace inference.can_shorten inference.check_packed
-    inference.decode inference.devices inference.first_tokens inference.forward_short
+    inference.devices inference.first_tokens inference.forward_short
     inference.fuse inference.optimize_for_inference inference.pack inference.pack_all
     inference.pack_feed_forward inference.pack_gpt_mlp inference.pack_mlp inference.packing_pays
     inference.replace

@@ -38,6 +38,7 @@ from attnlib import (
     translation,
     vit,
 )
+from attnlib.attention import SameTensors, checkpoint_block
 from helpers import build
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -140,6 +141,15 @@ def draw(model):
 
 SUBNET = autoformer.Subnet(16, (1, 1), (1, 2))
 KEPT = {  # "module.function": (what makes the model, the call)
+    "attention.SameTensors": (make_gpt, lambda m: SameTensors(m)(tokens())),
+    "attention.checkpoint_block": (
+        make_gpt,
+        lambda m: checkpoint_block(m, tokens()).sum(),
+    ),
+    "practice.check_folding": (
+        partial(build, "vit"),
+        lambda m: practice.check_folding(m, [0.5] * 3, [0.5] * 3),
+    ),
     "autoformer.check_elastic": (autoformer.small_supernet, autoformer.check_elastic),
     "autoformer.extract": (
         autoformer.small_supernet,
@@ -451,7 +461,7 @@ DRAWS = {  # functions that draw random numbers, and why
     "spatial.Captioner": "the weights of the decoder",
     "transformer.from_torch": "the embeddings",
 }
-HOOK = "_load_state_dict_pre_hooks"
+HOOKS = {"_load_state_dict_pre_hooks", "_forward_pre_hooks"}
 WEIGHTS = {"value", "gradient"}
 CHANGED = {  # "module.function": (model, call, the kinds of changes, words of the docstring)
     "backbone.init_weights": (
@@ -460,10 +470,27 @@ CHANGED = {  # "module.function": (model, call, the kinds of changes, words of t
         WEIGHTS,
         "normal",
     ),
-    "backbone.guard": (partial(build, "vit"), backbone.guard, {"methods", HOOK}, "is changed"),
+    "backbone.guard": (
+        partial(build, "vit"),
+        backbone.guard,
+        {"methods"} | HOOKS,
+        "is changed",
+    ),
     "beit.init_beit": (partial(build, "beit"), beit.init_beit, WEIGHTS, "is changed"),
     "gpt.init_weights": (make_gpt, gpt.init_weights, WEIGHTS, ""),
     "gpt.tie_weights": (make_gpt, gpt.tie_weights, set(), "is changed"),
+    "transformer.tie": (
+        make_transformer,
+        lambda m: transformer.tie(m.output, m.src_embed),
+        set(),
+        "is changed",
+    ),
+    "transformer.tie_embeddings": (
+        make_transformer,
+        transformer.tie_embeddings,
+        set(),
+        "is changed",
+    ),
     "mae.load_encoder": (
         partial(build, "vit"),
         lambda m: mae.load_encoder(m, weights("vit")),
@@ -565,9 +592,10 @@ NO_MODEL = {  # functions whose argument only sounds like a model
 }
 ELSEWHERE = {  # functions that are called nowhere here, and why
     "autoformer.renew_grid": "a hook of load_state_dict that renews an index",
+    "backbone.SameParameters": "a hook of a guarded copy",
     "backbone.keep_evaluation": "the method train of a guarded copy",
+    "backbone.resize": "the method set_input_size of a guarded copy",
     "beit.renew_index": "a hook of load_state_dict that renews an index",
-    "inference.decode": "the method of an optimized copy",
     "inference.fuse": "needs a GPU",
     "inference.pack_all": "changes a copy that `optimize_for_inference` makes",
     "inference.replace": "changes a copy that `optimize_for_inference` makes",
@@ -648,7 +676,7 @@ def call(function, model):
     try:
         function(model)
     except (ValueError, AssertionError) as error:
-        words = "model.eval()", "Fusion only for eval!"
+        words = "model.eval()", "call eval()"
         if not any(one in str(error) for one in words):
             raise
 
