@@ -632,9 +632,6 @@ class DETR(nn.Module):
         check_fourths(embed_dim=embed_dim)
         check_naturals(num_encoder_layers=num_encoder_layers)
         check_rates(dropout=dropout)
-        if embed_dim % 4:
-            raise ValueError(f"embed_dim ({embed_dim}) must be divisible by 4: positions are "
-                             "sines and cosines of row and column")
         if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
             raise ValueError(f"temperature ({temperature!r}) must be positive, and finite")
         if isinstance(backbone, str):
