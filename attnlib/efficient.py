@@ -127,7 +127,8 @@ def local_attention(q, k, v, window, *, causal=True):
 # %% ../nbs/54_efficient.ipynb #axial-pooled
 def check_grid(x, grid):
     """Raise a ValueError unless the tokens of x (..., N, d) are those of a `grid` (H, W)."""
-    if len(grid) != 2 or min(grid) < 0 or grid[0] * grid[1] != x.shape[-2]:
+    whole = len(grid) == 2 and all(isinstance(side, int) and side >= 0 for side in grid)
+    if not whole or grid[0] * grid[1] != x.shape[-2]:
         raise ValueError(f"grid {tuple(grid)} must be rows and columns, with as many places as "
                          f"there are tokens ({x.shape[-2]})")
 

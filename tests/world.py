@@ -78,7 +78,8 @@ def kernels():
 
 def environment():
     """The environment without what other libraries set."""
-    return {name: value for name, value in os.environ.items() if name not in OTHERS}
+    others = {name for name in os.environ if name in OTHERS or "TORCHINDUCTOR" in name}
+    return {name: value for name, value in os.environ.items() if name not in others}
 
 
 def backends():
