@@ -250,7 +250,7 @@ def combined_bias(mask, bias, q, k):
     """
     if isinstance(mask, str):
         mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
-    bias = q.new_zeros(1) if bias is None else bias
+    bias = q.new_zeros(1) if bias is None else torch.atleast_1d(bias)
     bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
     if mask is not None:
         bias = torch.where(mask, bias, -torch.inf)
