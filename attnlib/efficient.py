@@ -328,6 +328,7 @@ def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
         raise ValueError(f"landmarks ({landmarks}) must be at most N ({q.shape[-2]})")
     if mask is not None:
         check_fits("mask", mask, (*leading, 1, q.shape[-2]))
+        q, k = (x.expand(*leading, *x.shape[-2:]) for x in (q, k))  # runs differ by the mask
     dtype, (q, k, v) = v.dtype, at_least_float32(q, k, v)
     (few_q, there), (few_k, _) = (segment_means(x, landmarks, mask) for x in (q, k))
     a = attention_weights(few_q, few_k, mask=there[..., None, :]) * there[..., None]  # (m, m)

@@ -7,13 +7,17 @@ import torch
 
 from attnlib.attention import attention, attention_backend
 from attnlib.data import encode, train_bpe
+from attnlib.decoding import KVCache
 from attnlib.efficient import (
     delta_attention,
     linear_attention,
     lsh_attention,
+    nystrom_attention,
     performer_attention,
     random_features,
 )
+from attnlib.seq2seq import Seq2Seq
+from attnlib.transformer import Transformer
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -66,6 +70,44 @@ def test_a_mask_of_hashed_attention_may_have_axes_that_only_keys_have():
     out = lsh_attention(q, k, v, 4, mask=mask, generator=seeds[0])
     wanted = lsh_attention(q.expand(3, 5, 8), k, v, 4, mask=mask, generator=seeds[1])
     torch.testing.assert_close(out, wanted)
+
+
+def test_a_mask_of_landmarks_may_have_axes_that_only_queries_have():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*lead, 7, 4, generator=generator) for lead in ((2, 1), (3,), (1, 3)))
+    mask = torch.rand(2, 1, 1, 7, generator=generator) < 0.7
+    wide = (x.expand(2, 3, 7, 4) for x in (q, k, v))
+    torch.testing.assert_close(
+        nystrom_attention(q, k, v, 3, mask=mask), nystrom_attention(*wide, 3, mask=mask)
+    )
+
+
+def test_memory_read_without_gradients_has_gradients_where_they_are_wanted():
+    model = Transformer(9, None, 16, 2, 1, 1, 16, dropout=0.0).double()
+    src, tgt = torch.tensor([[3, 4, 5]]), torch.tensor([[1, 3, 4]])
+    weight = model.decoder.layers[0].multihead_attn.in_proj_weight
+    gradients = []
+    for warm in (True, False):  # whether the cache has read the memory before, without them
+        memory, mask = model.encode(src)
+        cache = KVCache()
+        with torch.no_grad():
+            model.decode(tgt[:, :2], memory if warm else memory.clone(), mask, cache)
+        loss = model.decode(tgt[:, 2:], memory, mask, cache).square().sum()
+        gradients.append(torch.autograd.grad(loss, [weight, memory]))
+    torch.testing.assert_close(*gradients)
+    assert gradients[0][0][16:].abs().max() > 0 and gradients[0][1].abs().max() > 0
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_the_recurrent_decoder_writes_no_padding_before_the_end(attention):
+    model = Seq2Seq(9, 11, embed_dim=4, hidden_dim=4, attention=attention)
+    with torch.no_grad():
+        model.decoder.readout.bias[:3] = torch.tensor(
+            [100.0, 0.0, -100.0]
+        )  # padding is likeliest
+    src = torch.tensor([[3, 4, 5], [3, 4, 0]])
+    assert (model.greedy(src, 5) != 0).all()
+    assert (model.greedy(src, 5, end=0) == 0).all()  # unless it is what ends a row
 
 
 def test_threads_that_encode_leave_the_tokenizer_as_it_was():
