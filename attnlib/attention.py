@@ -286,6 +286,8 @@ def attention_weights(q, k, *, mask=None, bias=None, scale=None):
         return logits.softmax(-1)
     bias, empty = combined_bias(mask, bias, q, k)
     wide = bias.dtype
+    if wide.itemsize == 2 and bias.shape[-1] > 0:  # 100.2 is 100 there
+        bias = bias - bias.detach().amax(-1, keepdim=True)
     logits = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)  # (..., N, M)
     weights = (logits + bias).softmax(-1).masked_fill(empty, 0)
     return weights if wide == q.dtype else weights.to(q.dtype)

@@ -62,6 +62,17 @@ def test_a_bias_may_be_a_single_number(backend, bias_dtype):
     assert gradient.shape == () and abs(gradient) < 1e-5
 
 
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("shape", [(5, 7), (5, 1), ()])
+def test_a_large_bias_that_moves_all_logits_alike_changes_nothing(backend, shape):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 8, generator=generator).bfloat16() for n in (5, 7, 7))
+    bias = torch.full(shape, 200.0, dtype=torch.bfloat16, requires_grad=True)
+    with attention_backend(backend):
+        out, wanted = attention(q, k, v, bias=bias), attention(q, k, v)
+    torch.testing.assert_close(out, wanted, atol=0.03, rtol=0)
+
+
 def test_a_mask_of_hashed_attention_may_have_axes_that_only_keys_have():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(*shape, 5, 8, generator=generator) for shape in ((), (3,), (3,)))
