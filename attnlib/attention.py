@@ -250,7 +250,7 @@ def combined_bias(mask, bias, q, k):
     """
     if isinstance(mask, str):
         mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
-    bias = q.new_zeros(1) if bias is None else bias
+    bias = q.new_zeros(1) if bias is None else torch.atleast_1d(bias)
     bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
     if mask is not None:
         bias = torch.where(mask, bias, -torch.inf)
@@ -286,6 +286,8 @@ def attention_weights(q, k, *, mask=None, bias=None, scale=None):
         return logits.softmax(-1)
     bias, empty = combined_bias(mask, bias, q, k)
     wide = bias.dtype
+    if wide.itemsize == 2 and bias.shape[-1] > 0:  # 100.2 is 100 there
+        bias = bias - bias.detach().amax(-1, keepdim=True)
     logits = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)  # (..., N, M)
     weights = (logits + bias).softmax(-1).masked_fill(empty, 0)
     return weights if wide == q.dtype else weights.to(q.dtype)

@@ -16,6 +16,7 @@ import http.client
 import math
 import re
 import tarfile
+import threading
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -181,6 +182,9 @@ def train_bpe(texts, vocab_size, *, extra=()):
     return tokenizer
 
 # %% ../nbs/90_data.ipynb #encode
+_encoding = threading.Lock()  # threads may share a tokenizer, whose setting `encode` changes
+
+
 def encode(tokenizer, texts, *, prefix=None):
     """Token numbers of some texts, each between start and end, padded to one length.
 
@@ -205,12 +209,14 @@ def encode(tokenizer, texts, *, prefix=None):
     if isinstance(texts, str) or len(texts) == 0:
         raise ValueError(f"texts ({texts!r}) must be a sequence of str, at least one; "
                          "a single text goes into a list")
-    before = tokenizer.encode_special_tokens
-    tokenizer.encode_special_tokens = True  # "</s>" in a text is a part of the text, no end
-    try:
-        encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
-    finally:
-        tokenizer.encode_special_tokens = before
+    texts = list(texts)
+    with _encoding:
+        before = tokenizer.encode_special_tokens
+        tokenizer.encode_special_tokens = True  # "</s>" in a text is a part of the text, no end
+        try:
+            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+        finally:
+            tokenizer.encode_special_tokens = before
     rows = [encoding.ids for encoding in encodings]
     if prefix is not None:
         numbers = {token: tokenizer.token_to_id(token) for token in prefix}

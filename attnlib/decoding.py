@@ -216,7 +216,7 @@ class KVCache:
         old = room = self.room.get(layer)
         if old is not None and old.shape[1] != k.shape[0]:
             raise ValueError(f"cache has {old.shape[1]} rows and cannot take {k.shape[0]}")
-        if torch.is_grad_enabled() and k.requires_grad:
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             # a gradient needs the earlier ones as they were: nothing is written over
             room = torch.stack([k, v])
             room = room if old is None else torch.cat([old[:, :, :, :past], room], dim=3)

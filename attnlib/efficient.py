@@ -329,6 +329,7 @@ def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
         raise ValueError(f"landmarks ({landmarks}) must be at most N ({q.shape[-2]})")
     if mask is not None:
         check_fits("mask", mask, (*leading, 1, q.shape[-2]))
+        q, k = (x.expand(*leading, *x.shape[-2:]) for x in (q, k))  # runs differ by the mask
     dtype, (q, k, v) = v.dtype, at_least_float32(q, k, v)
     (few_q, there), (few_k, _) = (segment_means(x, landmarks, mask) for x in (q, k))
     a = attention_weights(few_q, few_k, mask=there[..., None, :]) * there[..., None]  # (m, m)
@@ -374,6 +375,8 @@ def elu_features(x):
     return F.elu(x) + 1
 
 
+@torch.autocast("cpu", enabled=False)  # the sums stay in float32
+@torch.autocast("cuda", enabled=False)
 def linear_attention(q, k, v, *, feature_map=elu_features, causal=False, mask=None,
                      state=None, chunk=64):
     """Attention with the weights φ(q)ᵀφ(k) over their sum (Katharopoulos et al. 2020).
@@ -433,6 +436,8 @@ def linear_attention(q, k, v, *, feature_map=elu_features, causal=False, mask=No
     return out.masked_fill(blind, 0).to(dtype), state
 
 
+@torch.autocast("cpu", enabled=False)  # small weights are zero in float16
+@torch.autocast("cuda", enabled=False)
 def performer_attention(q, k, v, w, *, causal=False, mask=None):
     """Linear attention with random features of the softmax (Choromanski et al. 2021).
 
@@ -470,6 +475,8 @@ def performer_attention(q, k, v, w, *, causal=False, mask=None):
     return linear_attention(q, k.exp(), v, feature_map=lambda x: x, causal=causal, mask=mask)[0]
 
 # %% ../nbs/54_efficient.ipynb #delta
+@torch.autocast("cpu", enabled=False)  # the sums stay in float32
+@torch.autocast("cuda", enabled=False)
 def delta_attention(q, k, v, beta, *, state=None, chunk=64):
     """The delta rule, a state that is corrected and not only added to.
 
@@ -543,12 +550,12 @@ def lsh_attention(q, k, v, buckets, rounds=1, *, causal=False, mask=None, genera
     TypeError
         If the mask is not boolean.
     """
-    check_lengths(q, k, v)
+    leading = check_lengths(q, k, v)
     check_count("rounds", rounds)
     if not isinstance(buckets, int) or buckets < 2 or buckets % 2:
         raise ValueError(f"buckets ({buckets!r}) must be even and at least 2")
     if mask is not None:
-        check_fits("mask", mask, (*q.shape[:-1], k.shape[-2]))
+        check_fits("mask", mask, (*leading, q.shape[-2], k.shape[-2]))
     turn = torch.randn(rounds, q.shape[-1], buckets // 2, generator=generator).to(q)
 
     def bucket(x):

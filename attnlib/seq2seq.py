@@ -248,7 +248,7 @@ class Seq2Seq(nn.Module):
         Returns
         -------
         int64 Tensor, shape (B, at most max_length)
-            Rows begin after `start` and are padded after `end`.
+            Rows begin after `start` and are padded after `end`, and nowhere else.
 
         Raises
         ------
@@ -256,7 +256,7 @@ class Seq2Seq(nn.Module):
             If a number is out of range or src does not fit.
         """
         check_counts(max_length=max_length)
-        decoder = self.decoder
+        decoder, padding = self.decoder, self.decoder.embed.padding_idx
         for name, token in (("start", start), ("end", end)):
             _check_token(name, token, decoder.embed.num_embeddings)
         memory = self.encoder(src)
@@ -264,7 +264,9 @@ class Seq2Seq(nn.Module):
         output, done = [], torch.zeros_like(tokens, dtype=torch.bool)
         while len(output) < max_length and not done.all():
             logits, state, _ = decoder.step(tokens, state, memory)
-            tokens = logits.argmax(-1).masked_fill(done, decoder.embed.padding_idx)  # (B,)
+            if end != padding:
+                logits[:, padding] = -torch.inf  # no token to be written
+            tokens = logits.argmax(-1).masked_fill(done, padding)  # (B,)
             output.append(tokens)
             done = done | (tokens == end)
         return torch.stack(output, dim=1)

@@ -63,9 +63,13 @@ class CrossAttention(MultiHeadAttention):
     def forward(self, x, memory, mask=None, cache=None, layer=0):
         """Tokens (B, N, C) and memory (B, M, C) to tokens.
 
-        A `cache` keeps the memory's keys and values as long as calls are given the same tensor.
+        A `cache` keeps the memory's keys and values as long as calls are given the same tensor,
+        and have gradients or need none.
         """
-        if cache is not None and cache.sources.get(layer) is memory:
+        known = cache is not None and cache.sources.get(layer) is memory
+        if known and torch.is_grad_enabled() and not cache.memory[layer][0].requires_grad:
+            known = not (memory.requires_grad or self.in_proj_weight.requires_grad)
+        if known:
             (q,) = self.project(x)  # (B, h, N, d)
             k, v = cache.memory[layer]
         else:

@@ -308,7 +308,7 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
     """Train one model on some directions and test it on all between their languages.
 
     The numbers of the test are not seen in training, nor are those of the history, which are
-    for validation.
+    for validation, from 1000 on; there are too few below to hold some back.
 
     Parameters
     ----------
