@@ -579,7 +579,8 @@ class BeitAttention(nn.Module):
 
     def set_window_size(self, window_size):
         """Expect another grid of patches from now on; the table is interpolated."""
-        if window_size != self.window_size:  # else keep it: an optimizer may hold it
+        window_size = tuple(window_size)
+        if window_size != tuple(self.window_size):  # else keep it: an optimizer may hold it
             old = self.relative_position_bias_table
             table = resize_beit_table(old.detach(), window_size, self.window_size)
             self.relative_position_bias_table = nn.Parameter(table, old.requires_grad)
@@ -617,7 +618,7 @@ class BeitBlock(nn.Module):
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.drop_path = DropPath(drop_path)
         self.gamma_1 = self.gamma_2 = 1.0
-        if init_values:
+        if init_values is not None:
             self.gamma_1, self.gamma_2 = (
                 nn.Parameter(init_values * torch.ones(dim, **options)) for _ in range(2))
 
