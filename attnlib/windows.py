@@ -905,7 +905,8 @@ def fuse_swin(model):
     -------
     SwinTransformer
         In evaluation mode, with the same weights under the same names. It is to be called
-        under `torch.no_grad`. Training mode and `load_state_dict` are refused.
+        under `torch.no_grad`. Training mode, `load_state_dict` and `attention_maps` are
+        refused.
 
     Raises
     ------
@@ -923,4 +924,11 @@ def fuse_swin(model):
             stage.blocks[i] = FusedBlock(block)
         if can_fuse_merging(stage.downsample):
             stage.downsample = FusedMerging(stage.downsample)
+    model.attention_maps = _no_maps
     return guard(model)
+
+
+def _no_maps(*inputs, **options):
+    """`attention_maps` of a fused model, whose kernels keep no weights."""
+    raise RuntimeError("a fused model keeps no attention weights; call attention_maps of the "
+                       "model itself")

@@ -1,7 +1,9 @@
 """Backbones, masked models and weights: results that were silently wrong for unusual calls."""
 
 import copy
+import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -11,6 +13,7 @@ from attnlib.deit import DistilledVisionTransformer
 from attnlib.mae import MaskedAutoencoder, lean_loss
 from attnlib.models import data_config, load_pretrained
 from attnlib.modern import use_rotary
+from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
 from attnlib.vit import LayerScale, VisionTransformer, attention_rollout, patch_shares
 
@@ -106,3 +109,33 @@ def test_same_window_as_a_list_keeps_the_table():
     table = attention.relative_position_bias_table
     attention.set_window_size([4, 4])
     assert attention.relative_position_bias_table is table
+
+
+def test_plots_take_arrays_of_titles_and_one_quantity_with_a_logarithmic_scale():
+    plot = pytest.importorskip("attnlib.plot")
+    figure = plot.plot_attention(torch.rand(2, 3, 4), titles=np.array(["left", "right"]))
+    assert [axis.get_title() for axis in figure.axes[:2]] == ["left", "right"]
+    history = [{"step": 1, "loss": 2.0, "train_loss": 3.0}]
+    scales = [axis.get_yscale() for axis in plot.plot_history(history, log="train_loss").axes]
+    assert scales == ["linear", "log"]
+    plot.plt.close("all")
+
+
+def test_shared_table_is_added_to_those_of_the_blocks():
+    model, x = Beit(**SMALL | dict(depth=2)).eval(), torch.randn(1, 3, 32, 32)
+    stored = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
+    key = "relative_position_bias_table"
+    shared = torch.randn_like(stored[f"blocks.0.attn.{key}"])
+    wanted = {k: value + shared if k.endswith(key) else value for k, value in stored.items()}
+    load_pretrained(model, wanted)
+    right = model(x)
+    load_pretrained(model, stored | {f"rel_pos_bias.{key}": shared})
+    torch.testing.assert_close(model(x), right)
+
+
+def test_fused_model_refuses_attention_maps():
+    windows = pytest.importorskip("attnlib.windows")
+    shape = dict(img_size=16, patch_size=2, embed_dim=8, depths=(1, 1), num_heads=(1, 2))
+    fused = windows.fuse_swin(SwinTransformer(window_size=4, **shape))
+    with pytest.raises(RuntimeError, match="attention_maps of the model itself"):
+        pickle.loads(pickle.dumps(fused)).attention_maps(torch.randn(1, 3, 16, 16))
