@@ -47,12 +47,14 @@ def test_lean_loss_does_not_overflow_in_float16():
     torch.testing.assert_close(loss, wanted, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("part", ["ls1", "ls2", "q_norm", "k_norm", "drop_path", "proj_drop"])
+@pytest.mark.parametrize(
+    "part", ["ls1", "ls2", "q_norm", "k_norm", "drop_path", "proj_drop", "norm"]
+)
 def test_lean_loss_calls_exchanged_parts(part):
     model = autoencoder()
     block = model.decoder_blocks[-1]
-    owner = block if hasattr(block, part) else block.attn
-    setattr(owner, part, LayerScale(8 if "norm" in part else 16, 5.0))
+    owner = next(x for x in (block, block.attn, model.patch_embed) if hasattr(x, part))
+    setattr(owner, part, LayerScale(8 if "_norm" in part else 16, 5.0))
     images, noise = torch.randn(2, 3, 32, 32), torch.rand(2, 16)
     torch.testing.assert_close(lean_loss(model, images, noise), model(images, 0.75, noise)[0])
 
