@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn as nn
 
+from attnlib.attention import attention_backend
 from attnlib.beit import Beit, BeitAttention
 from attnlib.deit import DistilledVisionTransformer
 from attnlib.mae import MaskedAutoencoder, lean_loss
 from attnlib.models import data_config, load_pretrained
 from attnlib.modern import use_rotary
 from attnlib.swin import SwinTransformer
-from attnlib.swinv2 import SwinTransformerV2
+from attnlib.swinv2 import SwinTransformerV2, WindowAttentionV2
 from attnlib.vit import LayerScale, VisionTransformer, attention_rollout, patch_shares
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=2)
@@ -141,3 +142,14 @@ def test_fused_model_refuses_attention_maps():
     fused = windows.fuse_swin(SwinTransformer(window_size=4, **shape))
     with pytest.raises(RuntimeError, match="attention_maps of the model itself"):
         pickle.loads(pickle.dumps(fused)).attention_maps(torch.randn(1, 3, 16, 16))
+
+
+def test_kernel_gives_padding_no_gradient_in_float16():
+    pytest.importorskip("attnlib.windows")
+    torch.manual_seed(0)
+    layer = WindowAttentionV2(8, 2, window_size=4, shift_size=2).half()
+    x, found = torch.randn(1, 5, 6, 8).half(), []  # the map is padded to 8 by 8
+    for backend in ("reference", "triton"):
+        with attention_backend(backend):
+            found.append(torch.autograd.grad(layer(x).sum(), layer.qkv.weight)[0])
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.1)
