@@ -579,7 +579,8 @@ class BeitAttention(nn.Module):
 
     def set_window_size(self, window_size):
         """Expect another grid of patches from now on; the table is interpolated."""
-        if window_size != self.window_size:  # else keep it: an optimizer may hold it
+        window_size = tuple(window_size)
+        if window_size != tuple(self.window_size):  # else keep it: an optimizer may hold it
             old = self.relative_position_bias_table
             table = resize_beit_table(old.detach(), window_size, self.window_size)
             self.relative_position_bias_table = nn.Parameter(table, old.requires_grad)
@@ -617,7 +618,7 @@ class BeitBlock(nn.Module):
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.drop_path = DropPath(drop_path)
         self.gamma_1 = self.gamma_2 = 1.0
-        if init_values:
+        if init_values is not None:
             self.gamma_1, self.gamma_2 = (
                 nn.Parameter(init_values * torch.ones(dim, **options)) for _ in range(2))
 
@@ -790,7 +791,8 @@ def without_pretraining(state_dict, model):
     Parameters
     ----------
     state_dict : dict of str to Tensor
-        Of `BeitForMaskedImageModeling`; others are returned as they are.
+        Of `BeitForMaskedImageModeling`; others are returned as they are. To the table of a
+        block, if there is one, the shared one is added.
     model : Beit
         Whose names and number of blocks are wanted.
 
@@ -803,11 +805,14 @@ def without_pretraining(state_dict, model):
         return dict(state_dict)
     table, own = state_dict[f"rel_pos_bias.{TABLE}"], model.state_dict()
     dropped = ("rel_pos_bias.", "mask_token", "lm_head.")
-    kept = {f"blocks.{i}.attn.{TABLE}": table.clone() for i in range(len(model.blocks))}
+    keys = [f"blocks.{i}.attn.{TABLE}" for i in range(len(model.blocks))]
+    tables = {key: table + state_dict.get(key, 0) for key in keys}  # a block may have its own
+    kept = {}
     if "fc_norm.weight" in own:  # the norm of the mean starts anew
         dropped += ("norm.",)
         kept |= {f"fc_norm.{name}": own[f"fc_norm.{name}"] for name in ("weight", "bias")}
-    return kept | {key: x for key, x in state_dict.items() if not key.startswith(dropped)}
+    kept |= {key: x for key, x in state_dict.items() if not key.startswith(dropped)}
+    return kept | tables
 
 # %% ../nbs/41_beit.ipynb #shared-bias
 class BeitPositionBias(nn.Module):

@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention
-from .backbone import check_counts, check_rates, is_plain, to_2tuple
+from .backbone import DropPath, check_counts, check_rates, is_plain, to_2tuple
 from .data import data_extra
 from .models import register_model
 from .multihead import merge_heads, split_heads
@@ -326,6 +326,8 @@ class MaskedAutoencoder(nn.Module):
         model = VisionTransformer(**self.encoder_options | dict(num_classes=0) | like | options)
         other = ("decoder_", "mask_token") + ("norm.",) * (model.global_pool == "avg")
         stored = {key: x for key, x in self.state_dict().items() if not key.startswith(other)}
+        if model.patch_embed.grid_size != self.patch_embed.grid_size:
+            stored = model.resample_state_dict(stored, self.patch_embed.img_size)
         load_encoder(model, stored)
         return model
 
@@ -549,6 +551,13 @@ def last_block(block, x, m):
     layer = block.attn
     if not (is_plain(block, Block) and is_plain(layer, Attention)):
         return block(x)[:, :m]
+    left_out = ((layer.q_norm, nn.Identity), (layer.k_norm, nn.Identity),
+                (layer.proj_drop, nn.Dropout), (block.ls1, nn.Identity),
+                (block.ls2, nn.Identity), (block.drop_path, DropPath))
+    if not all(is_plain(part, cls) for part, cls in left_out):
+        return block(x)[:, :m]
+    if layer.attn_drop or layer.proj_drop.p or block.drop_path.drop_prob:
+        return block(x)[:, :m]
     y = block.norm1(x)
     q, k, v = layer.qkv(y).chunk(3, dim=-1)
     q, k, v = (split_heads(part, layer.num_heads) for part in (q[:, :m], k, v))
@@ -593,7 +602,7 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
     keep, gone = order[:, :k], order[:, k:]
     visible = patches.take_along_dim(keep[..., None], 1)  # (B, k, p q C)
     row = unpatchify(visible, (1, k), model.patch_size)  # (B, C, p, k q)
-    seen = model.patch_embed.proj(row)[:, :, 0].mT  # (B, D, 1, k) -> (B, k, D)
+    seen = embed.norm(embed.proj(row)[:, :, 0].mT)  # (B, D, 1, k) -> (B, k, D)
     first, places = model.cls_token + model.pos_embed[:, :1], model.pos_embed[0, 1:]
     x = torch.cat([first.expand(len(seen), -1, -1), seen + places[keep]], 1)
     first, seen = model.decoder_embed(model.norm(model.blocks(x))).split([1, k], 1)
@@ -605,5 +614,6 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
     prediction = model.decoder_pred(model.decoder_norm(x))  # (B, m, p q C)
     target = patches.take_along_dim(gone[..., None], 1)
     target = normalized(target) if model.norm_pix_loss else target
-    error = (prediction - target).square()
-    return error.sum() / max(1, error.numel())
+    error = (prediction - target).square().mean(-1)  # (B, m, p q C) -> (B, m)
+    wide = torch.promote_types(error.dtype, noise.dtype)  # as if multiplied by the mask
+    return error.sum(dtype=wide) / max(1, error.numel())

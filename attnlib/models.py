@@ -136,6 +136,7 @@ def data_config(name, img_size=None, in_chans=3):
     size = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     if min(in_chans, *size) < 1:
         raise ValueError(f"img_size ({img_size}) and in_chans ({in_chans}) must be at least 1")
+    _check_size("img_size", size)
     config = {"input_size": (in_chans, *size), **IMAGENET, "crop_mode": "center"}
     for pattern, changes in DATA:
         if fnmatch.fnmatchcase(name, pattern):
@@ -463,8 +464,17 @@ def unwrap_state_dict(source):
     if strange:
         raise ValueError("source must hold tensors by name; it holds also "
                          f"{str(strange)[:500]}")
-    tensors = {re.sub(r"^((_orig_mod|module)\.)+", "", key): x for key, x in source.items()}
-    return _with_tensors(source, tensors)
+    tensors = {_unwrapped(key): x for key, x in source.items()}
+    found = _with_tensors(source, tensors)
+    if hasattr(source, "_metadata"):  # PyTorch's notes, by the names of modules
+        notes = {_unwrapped(f"{name}.")[:-1]: note for name, note in source._metadata.items()}
+        found._metadata = notes
+    return found
+
+
+def _unwrapped(key):
+    """A key without the prefixes that data-parallel and compiled models add."""
+    return re.sub(r"^((_orig_mod|module)\.)+", "", key)
 
 
 def _model_part(tensors):

@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention
-from .backbone import check_counts, check_rates
+from .backbone import check_counts, check_rates, is_plain
 from .models import register_model
 from .multihead import merge_heads, split_heads
 from .position import apply_rotary
@@ -144,11 +144,20 @@ def use_rotary(model):
     Raises
     ------
     ValueError
-        If the model takes images of every size (`dynamic_img_size`).
+        If the model takes images of every size (`dynamic_img_size`), if 4 does not divide the
+        width of its heads, or if an attention has a hook or is of another class, since its
+        place is taken.
     """
     if not model.patch_embed.strict_img_size:
         raise ValueError("model has dynamic_img_size; it must have one img_size, which gives "
                          "the rows and columns (set_input_size changes it)")
+    for i, block in enumerate(model.blocks):
+        if not is_plain(block.attn, Attention, RotaryAttention):
+            raise ValueError(f"model has a hook on blocks.{i}.attn, or another class than "
+                             "Attention there; both would be lost")
+        if model.embed_dim // block.attn.num_heads % 4:
+            raise ValueError(f"model has heads of width "
+                             f"{model.embed_dim // block.attn.num_heads}; 4 must divide it")
     for block in model.blocks:
         old = block.attn
         new = RotaryAttention(

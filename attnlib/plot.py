@@ -123,7 +123,7 @@ def _draw(weights, queries, keys, titles, vmax, values):
         heat = axis.imshow(weights[i].numpy(), vmin=0, vmax=vmax)
         axis.spines[:].set_visible(False)
         axis.set_xlabel("keys")
-        axis.set_title(titles[i] if titles else "", fontsize=11)
+        axis.set_title(titles[i] if titles is not None else "", fontsize=11)
         _label(axis, "x", keys)
         if i == 0:
             axis.set_ylabel("queries")
@@ -171,8 +171,8 @@ def plot_history(history, *, x="step", log=()):
         named runs.
     x : str
         The key on the horizontal axis.
-    log : sequence of str
-        Quantities to draw on a logarithmic scale.
+    log : str or sequence of str
+        Quantity or quantities to draw on a logarithmic scale.
 
     Returns
     -------
@@ -191,6 +191,7 @@ def plot_history(history, *, x="step", log=()):
         if x not in record:
             raise ValueError(
                 f"x ({x!r}) must be a key of every record; one has only {sorted(record)}")
+    log = (log,) if isinstance(log, str) else log
     names = list(dict.fromkeys(key for record in records for key in record if key != x))
     figure, axes = plt.subplots(1, len(names), squeeze=False)
     for name, axis in zip(names, axes[0]):

@@ -262,7 +262,9 @@ class Block(nn.Module):
                  norm_layer=LayerNorm, mlp_layer=Mlp, device=None, dtype=None):
         super().__init__()
         options = dict(device=device, dtype=dtype)
-        scale = partial(LayerScale, dim, init_values, **options) if init_values else nn.Identity
+        scale = nn.Identity
+        if init_values is not None:
+            scale = partial(LayerScale, dim, init_values, **options)
         self.norm1 = norm_layer(dim, **options)
         self.attn = Attention(dim, num_heads, qkv_bias, attn_drop, proj_drop, qk_norm,
                               norm_layer, **options)
@@ -513,8 +515,9 @@ def patch_shares(model, x):
     Returns
     -------
     Tensor, shape (B, N)
-        The row of the class token if the head reads it (`global_pool` is "token"), and
-        otherwise the mean of the rows of the N patches.
+        The row of the class token if the head reads it (`global_pool` is "token"), the mean of
+        both tokens' rows if two heads read one each (as in DeiT), and otherwise the mean of the
+        rows of the N patches.
 
     Raises
     ------
@@ -538,5 +541,6 @@ def patch_shares(model, x):
                 f"image in each block; it has weights of shape {tuple(weights.shape)}, those "
                 "of windows, which cannot be chained from block to block")
     rows = attention_rollout(maps)  # (B, k + N, k + N)
-    read = rows[:, :1] if model.global_pool == "token" else rows[:, prefix:]
+    heads = len(model.classifiers)  # each reads a token of its own
+    read = rows[:, :heads] if model.global_pool == "token" else rows[:, prefix:]
     return read.mean(1)[:, prefix:]  # -> (B, N)

@@ -172,6 +172,8 @@ def _through_length(g, x, COSINE: tl.constexpr):
         inverse = _inverse_lengths(x)
         unit = x.to(tl.float32) * inverse[:, None]
         along = tl.where(inverse < 1e12, tl.sum(g * unit, 1), 0.0)
+        if x.dtype == tl.float16:  # 1e12 is infinite: zeros, as of padding, have no gradient
+            inverse = tl.where(inverse < 1e12, inverse, 0.0)
         g = (g - unit * along[:, None]) * inverse[:, None]
     return g
 
@@ -905,7 +907,8 @@ def fuse_swin(model):
     -------
     SwinTransformer
         In evaluation mode, with the same weights under the same names. It is to be called
-        under `torch.no_grad`. Training mode and `load_state_dict` are refused.
+        under `torch.no_grad`. Training mode, `load_state_dict` and `attention_maps` are
+        refused.
 
     Raises
     ------
@@ -923,4 +926,11 @@ def fuse_swin(model):
             stage.blocks[i] = FusedBlock(block)
         if can_fuse_merging(stage.downsample):
             stage.downsample = FusedMerging(stage.downsample)
+    model.attention_maps = _no_maps
     return guard(model)
+
+
+def _no_maps(*inputs, **options):
+    """`attention_maps` of a fused model, whose kernels keep no weights."""
+    raise RuntimeError("a fused model keeps no attention weights; call attention_maps of the "
+                       "model itself")
