@@ -306,7 +306,8 @@ def adamw(model, lr, betas, weight_decay, lr_scale=None):
     ValueError
         If `lr_scale` names what is no parameter of the model.
     """
-    spared, scale = without_decay(model), lr_scale or {}
+    tied, scale = _tied(model), lr_scale or {}
+    spared = {tied.get(name, name) for name in without_decay(model)}  # by their first names
     if unknown := scale.keys() - {name for name, _ in model.named_parameters()}:
         raise ValueError(f"lr_scale names {sorted(unknown)}, which are no parameters of model")
     groups = {}

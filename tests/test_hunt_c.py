@@ -2,13 +2,14 @@
 copies, counted operators, training runs and searches."""
 
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnlib import autoformer, cost, detr, inference, recipes, train
+from attnlib import autoformer, cost, detr, inference, recipes, scaling, train
 from attnlib.deit import DistilledVisionTransformer
 from attnlib.gpt import GPT, GPTConfig
 from attnlib.vit import VisionTransformer
@@ -199,3 +200,38 @@ def test_distillation_leaves_the_students_heads_as_they_were(enabled):
     teacher = recipes.small_convnet(1, 2, (4,))
     recipes.distill(student, teacher, data, data, steps=1, batch_size=4)
     assert student.distilled_training == enabled
+
+
+class Tied(nn.Module):
+    """Two names of one weight, of which the second is spared."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4, bias=False), nn.Embedding(4, 3)
+        self.second.weight = self.first.weight
+
+    def no_weight_decay(self):
+        return {"second.weight"}
+
+
+def test_a_tied_weight_is_spared_by_either_of_its_names():
+    (group,) = train.adamw(Tied(), 1e-3, (0.9, 0.999), 0.1).param_groups
+    assert group["weight_decay"] == 0
+
+
+def test_what_is_sent_and_received_is_contiguous(monkeypatch):
+    """A group of gloo takes no other tensors."""
+    sent = []
+    pretended = SimpleNamespace(
+        get_rank=lambda group: 0,
+        get_world_size=lambda group: 2,
+        isend=None,
+        irecv=None,
+        P2POp=lambda call, x, **options: x,
+        batch_isend_irecv=lambda tensors: sent.extend(tensors) or [],
+    )
+    monkeypatch.setattr(scaling, "dist", pretended)
+    x = torch.arange(6.0).view(2, 3).t()
+    received, _ = scaling.send_on(x)
+    assert torch.equal(sent[0], x) and received is sent[1] and received.shape == x.shape
+    assert all(tensor.is_contiguous() for tensor in sent)
