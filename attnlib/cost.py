@@ -308,8 +308,8 @@ def measure_roofline(device=None, dtype=torch.float32, *, size=None, megabytes=N
 
 # %% ../nbs/50_cost.ipynb #groups
 GROUPS = {  # what the name of an operator says about its kind; the first that fits counts
-    "matrix products": r"mm(_|$)|baddbmm|matmul|convolution|conv2d|\blinear|(?<!upsample)_linear|"
-                       r"cublas|gemm",
+    "matrix products": r"mm(_|$)|baddbmm|matmul|convolution|conv2d|\blinear|cublas|gemm|"
+                       r"(?<!upsample)_linear",
     "attention": r"attention|softmax|flash|window",
     "norms": r"norm|rsqrt",
     "activations": r"gelu|relu|silu|sigmoid|tanh|erf|exp(_|$)",
