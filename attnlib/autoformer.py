@@ -857,7 +857,8 @@ def search(score, supernet, *, population=50, generations=20, parents=10, crosso
         New networks of each generation, and how many generations; the first is random.
     parents, crossovers, mutations : int
         How many of the best so far may have children, and how many children come by
-        `crossover` and by `mutate`; the rest of a generation is random again.
+        `crossover` and by `mutate`, or in this proportion if `population` is smaller than
+        their sum; the rest of a generation is random again.
     mutate_prob, depth_prob : float
         Probability that a choice of a layer, and that width or depth, is drawn again.
     seed : int
@@ -875,6 +876,8 @@ def search(score, supernet, *, population=50, generations=20, parents=10, crosso
     ValueError
         If no network is within the limits, none was found, or a score is NaN.
     """
+    room = max(1, population, crossovers + mutations)
+    crossovers, mutations = (n * population // room for n in (crossovers, mutations))
     rng, space, fits, seen = random.Random(seed), supernet.space, budget(supernet, **limits), {}
     for _ in range(generations):
         best = sorted(seen, key=seen.get, reverse=True)[:parents]

@@ -133,7 +133,8 @@ def seconds(call, device="cpu", repeats=5):
     call : callable
         Without arguments.
     device : torch.device or str
-        Before and after each call a CUDA device is waited for.
+        Before and after each call a CUDA device is waited for. On a CPU with one thread only
+        the time of the processor counts, and not that in which a function waits.
     repeats : int
         At least 1.
 
@@ -307,7 +308,8 @@ def measure_roofline(device=None, dtype=torch.float32, *, size=None, megabytes=N
 
 # %% ../nbs/50_cost.ipynb #groups
 GROUPS = {  # what the name of an operator says about its kind; the first that fits counts
-    "matrix products": r"mm(_|$)|baddbmm|matmul|convolution|conv2d|linear|cublas|gemm",
+    "matrix products": r"mm(_|$)|baddbmm|matmul|convolution|conv2d|\blinear|cublas|gemm|"
+                       r"(?<!upsample)_linear",
     "attention": r"attention|softmax|flash|window",
     "norms": r"norm|rsqrt",
     "activations": r"gelu|relu|silu|sigmoid|tanh|erf|exp(_|$)",
@@ -370,7 +372,8 @@ NO_PRODUCTS = (r"(^|_)(sum|mean|prod|amax|amin|aminmax|max|min|any|all|argmax|ar
                r"repeat|loss|loss2d|bincount|histc|searchsorted|bucketize|isin|equal|item|"
                r"detach|check_errors|assert_async|local_scalar_dense|lift_fresh|"
                r"\w*pool[123]d|\w*unpool[123]d|upsample\w*|grid_sampler\w*|channel_shuffle|"
-               r"pixel_shuffle|pixel_unshuffle|thnn_fused\w*)(_|$)")
+               r"pixel_shuffle|pixel_unshuffle|thnn_fused\w*|foreach\w*|"
+               r"fused_(adam|adamw|sgd|adagrad))(_|$)")
 
 
 def _is_counted(function):
@@ -425,8 +428,16 @@ def _bytes(name, inputs, outputs):
     distinct = {_look(x): x for x in inputs}
     only_writes = r"(zero|fill|::copy|normal|uniform|bernoulli)_$|_like$|::new_"
     if inputs and re.search(only_writes, name):
-        del distinct[_look(inputs[0])]
+        for x in outputs if writes else inputs[:1]:
+            distinct.pop(_look(x), None)
     return sum(map(_touched, distinct.values())) + sum(map(_touched, outputs))
+
+
+def _changed(function, args, kwargs):
+    """The tensors that an operator changes in place by its schema, such as an optimizer's."""
+    given = {**{a.name: x for a, x in zip(function._schema.arguments, args)}, **kwargs}
+    return list(_tensors(given[a.name] for a in function._schema.arguments
+                         if a.name in given and a.alias_info and a.alias_info.is_write))
 
 # %% ../nbs/50_cost.ipynb #count-class
 Operator = namedtuple("Operator", "name flops bytes")
@@ -498,6 +509,8 @@ class OperatorWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         out, name = function(*args, **kwargs), function.name()  # "aten::add.Tensor"
         inputs, outputs = list(_tensors((*args, *kwargs.values()))), list(_tensors([out]))
+        if out is None:  # as of operators on lists of tensors
+            outputs = _changed(function, args, kwargs)
         formula = FORMULAS.get(name) or flop_registry.get(function.overloadpacket)
         flops = formula(*args, **kwargs, out_val=out) if formula else 0
         bytes = _bytes(name, inputs, outputs)
@@ -757,7 +770,8 @@ def training_memory(model, x, *, moments=2):
     trained = {_storage(p): sizes[_storage(p)] for p in model.parameters() if p.requires_grad}
     if not trained:
         raise ValueError("model has no parameter with requires_grad: there is nothing to train")
-    order = _saved_in_training(model, x)
+    with _unchanged(model):
+        order = _saved_in_training(model, x)
     known = {_storage(t) for t in (*model.parameters(), *model.buffers(), x)}
     kept = {s.storage: s.bytes for s in order if s.segment is None and s.storage not in known}
     gradients = sum(trained.values())
@@ -765,6 +779,19 @@ def training_memory(model, x, *, moments=2):
     peak = fixed + max(_sweep(order, trained, known), gradients)
     return TrainingMemory(sum(sizes.values()), gradients, moments * gradients,
                           sum(kept.values()), peak)
+
+
+@contextmanager
+def _unchanged(model):
+    """Behind the `with` block, buffers of a model and random generators are as before it."""
+    before = [(x, x.clone()) for x in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        with torch.no_grad():
+            for x, old in before:
+                x.copy_(old)
 
 
 def _saved_in_training(model, x):

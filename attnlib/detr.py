@@ -701,7 +701,7 @@ class DETR(nn.Module):
         """
         logits, boxes = self.class_embed(decoded), self.bbox_embed(decoded)
         if anchors is not None:
-            boxes = boxes + anchors.logit(1e-3)
+            boxes = boxes + upcast(anchors).logit(1e-3).to(boxes)  # in bfloat16 0.999 is 1
         boxes = boxes.sigmoid()
         auxiliary = [Output(*layer, []) for layer in zip(logits[:-1], boxes[:-1])]
         return Output(logits[-1], boxes[-1], auxiliary)
@@ -719,7 +719,8 @@ class DETR(nn.Module):
         """
         with torch.no_grad(), record_attention() as maps:
             memory = self.forward_features(images, mask).memory
-        cross = maps[len(self.encoder) + 1 :: 2]  # self- and cross-attention take turns
+        own = maps[-2 * len(self.decoder) :]  # a backbone may have attention of its own
+        cross = own[1::2]  # self- and cross-attention take turns
         return [weights.unflatten(-1, memory.shape[-2:]) for weights in cross]
 
 # %% ../nbs/42_detr.ipynb #check-images
@@ -971,7 +972,7 @@ class BoxQueryDETR(DETR):
             decoded.append(self.norm(x))
             with torch.no_grad():  # no gradient passes from a layer's boxes to those before
                 step = self.bbox_embed(decoded[-1])
-                boxes = (boxes.logit(1e-3) + step).sigmoid()
+                boxes = (upcast(boxes).logit(1e-3) + step).sigmoid().to(boxes)
         return torch.stack(decoded), torch.stack(anchors)
 
     def forward_head(self, decoded, anchors):
@@ -1062,7 +1063,8 @@ class InOrder:
     """A matcher for `SetLoss` that gives object i to query i."""
 
     def __call__(self, logits, boxes, targets):
-        """For each layer and image, the numbers of queries and of objects."""
+        """The numbers of queries and of objects, as `HungarianMatcher` returns them."""
         check_targets(targets, boxes.shape[-3], boxes.shape[-2], logits.shape[-1] - 1)
         rows = [torch.arange(len(target["labels"])) for target in targets]
-        return [[(i, i) for i in rows] for _ in logits]
+        matched = [(i, i) for i in rows]
+        return [matched] * len(logits) if boxes.ndim == 4 else matched

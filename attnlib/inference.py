@@ -274,7 +274,7 @@ class FastCausalAttention(nn.Module):
         self.n_head, self.n_kv_head = layer.n_head, layer.n_kv_head
         self.c_attn, self.c_proj = pack(layer.c_attn), pack(layer.c_proj)
         self.q_norm, self.k_norm = layer.q_norm, layer.k_norm
-        self.plain = isinstance(layer.q_norm, nn.Identity)  # then so is the other
+        self.plain = all(isinstance(x, nn.Identity) for x in (layer.q_norm, layer.k_norm))
 
     def forward(self, x, turn=None, mask="causal", cache=None, layer=0):
         """Tokens (B, N, n_embd) to tokens; earlier ones are in the `cache`, if given."""

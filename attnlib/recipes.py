@@ -102,7 +102,16 @@ def accuracy(model, data, batch_size=256):
     -------
     dict
         {"accuracy": Tensor, scalar}
+
+    Raises
+    ------
+    ValueError
+        If there is not a label for each image.
     """
+    images, labels = data
+    if labels.shape != images.shape[:1]:
+        raise ValueError(f"labels of shape {tuple(labels.shape)} must be ({len(images)},), one "
+                         "for each image")
     device, right = next(model.parameters()).device, []
     for images, labels in zip(*(x.split(batch_size) for x in data)):
         right.append(model(images.to(device)).argmax(-1).cpu() == labels)
@@ -296,11 +305,12 @@ def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss
 
     # a model without a second head has no such method
     both_heads = getattr(student, "set_distilled_training", lambda enable: None)
+    before = getattr(student, "distilled_training", False)
     both_heads(True)
     try:
         return train_classifier(student, train, test, steps=steps, loss=total_loss, **options)
     finally:
-        both_heads(False)
+        both_heads(before)
 
 # %% ../nbs/96_recipes.ipynb #distill-small
 def distill_small(data="digits", *, loss=hard_distillation_loss, folder=None, **options):

@@ -177,9 +177,10 @@ def send_on(x, group=None):
     if ranks == 1:
         return x, lambda: None
     last, following = ((rank + step) % ranks for step in (-1, 1))
+    x = x.contiguous()  # as is what receives it
     received = torch.empty_like(x)
     works = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, x.contiguous(), group=group, group_peer=following),
+        dist.P2POp(dist.isend, x, group=group, group_peer=following),
         dist.P2POp(dist.irecv, received, group=group, group_peer=last)])
     return received, lambda: [work.wait() for work in works]
 

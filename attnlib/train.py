@@ -73,7 +73,8 @@ def learning_rate(step, *, steps, warmup, schedule):
     if step < warmup:
         return (step + 1) / warmup
     if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+        share = min(1.0, (step - warmup) / max(1, steps - warmup))  # a cosine rises again
+        return 0.5 * (1 + math.cos(math.pi * share))
     return math.sqrt(max(1, warmup) / (step + 1)) if schedule == "inverse_sqrt" else 1.0
 
 # %% ../nbs/91_train.ipynb #epochs
@@ -102,7 +103,7 @@ def epochs(*tensors, batch_size, seed=0):
     if len(set(lengths)) != 1:
         raise ValueError(f"tensors have {lengths} rows; they must have equally many")
     n = lengths[0]
-    if batch_size not in range(1, n + 1):  # nor between two integers
+    if isinstance(batch_size, float) or batch_size not in range(1, n + 1):
         raise ValueError(
             f"batch_size ({batch_size}) must be between 1 and the number of rows ({n}), and an "
             "integer")
@@ -305,7 +306,8 @@ def adamw(model, lr, betas, weight_decay, lr_scale=None):
     ValueError
         If `lr_scale` names what is no parameter of the model.
     """
-    spared, scale = without_decay(model), lr_scale or {}
+    tied, scale = _tied(model), lr_scale or {}
+    spared = {tied.get(name, name) for name in without_decay(model)}  # by their first names
     if unknown := scale.keys() - {name for name, _ in model.named_parameters()}:
         raise ValueError(f"lr_scale names {sorted(unknown)}, which are no parameters of model")
     groups = {}
@@ -350,7 +352,8 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
     Raises
     ------
     TypeError
-        If `loss_fn` does not return a total and the number of its terms.
+        If `batch` is no tuple, or `loss_fn` does not return a total and the number of its
+        terms.
     ValueError
         If the loss has no term.
     FloatingPointError
@@ -360,6 +363,9 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
         group["lr"] = lr * group["lr_scale"]
     device, rank = accelerator.device, accelerator.process_index
     processes = accelerator.num_processes
+    if not isinstance(batch, (tuple, list)):  # the rows of a Tensor are no tensors of a batch
+        raise TypeError(f"batches returned {_described(batch)}; it must return a tuple of "
+                        "Tensors")
     batch = tuple(x[rank::processes].to(device, non_blocking=True) for x in batch)
     # dropout depends on the step and not on what was run before
     torch.manual_seed(seed * processes + rank)
@@ -857,7 +863,8 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
     Raises
     ------
     TypeError
-        If `loss_fn` or `batches` is no function, or `loss_fn` does not return a pair.
+        If `loss_fn` or `batches` is no function, `loss_fn` does not return a pair, or `batches`
+        no tuple.
     ValueError
         If an argument is out of its range, `accelerator` has a setting that `fit` does not
         follow, or the checkpoint belongs to another run or model.
@@ -881,6 +888,7 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
         frozen = frozen_in_evaluation(plain)
         options = (lr, betas, weight_decay, lr_scale)
         model, optimizer = prepare(plain, accelerator, sharded, options)
+        stack.callback(optimizer.zero_grad)  # or the next run of another kind would add to them
         settings = dict(
             steps=steps, lr=lr, warmup=warmup, schedule=schedule, betas=list(betas),
             weight_decay=weight_decay, clip=clip, seed=seed, lr_scale=lr_scale,
@@ -986,11 +994,13 @@ def machine(device="cpu"):
 
 def _commit():
     """The commit of library and benchmarks, "-dirty" if they differ from it, or None."""
-    def git(*arguments):
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
+    def git(*arguments):  # where the library is, and not where it is called
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True,
+                              cwd=str(files("attnlib")))
         return done.stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", "train.py")  # else the repository is another's
         code = ":(top)attnlib", ":(top,glob)benchmarks/*.py"  # records may be new
         dirty = git("status", "--porcelain", "--untracked-files=no", "--", *code)
         return git("rev-parse", "--short", "HEAD") + "-dirty" * bool(dirty)
