@@ -104,6 +104,14 @@ DATA = (  # names, and how they differ from IMAGENET; of several that fit the la
 )
 
 
+def _check_size(name, size):
+    """Raise a ValueError, with the name, unless this is one integer of at least 1, or two."""
+    sides = list(size) if isinstance(size, (tuple, list)) else [size, size]
+    if len(sides) != 2 or any(not isinstance(side, int) or side < 1 for side in sides):
+        raise ValueError(f"{name} ({size!r}) must be an integer of at least 1, or two of them, "
+                         "height and width")
+
+
 def data_config(name, img_size=None, in_chans=3):
     """Describe the images that the weights of a name were trained on, with timm's keys.
 
@@ -537,14 +545,6 @@ adapt_channels = adapt_input_conv  # deprecated, as above
 # %% ../nbs/93_models.ipynb #load-pretrained
 FIRST_LAYER = re.compile(r"(patch|pixel)_embed\.proj\.weight")  # timm's names of the first ...
 CLASSIFIER = re.compile(r"head(_dist)?\..*")  # ... and of the last layer
-
-
-def _check_size(name, size):
-    """Raise a ValueError, with the name, unless this is one integer of at least 1, or two."""
-    sides = list(size) if isinstance(size, (tuple, list)) else [size, size]
-    if len(sides) != 2 or any(not isinstance(side, int) or side < 1 for side in sides):
-        raise ValueError(f"{name} ({size!r}) must be an integer of at least 1, or two of them, "
-                         "height and width")
 
 
 def load_pretrained(model, source, img_size=None):
