@@ -27,11 +27,15 @@ from attnlib import (
 
 @dataclass
 class Row:
-    """A call by keywords, other values for each of them, and how the result is used."""
+    """A call by keywords, other values for each of them, and how the result is used.
+
+    Of a function that changes an argument, `after` takes the arguments by name when it is done.
+    """
 
     base: dict
     others: dict
     use: object = None
+    after: object = None
 
 
 @dataclass
@@ -1772,42 +1776,25 @@ SPARED = {  # arguments without another value here, and why
 }
 NOT_YET = set(  # functions whose arguments have no other values here yet
     """
-    attention.SameTensors attention.active_backend attention.attention_backend
-    attention.checkpoint_block
-    attention.float32_products attention.register_backend
-    autoformer.ClassicalSharing autoformer.Space autoformer.Subnet autoformer.budget
-    autoformer.check_elastic autoformer.chosen autoformer.crossover autoformer.draw
-    autoformer.extract autoformer.first_outputs autoformer.operations autoformer.parameter_count
-    autoformer.random_subnet autoformer.renew_grid autoformer.sandwich_loss autoformer.scores_of
-    autoformer.small_supernet autoformer.uniform_loss
-    backbone.SameParameters backbone.resize practice.check_folding practice.folded_config
+    attention.active_backend
+    practice.check_folding practice.folded_config
     transformer.can_read transformer.tie transformer.tie_embeddings
-    backbone.frozen_copy backbone.guard backbone.init_weights backbone.is_plain
-    backbone.is_unchanged backbone.keep_evaluation backbone.resample_parameter
-    beit.FeatureEncoder beit.VQAutoencoder beit.adapt_tables beit.bias_table beit.check_mask
-    beit.check_masked beit.check_vocabulary beit.gather_rows beit.hide_rectangle beit.init_beit
-    beit.masked_loss beit.position_bias beit.renew_index beit.without_pretraining
-    cli.answer cli.beside_timm cli.describe cli.draw_map cli.last_window cli.looked_at cli.main
-    cli.middle cli.print_classes cli.print_facts cli.print_models cli.print_times
-    convert.convert_state_dict convert.drop_key_bias convert.fuse_qkv
+    backbone.is_plain
+    backbone.is_unchanged
+    beit.gather_rows
+    cli.beside_timm cli.draw_map
+    cli.print_classes cli.print_facts cli.print_models cli.print_times
     cost.Diagnosis cost.OperationCount cost.Operator cost.Precision cost.PrecisionChoice
     cost.Probe cost.Saved cost.TrainingMemory cost.best_roofline cost.count_operations
     cost.fastest_float32 cost.matmul_precision cost.measure_precisions cost.measure_roofline
     cost.operator_group cost.profile_groups cost.roofline_probes cost.saved_activations
     cost.seconds cost.take_turns cost.training_memory
-    data.cifar data.decode data.draw_scenes data.fetch data.flickr8k data.multi30k
-    data.text_corpus data.train_bpe data.train_tokenizer
-    decoding.generate
-    detr.Features detr.Output detr.anchor_sines detr.check_images detr.check_targets
-    detr.check_values detr.frozen_conv detr.pad_targets detr.residual_block detr.safe_ratio
-    detr.small_detr detr.upcast
-    efficient.check_grid efficient.check_lengths efficient.elu_features
+    data.cifar data.flickr8k data.multi30k
+    detr.Features detr.Output
     flash.Ranges flash.compile_for flash.compile_kernel flash.flash_attention
     flash.flash_backend flash.flash_decode flash.is_supported flash.launch flash.merge_partials
     flash.product_precision flash.refusal flash.tiling flash.triton_mode
-    gpt.boolean_mask gpt.check_config gpt.check_prompt gpt.check_prompts gpt.check_published
-    gpt.config_of gpt.for_groups gpt.init_weights gpt.layer_inputs gpt.read_transformers
-    gpt.text_loss gpt.tie_weights
+    gpt.read_transformers
     inference.FastBlock inference.FastCausalAttention inference.FastCrossAttention
     inference.FastResNet inference.FastSelfAttention inference.FastWindowAttention
     inference.PackedConv inference.PackedLinear inference.attend inference.can_pack
@@ -1816,11 +1803,8 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     inference.fuse inference.optimize_for_inference inference.pack inference.pack_all
     inference.pack_feed_forward inference.pack_gpt_mlp inference.pack_mlp inference.packing_pays
     inference.replace
-    mae.check_encoder_options mae.check_hidden mae.check_noise mae.init_weights mae.last_block
-    mae.lean_loss mae.load_encoder mae.masked_loss mae.normalized mae.stack mae.unpatchify
-    models.adapt_channels models.check_classifies models.fetch_weights models.labels
-    models.load_pretrained models.open_picture models.preprocess models.pretrained_cfg
-    models.read_weights models.register_model models.state_dict_of models.unwrap_state_dict
+    models.adapt_channels models.fetch_weights
+    models.read_weights models.state_dict_of
     modern.RotaryAttention modern.apply_rotary_2d modern.use_rotary
     panoptic.PanopticDETR panoptic.PanopticOutput panoptic.bounds panoptic.check_masks
     panoptic.check_merge panoptic.check_segments panoptic.cut_padding panoptic.join_stuff

@@ -9,10 +9,13 @@ from hashlib import sha256
 import pytest
 import torch
 from argument_rows import CLASSES, FUNCTIONS, NOT_YET, SPARED, Fails
+from argument_rows_first import FIRST, SPARED_FIRST
 from world import public_functions
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
+FUNCTIONS = FUNCTIONS | FIRST
+SPARED = SPARED | SPARED_FIRST
 TABLE = CLASSES | FUNCTIONS
 
 
@@ -45,6 +48,8 @@ def result(name, arguments):
     arguments = copy.deepcopy(arguments)
     torch.manual_seed(0)
     found = public_functions()[function_of(name)](**arguments)
+    if row.after is not None:
+        return seen([found if row.use is None else row.use(found), row.after(arguments)])
     return seen(found if row.use is None else row.use(found))
 
 
