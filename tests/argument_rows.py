@@ -1782,8 +1782,8 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     backbone.is_plain
     backbone.is_unchanged
     beit.gather_rows
-    cli.beside_timm cli.draw_map
-    cli.print_classes cli.print_facts cli.print_models cli.print_times
+    cli.beside_timm
+    cli.print_times
     cost.Diagnosis cost.OperationCount cost.Operator cost.Precision cost.PrecisionChoice
     cost.Probe cost.Saved cost.TrainingMemory cost.best_roofline cost.count_operations
     cost.fastest_float32 cost.matmul_precision cost.measure_precisions cost.measure_roofline
@@ -1794,7 +1794,6 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     flash.Ranges flash.compile_for flash.compile_kernel flash.flash_attention
     flash.flash_backend flash.flash_decode flash.is_supported flash.launch flash.merge_partials
     flash.product_precision flash.refusal flash.tiling flash.triton_mode
-    gpt.read_transformers
     inference.FastBlock inference.FastCausalAttention inference.FastCrossAttention
     inference.FastResNet inference.FastSelfAttention inference.FastWindowAttention
     inference.PackedConv inference.PackedLinear inference.attend inference.can_pack
@@ -1803,8 +1802,7 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     inference.fuse inference.optimize_for_inference inference.pack inference.pack_all
     inference.pack_feed_forward inference.pack_gpt_mlp inference.pack_mlp inference.packing_pays
     inference.replace
-    models.adapt_channels models.fetch_weights
-    models.read_weights models.state_dict_of
+    models.fetch_weights
     modern.RotaryAttention modern.apply_rotary_2d modern.use_rotary
     panoptic.PanopticDETR panoptic.PanopticOutput panoptic.bounds panoptic.check_masks
     panoptic.check_merge panoptic.check_segments panoptic.cut_padding panoptic.join_stuff

@@ -3,6 +3,7 @@
 import random
 from functools import partial
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,6 +93,12 @@ def changed(name):
     return after
 
 
+def with_mean(model):
+    """A model that says how its images are normalized."""
+    model.data_config = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
+    return model.eval()
+
+
 def picture(value=9):
     return np.arange(40 * 48 * 3, dtype=np.uint8).reshape(40, 48, 3) // 2 + value
 
@@ -126,10 +133,18 @@ def unregistered(_):
     return {key: [cls.__name__, *others] for key, (cls, *others) in found.items()}
 
 
+class Page(BytesIO):
+    """A file in memory, whose name says the format."""
+
+    name = "page.png"
+
+
 FUSED = {f"a.attn.{part}.weight": numbers(3, 4, seed=i) for i, part in enumerate("qkv")}
 BIAS_KEY = "layers.0.blocks.0.attn.qkv.bias"
 ROWS = {"a.relative_position_bias_table": numbers(84, 2)}
 OTHER_ROWS = {"a.relative_position_bias_table": numbers(84, 2, seed=1)}
+RECORDS = Path(__file__).parents[1] / "benchmarks" / "results"
+ASKED = dict(name="vit_collages", picture=picture(), map=None)
 COLLAGES = seeded(models.create_model, "vit_collages").state_dict()
 OTHER_COLLAGES = seeded(models.create_model, "vit_collages", seed=1).state_dict()
 DATA_CONFIG = models.data_config("vit_tiny_patch16_224")
@@ -198,6 +213,10 @@ FIRST = {
             parts=("v", "k", "q"),
         ),
     ),
+    "models.adapt_channels": Row(
+        dict(weight=numbers(4, 3, 2, 2), in_chans=1),
+        dict(weight=numbers(4, 3, 2, 2, seed=1), in_chans=4),
+    ),
     "models.check_classifies": Row(
         dict(model=small_vit()), dict(model=Fails(small_vit(num_classes=0), "classifier"))
     ),
@@ -223,10 +242,17 @@ FIRST = {
         dict(name="vit_tiny_patch16_224"),
         dict(name="vit_collages", num_classes=5, img_size=64, in_chans=1),
     ),
+    "models.read_weights": Row(
+        dict(path=RECORDS / "autoformer_digits.safetensors"),
+        dict(path=RECORDS / "autoformer_reference.safetensors"),
+    ),
     "models.register_model": Row(
         dict(name="test", cls=vit.VisionTransformer),
         dict(name="test_2", cls=beit.Beit, hub="nobody/test", depth=3),
         unregistered,
+    ),
+    "models.state_dict_of": Row(
+        dict(source=dict(model=dict(a=TOKENS))), dict(source=dict(model=dict(b=TOKENS)))
     ),
     "models.unwrap_state_dict": Row(
         dict(source=dict(model=dict(a=TOKENS))), dict(source=dict(model=dict(b=TOKENS)))
@@ -242,6 +268,15 @@ FIRST = {
         ),
     ),
     "cli.describe": Row(dict(name="vit_collages"), dict(name="tnt_collages")),
+    "cli.draw_map": Row(
+        dict(model=with_mean(small_vit()), x=image(n=1), path=Page()),
+        dict(
+            model=with_mean(small_vit(depth=1)),
+            x=-image(n=1),
+            path=Fails("page.nowhere", "unknown file extension"),
+        ),
+        after=lambda arguments: arguments["path"].getvalue(),
+    ),
     "cli.last_window": Row(
         dict(model=small_swin(), x=image(32, n=1)),
         dict(model=small_swin(seed=1), x=-image(32, n=1)),
@@ -253,6 +288,22 @@ FIRST = {
     "cli.main": Row(
         dict(arguments=["models", "vit_collages"]),
         dict(arguments=Fails(["show", "nothing"], "nothing", SystemExit)),
+    ),
+    "cli.print_classes": Row(
+        dict(options=SimpleNamespace(**ASKED, weights=COLLAGES)),
+        dict(
+            options=Fails(
+                SimpleNamespace(**ASKED | dict(name="none"), weights=COLLAGES), "none"
+            )
+        ),
+    ),
+    "cli.print_facts": Row(
+        dict(options=SimpleNamespace(name="vit_collages")),
+        dict(options=Fails(SimpleNamespace(name="nothing"), "nothing")),
+    ),
+    "cli.print_models": Row(
+        dict(options=SimpleNamespace(pattern="vit_c*")),
+        dict(options=Fails(SimpleNamespace(pattern="nothing"), "pattern")),
     ),
     "cli.middle": Row(dict(numbers=[1, 2, 4]), dict(numbers=[1, 3, 4], unit=2.0)),
 }
@@ -284,8 +335,16 @@ def draw_one(rng):
     return autoformer.sample(SPACE, rng.randrange(1000))
 
 
+def without_indices(layer):
+    """A layer whose buffers are lost, as after `to_empty`."""
+    for x in layer.buffers():
+        x.zero_()
+    return layer
+
+
 def elastic_attention(grid_size=(3, 5)):
-    return seeded(autoformer.Attention, 12, 3, head_dim=4, grid_size=grid_size, max_distance=2)
+    sizes = dict(head_dim=4, grid_size=grid_size, max_distance=2)
+    return without_indices(seeded(autoformer.Attention, 12, 3, **sizes))
 
 
 def middle_of(count):
@@ -407,7 +466,7 @@ NOISE = numbers(4, 16)
 
 
 def beit_attention(window_size=(3, 5)):
-    return seeded(beit.BeitAttention, 12, 3, window_size=window_size)
+    return without_indices(seeded(beit.BeitAttention, 12, 3, window_size=window_size))
 
 
 def block(**options):
@@ -641,6 +700,16 @@ def small_gpt(**options):
     return seeded(gpt.GPT, config(**options))
 
 
+def of_transformers(seed=0):
+    """A model as the library transformers has it, with one weight."""
+    weights = {"transformer.wte.weight": numbers(20, 8, seed=seed)}
+    return SimpleNamespace(
+        config=published(),
+        get_output_embeddings=lambda: True,
+        state_dict=lambda: dict(weights),
+    )
+
+
 def untied():
     """A model that is to share its weights, and does not."""
     model = small_gpt()
@@ -751,6 +820,11 @@ FIRST |= {
             mask=None,
             past=3,
         ),
+    ),
+    "gpt.read_transformers": Row(
+        dict(source=of_transformers()),
+        dict(source=of_transformers(seed=1)),
+        lambda pair: [vars(pair[0]), pair[1]],
     ),
     "gpt.text_loss": Row(
         dict(model=small_gpt(), batch=(tokens(),)),

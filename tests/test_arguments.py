@@ -78,6 +78,13 @@ def test_a_call_repeats(name):
     assert usual(name) == result(name, TABLE[name].base)
 
 
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.after])
+def test_a_call_changes_its_argument(name):
+    """Control: what is looked at after the call is not as it was before."""
+    row = TABLE[name]
+    assert seen(row.after(copy.deepcopy(row.base))) != usual(name)[1]
+
+
 def names_of(function):
     """The names of a function's arguments, and whether it takes others by name."""
     try:
