@@ -1811,21 +1811,18 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     models.read_weights models.register_model models.state_dict_of models.unwrap_state_dict
     panoptic.PanopticOutput
     plot.show
-    practice.transfer
-    recipes.distill_small recipes.train_processes
-    scaling.OwnRandomness scaling.Sleeper scaling.Workers scaling.bytes_sent
-    scaling.check_shards scaling.cut_as_it_lies scaling.cut_module scaling.enter
-    scaling.go_round scaling.join_group scaling.nap_lesson scaling.reduce_lesson
-    scaling.ring_all_reduce scaling.ring_attention scaling.ring_lesson scaling.send_on
-    scaling.stage_lesson scaling.states_lesson scaling.summed scaling.tensor_lesson
-    scaling.tensor_parallel
-    spatial.Drawing spatial.changed_attention
+    recipes.train_processes
+    scaling.Sleeper scaling.Workers scaling.bytes_sent scaling.check_shards
+    scaling.cut_as_it_lies scaling.cut_module scaling.enter scaling.go_round scaling.join_group
+    scaling.nap_lesson scaling.reduce_lesson scaling.ring_all_reduce scaling.ring_attention
+    scaling.ring_lesson scaling.send_on scaling.stage_lesson scaling.states_lesson
+    scaling.summed scaling.tensor_lesson scaling.tensor_parallel
+    spatial.Drawing
     swin.WindowLayout
     swinv2.restore_trained_window swinv2.store_trained_window
-    train.epochs train.load_checkpoint train.machine train.modes_restored train.prepare
-    train.print_speed train.resume train.save_checkpoint train.save_shards train.shard_blocks
-    train.share_buffers train.train_step train.write_record
-    transformer.evaluation
+    train.epochs train.load_checkpoint train.machine train.prepare train.print_speed
+    train.resume train.save_checkpoint train.save_shards train.shard_blocks train.share_buffers
+    train.train_step train.write_record
     translation.from_marian translation.keep_best translation.length_run translation.load_marian
     translation.marian_weights translation.multi30k_run translation.number_run
     windows.compile_for windows.compile_linear

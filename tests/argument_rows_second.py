@@ -1074,8 +1074,92 @@ SECOND |= {
     ),
 }
 
+# --- what holds within a block, and whole runs ------------------------------------------------
+
+
+def modes(model):
+    return [part.training for part in model.modules()]
+
+
+def mixed_modes():
+    model = regressor()
+    model[0].eval()
+    return model
+
+
+def other_modes(manager):
+    """The modes of a model's parts within a block, and after it."""
+    model = manager.kwds["model"]
+    with manager:
+        inside = modes(model)
+        model.train(not model.training)
+    return inside, modes(model)
+
+
+def as_it_reads(manager):
+    """What a `Captioner` reads within a block."""
+    model = manager.kwds["model"]
+    scores = model.attend.scores
+    with manager, torch.no_grad():
+        width, hidden = scores.key_proj.in_features, scores.query_proj.in_features
+        return model.attend(numbers(3, 8, width), numbers(3, hidden))
+
+
+def own_numbers(own):
+    """Random numbers between two layers, and after the second."""
+    module = regressor()
+    own.begin(module)
+    inside = torch.rand(3)
+    own.end(module)
+    return inside, torch.rand(3)
+
+
+PHOTOS = image(32).sigmoid()
+
+SECOND |= {
+    "practice.transfer": Row(
+        dict(name="vit_tiny_patch16_224", img_size=32, pretrained=False)
+        | dict(train=(PHOTOS, LABELS), test=(PHOTOS, LABELS), steps=2, lr=0.001, batch_size=2),
+        dict(
+            name="deit_tiny_patch16_224",
+            train=(PHOTOS**2, LABELS),
+            test=(PHOTOS, LABELS * 0 + 7),
+            img_size=48,
+            device=NOWHERE,
+            steps=3,
+            lr=0.002,
+        ),
+        lambda pair: [state(pair[0]), pair[1]],
+    ),
+    "recipes.distill_small": Row(
+        dict(steps=1),
+        dict(data=Fails("mnist", "data"), loss=loss_of_both, steps=2),
+        lambda found: [state(found[0]), state(found[1]), of_training(found[2])],
+    ),
+    "scaling.OwnRandomness": Row(dict(rank=0), dict(rank=1), own_numbers),
+    "spatial.changed_attention": Row(
+        dict(
+            model=seeded(spatial.Captioner, 20, hidden_dim=8, max_length=8),
+            change=lambda weights: weights.flip(1),
+        ),
+        dict(
+            model=seeded(spatial.Captioner, 20, hidden_dim=8, max_length=8, seed=1),
+            change=lambda weights: weights.roll(1, 1),
+        ),
+        as_it_reads,
+    ),
+    "train.modes_restored": Row(
+        dict(model=regressor()), dict(model=regressor().eval()), other_modes
+    ),
+    "transformer.evaluation": Row(
+        dict(model=regressor()), dict(model=mixed_modes(), parts=[]), other_modes
+    ),
+}
+
 UNKNOWING = "only a model that is trained for long names numbers right"
 SPARED_SECOND = {
+    "practice.transfer": dict(pretrained="downloads"),
+    "recipes.distill_small": dict(folder="of files that are downloaded"),
     "practice.check_pixels": dict(name="stands in the error"),
     "practice.rollout_map": dict(patch_size="not used: all maps are called alike"),
     "recipes.accuracy": dict(batch_size=SAME),
