@@ -1170,3 +1170,12 @@ SPARED_SECOND = {
     "transformer.check_tokens": dict(name="stands in the error"),
     "panoptic.check_segments": dict(name="stands in the error"),
 }
+ON_CPU = set(  # kernels that are interpreted without a GPU, and runs that a GPU does not repeat
+    """
+    flash.flash_attention flash.flash_backend flash.flash_decode flash.is_supported
+    recipes.distill recipes.distill_small recipes.train_classifier recipes.train_small
+    recipes.train_translator
+    windows.FusedBlock windows.FusedMerging windows.fuse_swin windows.fused_linear
+    windows.not_served windows.window_attention windows.window_backend
+    """.split()
+)
