@@ -1777,75 +1777,35 @@ SPARED = {  # arguments without another value here, and why
 NOT_YET = set(  # functions whose arguments have no other values here yet
     """
     attention.active_backend
-    practice.check_folding practice.folded_config
-    transformer.can_read transformer.tie transformer.tie_embeddings
-    backbone.is_plain
-    backbone.is_unchanged
+    backbone.is_plain backbone.is_unchanged
     beit.gather_rows
-    cli.beside_timm
-    cli.print_times
-    cost.Diagnosis cost.OperationCount cost.Operator cost.Precision cost.PrecisionChoice
-    cost.Probe cost.Saved cost.TrainingMemory cost.best_roofline cost.count_operations
-    cost.fastest_float32 cost.matmul_precision cost.measure_precisions cost.measure_roofline
-    cost.operator_group cost.profile_groups cost.roofline_probes cost.saved_activations
-    cost.seconds cost.take_turns cost.training_memory
+    cli.beside_timm cli.print_times
+    cost.Diagnosis cost.Operator cost.Precision cost.PrecisionChoice cost.Probe cost.Saved
+    cost.TrainingMemory
     data.cifar data.flickr8k data.multi30k
     detr.Features detr.Output
-    flash.Ranges flash.compile_for flash.compile_kernel flash.flash_attention
-    flash.flash_backend flash.flash_decode flash.is_supported flash.launch flash.merge_partials
-    flash.product_precision flash.refusal flash.tiling flash.triton_mode
-    inference.FastBlock inference.FastCausalAttention inference.FastCrossAttention
-    inference.FastResNet inference.FastSelfAttention inference.FastWindowAttention
-    inference.PackedConv inference.PackedLinear inference.attend inference.can_pack
-    inference.can_pack_resnet inference.can_replace inference.can_shorten inference.check_packed
-    inference.devices inference.first_tokens inference.forward_short
-    inference.fuse inference.optimize_for_inference inference.pack inference.pack_all
-    inference.pack_feed_forward inference.pack_gpt_mlp inference.pack_mlp inference.packing_pays
-    inference.replace
+    flash.compile_for flash.compile_kernel flash.launch flash.product_precision flash.refusal
+    flash.triton_mode
+    inference.FastResNet inference.can_pack_resnet inference.fuse inference.packing_pays
     models.fetch_weights
-    modern.RotaryAttention modern.apply_rotary_2d modern.use_rotary
-    panoptic.PanopticDETR panoptic.PanopticOutput panoptic.bounds panoptic.check_masks
-    panoptic.check_merge panoptic.check_segments panoptic.cut_padding panoptic.join_stuff
-    panoptic.label_maps panoptic.match_segments panoptic.matched_queries panoptic.mean_quality
-    panoptic.overlaps panoptic.panoptic_detr panoptic.quality panoptic.small_panoptic
-    plot.plot_attention plot.plot_history plot.show
-    practice.check_pixels practice.fine_tune practice.fold_normalization practice.gradient_map
-    practice.layer_numbers practice.moving_average practice.occlusion_map practice.rollout_map
-    practice.transfer
-    recipes.accuracy recipes.cross_entropy recipes.distill recipes.distill_small
-    recipes.names_right recipes.small_run recipes.train_classifier recipes.train_processes
-    recipes.train_small recipes.train_translator
-    scaling.GPTStage scaling.OwnRandomness scaling.Sleeper scaling.Workers
-    scaling.block_gradients scaling.bytes_sent scaling.check_shards scaling.cut_as_it_lies
-    scaling.cut_module scaling.enter scaling.failure scaling.go_round scaling.has_dropout
-    scaling.join_group scaling.local scaling.nap_lesson scaling.possible_plans
-    scaling.rank_order scaling.reduce_lesson scaling.ring_all_reduce scaling.ring_attention
-    scaling.ring_lesson scaling.send_on scaling.stage_lesson scaling.states_lesson
-    scaling.summed scaling.tensor_lesson scaling.tensor_parallel scaling.unshard_sequence
-    spatial.Drawing spatial.changed_attention spatial.check_captions spatial.draw_loss
-    swin.SwinStage swin.WindowLayout swin.cyclic_shift swin.merge_patches swin.pixel_maps
-    swin.resample_tables swin.resampling_matrix swin.reverse_cyclic_shift swin.source_window
-    swin.stage_windows swin.token_map swin.window_reverse
-    swinv2.check_pretrained_window swinv2.restore_trained_window swinv2.store_trained_window
-    tnt.Block tnt.patchify tnt.unpatchify
-    train.epochs train.frozen_in_evaluation train.load_checkpoint train.machine
-    train.memory_levels train.modes_restored train.peak_memory train.prepare train.print_speed
-    train.read_record train.resume train.save_checkpoint train.save_shards train.seeded
-    train.shard_blocks train.share_buffers train.train_step train.training_state
-    train.write_record
-    transformer.check_padding transformer.check_rows transformer.check_settings
-    transformer.check_tied transformer.check_tokens transformer.evaluation
-    transformer.from_torch transformer.layer_from_torch
-    translation.answer_kind translation.check_side translation.direction_accuracy
-    translation.from_marian translation.is_in translation.keep_best translation.length_run
-    translation.load_marian translation.lowest_row translation.marian_weights
-    translation.multi30k_run translation.number_pieces translation.number_run
-    translation.number_scores translation.number_tokenizer translation.own_tokens
-    translation.translation_loss translation.trim
-    vit.attention_rollout vit.check_divides vit.check_images vit.learned_tokens vit.patch_shares
-    windows.FusedBlock windows.FusedMerging windows.can_fuse windows.can_fuse_merging
-    windows.compile_for windows.compile_linear windows.fuse_swin windows.fused_linear
-    windows.not_served windows.passes windows.tiling windows.window_attention
-    windows.window_backend
+    panoptic.PanopticOutput
+    plot.show
+    recipes.train_processes
+    scaling.Sleeper scaling.Workers scaling.bytes_sent scaling.check_shards
+    scaling.cut_as_it_lies scaling.cut_module scaling.enter scaling.go_round
+    scaling.join_group scaling.nap_lesson scaling.reduce_lesson scaling.ring_all_reduce
+    scaling.ring_attention scaling.ring_lesson scaling.send_on scaling.stage_lesson
+    scaling.states_lesson scaling.summed scaling.tensor_lesson scaling.tensor_parallel
+    spatial.Drawing
+    swin.WindowLayout
+    swinv2.restore_trained_window swinv2.store_trained_window
+    train.epochs train.load_checkpoint train.machine train.prepare train.print_speed
+    train.resume train.save_checkpoint train.save_shards train.shard_blocks
+    train.share_buffers train.train_step train.write_record
+    transformer.tie transformer.tie_embeddings
+    translation.from_marian translation.keep_best translation.length_run
+    translation.load_marian translation.marian_weights translation.multi30k_run
+    translation.number_run
+    windows.compile_for windows.compile_linear
     """.split()
 )

@@ -10,12 +10,13 @@ import pytest
 import torch
 from argument_rows import CLASSES, FUNCTIONS, NOT_YET, SPARED, Fails
 from argument_rows_first import FIRST, SPARED_FIRST
+from argument_rows_second import ON_CPU, SECOND, SPARED_SECOND
 from world import public_functions
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-FUNCTIONS = FUNCTIONS | FIRST
-SPARED = SPARED | SPARED_FIRST
+FUNCTIONS = FUNCTIONS | FIRST | SECOND
+SPARED = SPARED | SPARED_FIRST | SPARED_SECOND
 TABLE = CLASSES | FUNCTIONS
 
 
@@ -53,6 +54,11 @@ def result(name, arguments):
     return seen(found if row.use is None else row.use(found))
 
 
+def skip_on_gpu(name):
+    if torch.cuda.is_available() and function_of(name) in ON_CPU:
+        pytest.skip("its arguments are tried on machines without a GPU")
+
+
 @cache
 def usual(name):
     return result(name, TABLE[name].base)
@@ -65,6 +71,7 @@ CASES = [(name, key) for name, row in TABLE.items() for key in row.others]
 def test_an_argument_has_an_effect(name, key):
     row = TABLE[name]
     other = row.others[key]
+    skip_on_gpu(name)
     if isinstance(other, Fails):
         with pytest.raises(other.error, match=other.message):
             result(name, row.base | {key: other.value})
@@ -75,6 +82,7 @@ def test_an_argument_has_an_effect(name, key):
 @pytest.mark.parametrize("name", TABLE)
 def test_a_call_repeats(name):
     """Control: chance alone changes nothing."""
+    skip_on_gpu(name)
     assert usual(name) == result(name, TABLE[name].base)
 
 
