@@ -433,11 +433,12 @@ def _bytes(name, inputs, outputs):
     return sum(map(_touched, distinct.values())) + sum(map(_touched, outputs))
 
 
-def _changed(function, args, kwargs):
-    """The tensors that an operator changes in place by its schema, such as an optimizer's."""
-    given = {**{a.name: x for a, x in zip(function._schema.arguments, args)}, **kwargs}
-    return list(_tensors(given[a.name] for a in function._schema.arguments
-                         if a.name in given and a.alias_info and a.alias_info.is_write))
+def _changed(name, args):
+    """The tensors that an operator on lists changes, as an optimizer's: its first list."""
+    lists = args[:1]  # as in _foreach_add_(self, other)
+    if "_fused_" in name:  # as in _fused_adam_(self, grads, exp_avgs, ...)
+        lists = args[:1] + args[2:]
+    return list(_tensors(lists))
 
 # %% ../nbs/50_cost.ipynb #count-class
 Operator = namedtuple("Operator", "name flops bytes")
@@ -510,7 +511,7 @@ class OperatorWatch(TorchDispatchMode):
         out, name = function(*args, **kwargs), function.name()  # "aten::add.Tensor"
         inputs, outputs = list(_tensors((*args, *kwargs.values()))), list(_tensors([out]))
         if out is None:  # as of operators on lists of tensors
-            outputs = _changed(function, args, kwargs)
+            outputs = _changed(name, args)
         formula = FORMULAS.get(name) or flop_registry.get(function.overloadpacket)
         flops = formula(*args, **kwargs, out_val=out) if formula else 0
         bytes = _bytes(name, inputs, outputs)
