@@ -284,8 +284,8 @@ def beam_search(model, src, max_length, beam_size, *, length_penalty=1.0, bos_id
     beam_size : int
         The number K of beginnings kept.
     length_penalty : float
-        The exponent of the length; max_length ** |length_penalty| must be below exp(80), so
-        that scores are neither 0 nor infinite.
+        The exponent of the length; ``max_length ** abs(length_penalty)`` must be below exp(80),
+        so that scores are neither 0 nor infinite.
 
     Returns
     -------

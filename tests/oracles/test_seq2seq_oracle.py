@@ -163,7 +163,10 @@ def test_greedy(lengths, max_length, attention, end, seed):
         hidden, row, token = first_state(decoder, summary), [], 1
         while len(row) < max_length and (not row or row[-1] != end):
             logits, hidden, _ = decode_step(decoder, token, hidden, annotations, summary)
-            token = int(logits.argmax())
+            allowed = logits.clone()
+            if end != 0:  # padding is no symbol of a sentence
+                allowed[0] = -torch.inf
+            token = int(allowed.argmax())
             row.append(token)
         rows.append(row)
     longest = max(map(len, rows))
