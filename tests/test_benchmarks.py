@@ -282,7 +282,7 @@ def test_all_files_with_tests_for_cuda_are_checked():
     }
     # compiled or interpreted on a CPU
     elsewhere = "benchmarks", "gpu_rehearsal", "kernels", "kernel_memory"
-    elsewhere += "dtypes", "errors", "shapes"
+    elsewhere += "arguments", "dtypes", "errors", "shapes"
     found -= {f"tests/test_{name}.py" for name in elsewhere}
     assert found == set(gpu.CHECKS + gpu.KERNELS)
 

@@ -747,7 +747,7 @@ def test_a_page_ends_with_its_footer(phone):
     assert page.evaluate(below) < 3
 
 
-@pytest.mark.parametrize("name", ["nbs/10_attention", "nbs/22_decoding", "nbs/32_swin"])
+@pytest.mark.parametrize("name", ["nbs/22_decoding", "nbs/32_swin"])
 def test_a_wide_equation_has_the_whole_column(phone, name):
     """Beside its number it would end early, as if it were complete."""
     narrow = """() => [...document.querySelectorAll("div.math:has(.eqno)")].filter(equation => {
