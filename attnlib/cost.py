@@ -784,7 +784,7 @@ def training_memory(model, x, *, moments=2):
 
 @contextmanager
 def _unchanged(model):
-    """Behind the `with` block, buffers of a model and random generators are as before it."""
+    """After the `with` block, buffers of a model and random generators are as before it."""
     before = [(x, x.clone()) for x in model.buffers()]
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
