@@ -82,13 +82,17 @@ def functions():
     return found
 
 
-def source_hash(kernel):
-    """A fingerprint of a launch's function and of all that it calls; words do not count."""
+def source_hash(kernel, cosine=False):
+    """A fingerprint of a launch's function and of all that it calls; words do not count.
+
+    `_through_length` is one branch, `if COSINE`: without it nothing of the function is compiled.
+    """
+    left_out = () if cosine else ("_through_length",)
     first = "_product" if kernel in PRODUCTS else windows.FUNCTIONS[kernel].__name__
     todo, seen = [first, "compile_kernel"], set()
     while todo:
         name = todo.pop()
-        if name in functions() and name not in seen:
+        if name in functions() and name not in seen and name not in left_out:
             seen.add(name)
             todo += functions()[name][1]
     text = "\n".join(functions()[name][0] for name in sorted(seen))
@@ -109,7 +113,8 @@ def tile_of(job):
 def current(row):
     """Whether a row of a record is of today's source and tile."""
     job = tuple(row[name] for name in NAMES)
-    return row["source"] == source_hash(job[0]) and [row[c] for c in TILE] == tile_of(job)
+    source = source_hash(row["kernel"], cosine="c" in row["options"])
+    return row["source"] == source and [row[c] for c in TILE] == tile_of(job)
 
 
 # --- compiling, and what it may not give -----------------------------------------------------
@@ -131,7 +136,8 @@ def compiled(job):
         )
     fit = programs(capability, int(tile[1]), made["registers"], made["shared"])
     values = [made["registers"], made["spilled"], made["shared"], fit, made["product"]]
-    row = [*job, *tile, *values, made["buffers"], source_hash(kernel)]
+    source = source_hash(kernel, cosine="c" in options)
+    row = [*job, *tile, *values, made["buffers"], source]
     return {name: str(x) for name, x in zip(COLUMNS, row, strict=True)}
 
 
