@@ -6,8 +6,8 @@
 __all__ = ['WindowLayout', 'SIZES', 'round_up', 'pad_map', 'crop_map', 'merge_patches', 'PatchMerging', 'window_partition',
            'window_reverse', 'window_layout', 'cyclic_shift', 'reverse_cyclic_shift', 'shift_mask',
            'relative_position_index', 'resampling_matrix', 'source_window', 'resize_rel_pos_bias_table', 'window_bias',
-           'check_window', 'WindowAttention', 'SwinBlock', 'SwinStage', 'padded_size', 'pad_images', 'stage_windows',
-           'resample_tables', 'SwinTransformer', 'token_map', 'pixel_maps']
+           'check_window', 'WindowAttention', 'SwinBlock', 'block_shift', 'SwinStage', 'padded_size', 'pad_images',
+           'stage_windows', 'resample_tables', 'SwinTransformer', 'token_map', 'pixel_maps']
 
 # %% ../nbs/32_swin.ipynb #imports
 import math
@@ -57,8 +57,10 @@ def merge_patches(x):
     right. An odd height gets a row of zeros below, an odd width a column of zeros on the right.
     """
     x = pad_map(x, round_up(x.shape[1:3], (2, 2)))
-    x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # -> (B, H/2, y, W/2, x, C)
-    return x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # -> (B, H/2, W/2, x, y, C) -> (…, 4C)
+    x = x.unflatten(2, (-1, 2))  # (B, H, W, C) -> (B, H, W/2, x, C)
+    x = x.unflatten(1, (-1, 2))  # -> (B, H/2, y, W/2, x, C)
+    x = x.permute(0, 1, 3, 4, 2, 5)  # -> (B, H/2, W/2, x, y, C)
+    return x.flatten(3)  # -> (B, H/2, W/2, 4C)
 
 
 class PatchMerging(nn.Module):
@@ -77,7 +79,8 @@ class PatchMerging(nn.Module):
 
     def forward(self, x):
         """A map (B, H, W, C) to a map (B, ⌈H/2⌉, ⌈W/2⌉, 2C)."""
-        return self.reduction(self.norm(merge_patches(x)))  # (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
+        x = merge_patches(x)  # (B, H, W, C) -> (B, ⌈H/2⌉, ⌈W/2⌉, 4C)
+        return self.reduction(self.norm(x))  # -> (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
 
 # %% ../nbs/32_swin.ipynb #partition
 def window_partition(x, window_size, num_heads=1):
@@ -97,11 +100,13 @@ def window_partition(x, window_size, num_heads=1):
         Windows row by row and in each of them the heads; the N tokens of a window row by row.
     """
     height, width = window_size
-    x = x.unflatten(-3, (-1, height)).unflatten(-2, (-1, width))  # -> (..., Y, y, X, x, h d)
+    x = x.unflatten(-3, (-1, height))  # (..., H, W, h d) -> (..., Y, y, W, h d)
+    x = x.unflatten(-2, (-1, width))  # -> (..., Y, y, X, x, h d)
     x = x.unflatten(-1, (num_heads, -1))  # -> (..., Y, y, X, x, h, d)
     n = x.ndim  # ONNX's exporter needs axes that count from the front
     x = x.movedim((n - 5, n - 3), (n - 3, n - 2))  # -> (..., Y, X, h, y, x, d)
-    return x.flatten(-6, -4).flatten(-3, -2)  # -> (..., Y X h, y x, d)
+    x = x.flatten(-6, -4)  # -> (..., Y X h, y, x, d)
+    return x.flatten(-3, -2)  # -> (..., Y X h, y x, d)
 
 
 def window_reverse(windows, window_size, size):
@@ -117,12 +122,15 @@ def window_reverse(windows, window_size, size):
     -------
     Tensor, shape (..., H, W, h·d)
     """
-    counts = [s // w for s, w in zip(size, window_size)]
-    x = windows.unflatten(-3, (*counts, -1)).unflatten(-2, window_size)
-    # (..., Y X h, y x, d) -> (..., Y, X, h, y, x, d)
+    rows = size[0] // window_size[0]
+    columns = size[1] // window_size[1]
+    x = windows.unflatten(-3, (rows, columns, -1))  # (..., Y X h, N, d) -> (..., Y, X, h, N, d)
+    x = x.unflatten(-2, window_size)  # -> (..., Y, X, h, y, x, d)
     n = x.ndim
     x = x.movedim((n - 3, n - 2), (n - 5, n - 3))  # -> (..., Y, y, X, x, h, d)
-    return x.flatten(-2).flatten(-5, -4).flatten(-3, -2)  # -> (..., Y y, X x, h d)
+    x = x.flatten(-2)  # -> (..., Y, y, X, x, h d)
+    x = x.flatten(-5, -4)  # -> (..., Y y, X, x, h d)
+    return x.flatten(-3, -2)  # -> (..., Y y, X x, h d)
 
 # %% ../nbs/32_swin.ipynb #layout
 WindowLayout = namedtuple("WindowLayout", "size window shift padded")  # each (rows, columns)
@@ -165,7 +173,10 @@ def cyclic_shift(x, layout):
     -------
     Tensor, shape (B, H', W', C)
     """
-    return x.roll([-s for s in layout.shift], dims=(1, 2)) if any(layout.shift) else x
+    if not any(layout.shift):
+        return x
+    rows, columns = layout.shift
+    return x.roll((-rows, -columns), dims=(1, 2))
 
 
 def reverse_cyclic_shift(x, layout):
@@ -180,7 +191,9 @@ def reverse_cyclic_shift(x, layout):
     -------
     Tensor, shape (B, H', W', C)
     """
-    return x.roll(layout.shift, dims=(1, 2)) if any(layout.shift) else x
+    if not any(layout.shift):
+        return x
+    return x.roll(layout.shift, dims=(1, 2))
 
 # %% ../nbs/32_swin.ipynb #mask
 def shift_mask(layout, device=None):
@@ -196,9 +209,13 @@ def shift_mask(layout, device=None):
     bool Tensor, shape (windows, N, N)
         True where both tokens were carried over the same seams.
     """
-    y, x = (torch.arange(p, device=device) >= p - s  # carried over the seam?
-            for p, s in zip(layout.padded, layout.shift))
-    regions = 2 * y[:, None, None] + x[:, None]  # (H', 1, 1), (W', 1) -> (H', W', 1)
+    height, width = layout.padded
+    row_shift, column_shift = layout.shift
+    # rolling carried the first rows and columns over a seam: they are the last ones now
+    wrapped_rows = torch.arange(height, device=device) >= height - row_shift
+    wrapped_columns = torch.arange(width, device=device) >= width - column_shift
+    regions = 2 * wrapped_rows[:, None] + wrapped_columns  # (H', W'), four regions
+    regions = regions[:, :, None]  # -> (H', W', 1), the shape of a map
     regions = window_partition(regions, layout.window)  # -> (windows, N, 1)
     return regions == regions.transpose(1, 2)  # -> (windows, N, N)
 
@@ -218,12 +235,14 @@ def relative_position_index(window_size, table_window=None, device=None):
     int64 Tensor, shape (N, N)
         From 0 to (2M - 1)² - 1 for the table of a window of M by M tokens.
     """
-    rows, columns = table_window or window_size
-    axes = (torch.arange(length, device=device) for length in window_size)
-    y, x = torch.meshgrid(*axes, indexing="ij")  # row and column of each token
-    y, x = y.flatten(), x.flatten()  # (N,) each
-    dy, dx = y[:, None] - y, x[:, None] - x  # (N, N) each: query minus key
-    return (dy + rows - 1) * (2 * columns - 1) + dx + columns - 1
+    rows, columns = window_size if table_window is None else table_window
+    height, width = window_size
+    token = torch.arange(height * width, device=device)
+    y = token // width  # row of each token, (N,)
+    x = token % width  # column of each token, (N,)
+    dy = y[:, None] - y  # query minus key, (N, N)
+    dx = x[:, None] - x
+    return (dy + rows - 1) * (2 * columns - 1) + (dx + columns - 1)
 
 # %% ../nbs/32_swin.ipynb #resize-table
 def resampling_matrix(old, new):
@@ -240,11 +259,15 @@ def resampling_matrix(old, new):
     -------
     float64 Tensor, shape (new, old)
     """
-    low, high = 1.01, 1.5
+    low = 1.01
+    high = 1.5
     while high - low > 1e-6:  # the ratio r with which the old offsets span the new ones
         ratio = (low + high) / 2
         too_far = (1 - ratio ** (old // 2)) / (1 - ratio) > new // 2
-        low, high = (low, ratio) if too_far else (ratio, high)
+        if too_far:
+            high = ratio
+        else:
+            low = ratio
     steps = np.cumsum(ratio ** np.arange(old // 2))  # where the offsets 1, 2, 3, … come to lie
     places = np.concatenate([-steps[::-1], [0], steps])
     wanted = np.arange(-(new // 2), new // 2 + 1)
@@ -372,7 +395,8 @@ def check_window(window_size, shift_size=0, small_maps="shrink"):
     ValueError
         If one of the three is not allowed.
     """
-    window_size, shift_size = to_2tuple(window_size), to_2tuple(shift_size)
+    window_size = to_2tuple(window_size)
+    shift_size = to_2tuple(shift_size)
     whole = all(isinstance(w, int) for w in (*window_size, *shift_size))
     if not whole or len(window_size) != 2 or any(w < 1 for w in window_size):
         raise ValueError(f"window_size {window_size} must be at least 1 token high and wide, "
@@ -407,11 +431,15 @@ class WindowAttention(nn.Module):
         check_heads(num_heads, dim=dim)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
-        self.num_heads, self.attn_drop, self.small_maps = num_heads, attn_drop, small_maps
+        self.num_heads = num_heads
+        self.attn_drop = attn_drop
+        self.small_maps = small_maps
         self.window_size, self.shift_size = check_window(window_size, shift_size, small_maps)
-        rows, columns = (2 * w - 1 for w in self.window_size)
-        table = torch.empty(rows * columns, num_heads, **options)
-        self.relative_position_bias_table = nn.Parameter(nn.init.trunc_normal_(table, std=0.02))
+        height, width = self.window_size
+        offsets = (2 * height - 1) * (2 * width - 1)
+        table = torch.empty(offsets, num_heads, **options)
+        nn.init.trunc_normal_(table, std=0.02)
+        self.relative_position_bias_table = nn.Parameter(table)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **options)
         self.proj = nn.Linear(dim, dim, **options)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -427,27 +455,40 @@ class WindowAttention(nn.Module):
 
     def forward(self, x):
         """A map (B, H, W, dim) to a map."""
-        layout, dropout_p = self.layout(x.shape[1:3]), self.attn_drop if self.training else 0.0
-        x, out = pad_map(x, layout.padded), NotImplemented  # (B, H', W', dim)
-        if kernel := active_backend("window_attention"):  # of attnlib.windows
-            out = kernel(self.qkv(x), self.bias(layout, masked=False), layout, self.num_heads,
-                         dropout_p=dropout_p)
-        if out is NotImplemented:
-            qkv = self.qkv(cyclic_shift(x, layout)).chunk(3, dim=-1)  # (B, H', W', dim) each
-            q, k, v = (window_partition(y, layout.window, self.num_heads) for y in qkv)
-            out = attention(q, k, v, bias=self.bias(layout), dropout_p=dropout_p)
-            out = window_reverse(out, layout.window, layout.padded)  # -> (B, H', W', dim)
-            out = reverse_cyclic_shift(out, layout)
-        return self.proj_drop(self.proj(crop_map(out, layout.size)))
+        layout = self.layout(x.shape[1:3])
+        x = pad_map(x, layout.padded)  # (B, H, W, dim) -> (B, H', W', dim)
+        x = self.attend(x, layout)
+        x = crop_map(x, layout.size)  # -> (B, H, W, dim)
+        return self.proj_drop(self.proj(x))
+
+    def attend(self, x, layout):
+        """Attention in the windows of a padded map (B, H', W', dim), to a map."""
+        dropout_p = self.attn_drop if self.training else 0.0
+        kernel = active_backend("window_attention")
+        if kernel is not None:  # attnlib.windows does all of the following, where it can
+            qkv = self.qkv(x)
+            bias = self.bias(layout, masked=False)
+            out = kernel(qkv, bias, layout, self.num_heads, dropout_p=dropout_p)
+            if out is not NotImplemented:
+                return out
+        x = cyclic_shift(x, layout)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, H', W', dim) each
+        q = window_partition(q, layout.window, self.num_heads)  # -> (B, windows h, N, d)
+        k = window_partition(k, layout.window, self.num_heads)
+        v = window_partition(v, layout.window, self.num_heads)
+        x = attention(q, k, v, bias=self.bias(layout), dropout_p=dropout_p)
+        x = window_reverse(x, layout.window, layout.padded)  # -> (B, H', W', dim)
+        return reverse_cyclic_shift(x, layout)
 
     def set_window_size(self, window_size, shift_size=0):
         """Change window and shift; the bias table is interpolated."""
-        new, self.shift_size = check_window(window_size, shift_size)
-        if new != self.window_size:  # else an optimizer may hold the table
-            old = self.relative_position_bias_table
-            table = resize_rel_pos_bias_table(old.detach(), new, self.window_size)
-            self.relative_position_bias_table = nn.Parameter(table, old.requires_grad)
-            self.window_size = new
+        window_size, self.shift_size = check_window(window_size, shift_size)
+        if window_size == self.window_size:
+            return  # an optimizer may hold the table
+        old = self.relative_position_bias_table
+        table = resize_rel_pos_bias_table(old.detach(), window_size, self.window_size)
+        self.relative_position_bias_table = nn.Parameter(table, old.requires_grad)
+        self.window_size = window_size
 
 # %% ../nbs/32_swin.ipynb #block
 class SwinBlock(nn.Module):
@@ -472,8 +513,9 @@ class SwinBlock(nn.Module):
         super().__init__()
         options = dict(device=device, dtype=dtype)
         self.norm1 = nn.LayerNorm(dim, **options)
-        self.attn = WindowAttention(dim, num_heads, window_size, shift_size, qkv_bias,
-                                    attn_drop, proj_drop, small_maps, **options)
+        self.attn = WindowAttention(dim, num_heads, window_size, shift_size, qkv_bias=qkv_bias,
+                                    attn_drop=attn_drop, proj_drop=proj_drop,
+                                    small_maps=small_maps, **options)
         self.norm2 = nn.LayerNorm(dim, **options)
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.drop_path = DropPath(drop_path)
@@ -484,6 +526,26 @@ class SwinBlock(nn.Module):
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 # %% ../nbs/32_swin.ipynb #stage
+def block_shift(number, window_size):
+    """The shift of a block of a stage: half of the window in every second block.
+
+    Parameters
+    ----------
+    number : int
+        Of the block in its stage, from 0.
+    window_size : (int, int)
+
+    Returns
+    -------
+    (int, int)
+        Half of the window, rounded down, for an odd number, and otherwise (0, 0).
+    """
+    if number % 2 == 0:
+        return (0, 0)
+    height, width = window_size
+    return (height // 2, width // 2)
+
+
 class SwinStage(nn.Module):
     """Patch merging, except in the first stage, and blocks; every second one shifts windows
     (Liu et al. 2021, figure 3).
@@ -492,27 +554,29 @@ class SwinStage(nn.Module):
     ----------
     downsample : Module
         `PatchMerging`, or `nn.Identity` in the first stage.
-    window_size : (int, int)
-        Rows and columns of tokens; every second block shifts by half of it.
     blocks : iterable of Module
-        `SwinBlock`, or one like it.
+        `SwinBlock`, or one like it; `block_shift` gives their shifts.
     """
 
-    def __init__(self, downsample, window_size, blocks):
+    def __init__(self, downsample, blocks):
         super().__init__()
-        self.downsample, self.blocks = downsample, nn.Sequential(*blocks)
-        self.set_window_size(window_size)
+        self.downsample = downsample
+        self.blocks = nn.Sequential(*blocks)
 
     def set_window_size(self, window_size):
-        """Change the window of all blocks, and the shift to half of it."""
+        """Change the window of all blocks, and the shift to half of it in every second one."""
         for i, block in enumerate(self.blocks):
-            block.attn.set_window_size(window_size, [w // 2 * (i % 2) for w in window_size])
+            block.attn.set_window_size(window_size, block_shift(i, window_size))
 
-    def forward(self, x, run=lambda block, x: block(x)):
-        """A map (B, H, W, C) to a map; `run` is how a block is called."""
+    def forward(self, x, run_block=None):
+        """A map (B, H, W, C) to a map.
+
+        `run_block`, if it is given, is called as ``run_block(block, x)`` in place of each
+        ``block(x)``.
+        """
         x = self.downsample(x)
         for block in self.blocks:
-            x = run(block, x)
+            x = block(x) if run_block is None else run_block(block, x)
         return x
 
 # %% ../nbs/32_swin.ipynb #sizes-of-model
@@ -535,7 +599,8 @@ def padded_size(img_size, patch_size, name="img_size"):
     ValueError
         If the images are smaller than a patch.
     """
-    size, patch_size = to_2tuple(img_size), to_2tuple(patch_size)
+    size = to_2tuple(img_size)
+    patch_size = to_2tuple(patch_size)
     if any(s < p for s, p in zip(size, patch_size)):
         raise ValueError(f"{name} {tuple(size)} must be at least as high and wide as a patch, "
                          f"patch_size {patch_size}")
@@ -569,25 +634,37 @@ def pad_images(x, patch_size, value=0.0):
     return padded + outside * value.view(-1, 1, 1)  # (C, 1, 1)
 
 
-def stage_windows(model):
+def stage_windows(window_size, reference_grid, grid_size, num_stages, small_maps="shrink"):
     """The window of each stage: it grows with the map, and shrinks to it if small maps may.
 
     Parameters
     ----------
-    model : Module
-        A `SwinTransformer`.
+    window_size, reference_grid : (int, int)
+        A window, and the first stage's map (rows, columns of tokens) for which it was chosen.
+    grid_size : (int, int)
+        The first stage's map now.
+    num_stages : int
+        Each stage has half as many rows and columns as the one before, rounded up.
+    small_maps : {"shrink", "pad"}
+        As in `WindowAttention`.
 
     Returns
     -------
     list of (int, int)
         For each stage, rows and columns of tokens.
     """
-    grid, stages = model.patch_embed.grid_size, range(len(model.depths))
-    sizes = zip(model.window_size, grid, model.window_grid)
-    window = tuple(max(1, size * new // old) for size, new, old in sizes)
-    if model.small_maps == "pad":
-        return [window for _ in stages]
-    return [tuple(min(w, -(-g // 2**i)) for w, g in zip(window, grid)) for i in stages]
+    rows = max(1, window_size[0] * grid_size[0] // reference_grid[0])
+    columns = max(1, window_size[1] * grid_size[1] // reference_grid[1])
+    windows = []
+    height, width = grid_size
+    for _ in range(num_stages):
+        if small_maps == "pad":
+            windows.append((rows, columns))
+        else:
+            windows.append((min(rows, height), min(columns, width)))
+        height = (height + 1) // 2
+        width = (width + 1) // 2
+    return windows
 
 
 def resample_tables(state_dict, model):
@@ -607,10 +684,13 @@ def resample_tables(state_dict, model):
     -------
     dict of str to Tensor
     """
-    windows = {f"{name}.relative_position_bias_table": module.window_size
-               for name, module in model.named_modules() if hasattr(module, "window_size")}
-    return {key: resize_rel_pos_bias_table(x, windows[key]) if key in windows and x.ndim == 2
-            else x for key, x in state_dict.items()}
+    state_dict = dict(state_dict)
+    for name, module in model.named_modules():
+        key = f"{name}.relative_position_bias_table"
+        table = state_dict.get(key)
+        if hasattr(module, "window_size") and table is not None and table.ndim == 2:
+            state_dict[key] = resize_rel_pos_bias_table(table, module.window_size)
+    return state_dict
 
 # %% ../nbs/32_swin.ipynb #class
 class SwinTransformer(Backbone):
@@ -655,8 +735,11 @@ class SwinTransformer(Backbone):
         If an argument does not fit the others.
     """
 
-    family, pools, classifiers = "swin", ("avg", ""), ("head.fc",)
-    block_class, merging_class = SwinBlock, PatchMerging
+    family = "swin"  # whose names `attnlib.convert` translates
+    pools = ("avg", "")
+    classifiers = ("head.fc",)
+    block_class = SwinBlock
+    merging_class = PatchMerging
     pad_value = 0.0  # of pixels that complete a patch, for all channels or for each
 
     def __init__(self, img_size=224, patch_size=4, in_chans=3, num_classes=1000,
@@ -671,23 +754,37 @@ class SwinTransformer(Backbone):
         check_counts(embed_dim=embed_dim, **{f"depths[{i}]": n for i, n in enumerate(depths)})
         check_rates(drop_rate=drop_rate, proj_drop_rate=proj_drop_rate,
                     attn_drop_rate=attn_drop_rate)
-        options, self.num_classes = dict(device=device, dtype=dtype), num_classes
-        self.patch_size, self.small_maps = to_2tuple(patch_size), small_maps
-        self.embed_dim, self.num_features = embed_dim, embed_dim * 2 ** (len(depths) - 1)
+        options = dict(device=device, dtype=dtype)
+        num_stages = len(depths)
+        self.num_classes = num_classes
+        self.patch_size = to_2tuple(patch_size)
+        self.small_maps = small_maps
+        self.depths = tuple(depths)
+        self.embed_dim = embed_dim
+        self.num_features = embed_dim * 2 ** (num_stages - 1)
         self.set_pool(global_pool)
+        self.window_size, _ = check_window(window_size)
+
         self.patch_embed = PatchEmbed(
             padded_size(img_size, patch_size), patch_size, in_chans, embed_dim, flatten=False,
             norm_layer=nn.LayerNorm, strict_img_size=False, **options)
-        self.window_size, _ = check_window(window_size)
-        self.window_grid, self.depths = self.patch_embed.grid_size, tuple(depths)
-        rates, self.layers = iter(drop_path_rates(drop_path_rate, sum(depths))), nn.Sequential()
-        for i, window in enumerate(stage_windows(self)):
+        grid_size = self.patch_embed.grid_size
+        self.reference_grid = grid_size  # the map for which the windows were chosen
+        windows = stage_windows(self.window_size, grid_size, grid_size, num_stages, small_maps)
+        rates = drop_path_rates(drop_path_rate, sum(depths))
+        self.layers = nn.Sequential()
+        for i, window in enumerate(windows):
             dim = embed_dim * 2**i
-            merging = self.merging_class(dim // 2, **options) if i else nn.Identity()
-            self.layers.append(SwinStage(merging, window, [
-                self.block_class(dim, num_heads[i], window, 0, mlp_ratio, qkv_bias,
-                                 proj_drop_rate, attn_drop_rate, next(rates), small_maps,
-                                 **options) for _ in range(depths[i])]))
+            downsample = nn.Identity()
+            if i > 0:
+                downsample = self.merging_class(dim // 2, **options)
+            blocks = []
+            for j in range(depths[i]):
+                blocks.append(self.block_class(
+                    dim, num_heads[i], window, block_shift(j, window), mlp_ratio=mlp_ratio,
+                    qkv_bias=qkv_bias, proj_drop=proj_drop_rate, attn_drop=attn_drop_rate,
+                    drop_path=rates[sum(depths[:i]) + j], small_maps=small_maps, **options))
+            self.layers.append(SwinStage(downsample, blocks))
         self.norm = nn.LayerNorm(self.num_features, **options)
         fc = classifier(self.num_features, num_classes, **options)
         self.head = nn.Sequential(OrderedDict(drop=nn.Dropout(drop_rate), fc=fc))
@@ -705,19 +802,26 @@ class SwinTransformer(Backbone):
 
     def embed(self, x):
         """Images (B, C, H, W), padded to whole patches, to a map (B, H', W', embed_dim)."""
-        return self.patch_embed(pad_images(x, self.patch_size, self.pad_value))
+        x = pad_images(x, self.patch_size, self.pad_value)
+        return self.patch_embed(x)
 
     def forward_features(self, x):
         """The last map (B, H', W', num_features), normalized."""
         x = self.embed(x)
         for stage in self.layers:
-            x = stage(x, self.checkpointed)
+            x = stage(x, run_block=self.checkpointed)
         return self.norm(x)
 
     def forward_head(self, x, pre_logits=False):
         """Logits (B, num_classes) of the last map; with `pre_logits` what the head is given."""
-        x = x.mean(dim=(1, 2)) if self.global_pool == "avg" else x  # (B, H', W', C) -> (B, C)
+        if self.global_pool == "avg":
+            x = x.mean(dim=(1, 2))  # (B, H', W', C) -> (B, C)
         return self.head.drop(x) if pre_logits else self.head(x)
+
+    def forward(self, x):
+        """Logits (B, num_classes) of images (B, in_chans, H, W)."""
+        x = self.forward_features(x)
+        return self.forward_head(x)
 
     def set_input_size(self, img_size=None, window_size=None):
         """Change the size of the images or the windows; the bias tables are interpolated.
@@ -729,15 +833,18 @@ class SwinTransformer(Backbone):
         window_size : int or (int, int), optional
             In tokens. No window is made larger than its map, unless small maps are padded.
         """
-        window, _ = check_window(self.window_size if window_size is None else window_size)
+        if window_size is not None:
+            window_size, _ = check_window(window_size)
         if img_size is not None:
             check_sizes(img_size=img_size)
             self.patch_embed.set_input_size(padded_size(img_size, self.patch_size))
-            size = to_2tuple(img_size)
-            self.update_config(input_size=(self.patch_embed.in_chans, *size))
+            self.update_config(input_size=(self.patch_embed.in_chans, *to_2tuple(img_size)))
         if window_size is not None:
-            self.window_size, self.window_grid = window, self.patch_embed.grid_size
-        for stage, window in zip(self.layers, stage_windows(self)):
+            self.window_size = window_size
+            self.reference_grid = self.patch_embed.grid_size
+        windows = stage_windows(self.window_size, self.reference_grid,
+                                self.patch_embed.grid_size, len(self.layers), self.small_maps)
+        for stage, window in zip(self.layers, windows):
             stage.set_window_size(window)
 
     def resample_state_dict(self, state_dict, img_size=None):
@@ -821,13 +928,15 @@ def pixel_maps(model, x, pixel):
     """
     if any(not 0 <= i < s for i, s in zip(pixel, x.shape[2:])):
         raise ValueError(f"pixel {tuple(pixel)} must be in x of shape {tuple(x.shape)}")
-    maps, found = iter(model.attention_maps(x)), []
+    maps = iter(model.attention_maps(x))
+    found = []
     for i, stage in enumerate(model.layers):
         unit = [p * 2**i for p in model.patch_size]  # pixels of a token
         size = [-(-s // u) for s, u in zip(x.shape[2:], unit)]
         token = [t // u for t, u in zip(pixel, unit)]
         for block in stage.blocks:
-            layout, heads = block.attn.layout(size), block.attn.num_heads
+            layout = block.attn.layout(size)
+            heads = block.attn.num_heads
             windows = math.prod(p // w for p, w in zip(layout.padded, layout.window))
             weights = next(maps)
             while weights.shape[1] < windows * heads:  # Swin V2 may attend in a few at a time

@@ -9,7 +9,6 @@ __all__ = ['MAX_LOGIT_SCALE', 'normalize', 'log_coordinates', 'check_pretrained_
 
 # %% ../nbs/33_swinv2.ipynb #imports
 import math
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -20,8 +19,8 @@ from .models import register_model
 from .multihead import check_heads
 from attnlib.swin import (
     SIZES, SwinTransformer, check_window, crop_map, cyclic_shift, merge_patches, pad_map,
-    padded_size, reverse_cyclic_shift, shift_mask, window_bias, window_layout, window_partition,
-    window_reverse,
+    padded_size, reverse_cyclic_shift, shift_mask, stage_windows, window_bias, window_layout,
+    window_partition, window_reverse,
 )
 from .vit import Mlp
 
@@ -72,15 +71,16 @@ def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None,
         units of M - 1.
     """
     wide = torch.promote_types(dtype, torch.float32)
-
-    def axis(length, trained):
+    axes = []
+    for length, trained in zip(window_size, pretrained_window_size):
+        if trained == 0:
+            trained = length
         x = torch.arange(1 - length, length, device=device, dtype=wide)
-        x = x / max((trained or length) - 1, 1)
-        return x.sign() * (8 * x.abs() + 1).log2() / 3  # log₂ 8 = 3
-
-    axes = map(axis, window_size, pretrained_window_size)
+        x = x / max(trained - 1, 1)
+        axes.append(x.sign() * (8 * x.abs() + 1).log2() / 3)  # log₂ 8 = 3
     offsets = torch.meshgrid(*axes, indexing="ij")  # rows and columns, (2M - 1, 2M - 1) each
-    return torch.stack(offsets, dim=-1).flatten(0, 1).to(dtype)
+    offsets = torch.stack(offsets, dim=-1)  # -> (2M - 1, 2M - 1, 2)
+    return offsets.flatten(0, 1).to(dtype)  # -> ((2M - 1)², 2)
 
 # %% ../nbs/33_swinv2.ipynb #check-pretrained
 def check_pretrained_window(window_size):
@@ -126,14 +126,20 @@ def sequential_attention(q, k, v, bias, mask, windows_at_once=1, dropout_p=0.0):
     Tensor, shape (B, windows·h, N, d)
     """
     def attend(q, k, v, mask):  # (B, some h, N, d) each, (some, N, N)
-        own = torch.where(mask[:, None], bias, -torch.inf).flatten(0, 1)  # -> (some h, N, N)
+        own = torch.where(mask[:, None], bias, -torch.inf)  # (some, h, N, N)
+        own = own.flatten(0, 1)  # -> (some h, N, N)
         return attention(q, k, v, bias=own, scale=1.0, dropout_p=dropout_p)
 
-    parts = [y.split(windows_at_once * len(bias), dim=1) for y in (q, k, v)]
-    parts, run = zip(*parts, mask.split(windows_at_once)), attend
-    if torch.is_grad_enabled():
-        run = partial(checkpoint_block, attend)
-    return torch.cat([run(*some) for some in parts], dim=1)
+    heads_at_once = windows_at_once * len(bias)
+    parts = zip(q.split(heads_at_once, dim=1), k.split(heads_at_once, dim=1),
+                v.split(heads_at_once, dim=1), mask.split(windows_at_once))
+    outputs = []
+    for some in parts:
+        if torch.is_grad_enabled():
+            outputs.append(checkpoint_block(attend, *some))
+        else:
+            outputs.append(attend(*some))
+    return torch.cat(outputs, dim=1)
 
 # %% ../nbs/33_swinv2.ipynb #attention-class
 def store_trained_window(layer, state_dict, prefix, local_metadata):
@@ -166,7 +172,9 @@ def restore_trained_window(layer, state_dict, prefix, local_metadata, *others):
     """
     window = local_metadata.get("trained_window")
     if window is not None:
-        layer.set_pretrained_window((0, 0) if window == layer.window_size else window)
+        if window == layer.window_size:
+            window = (0, 0)
+        layer.set_pretrained_window(window)
 
 
 class WindowAttentionV2(nn.Module):
@@ -180,7 +188,8 @@ class WindowAttentionV2(nn.Module):
         Biases of queries and values; keys have none.
     """
 
-    windows_at_once, pretrained_window_size = None, (0, 0)  # all, and that of the window
+    windows_at_once = None  # all
+    pretrained_window_size = (0, 0)  # that of the window
 
     def __init__(self, dim, num_heads, window_size=8, shift_size=0, qkv_bias=True,
                  attn_drop=0.0, proj_drop=0.0, small_maps="shrink", device=None, dtype=None):
@@ -188,11 +197,16 @@ class WindowAttentionV2(nn.Module):
         check_heads(num_heads, dim=dim)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
-        self.num_heads, self.attn_drop, self.small_maps = num_heads, attn_drop, small_maps
+        self.num_heads = num_heads
+        self.attn_drop = attn_drop
+        self.small_maps = small_maps
         self.window_size, self.shift_size = check_window(window_size, shift_size, small_maps)
         self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10), **options))
-        self.q_bias, self.v_bias = (
-            nn.Parameter(torch.zeros(dim, **options)) if qkv_bias else None for _ in range(2))
+        self.q_bias = None
+        self.v_bias = None
+        if qkv_bias:
+            self.q_bias = nn.Parameter(torch.zeros(dim, **options))
+            self.v_bias = nn.Parameter(torch.zeros(dim, **options))
         self.cpb_mlp = nn.Sequential(nn.Linear(2, 512, **options), nn.ReLU(),
                                      nn.Linear(512, num_heads, bias=False, **options))
         self.qkv = nn.Linear(dim, 3 * dim, bias=False, **options)
@@ -208,8 +222,9 @@ class WindowAttentionV2(nn.Module):
 
     def bias_table(self):
         """The bias of each offset and head, ((2M - 1)², h)."""
-        size, trained, like = self.window_size, self.pretrained_window_size, self.logit_scale
-        offsets = log_coordinates(size, trained, like.device, like.dtype)  # ((2M - 1)², 2)
+        like = self.logit_scale
+        offsets = log_coordinates(self.window_size, self.pretrained_window_size, like.device,
+                                  like.dtype)  # ((2M - 1)², 2)
         return 16 * self.cpb_mlp(offsets).sigmoid()  # -> ((2M - 1)², h)
 
     def bias(self, layout, masked=True):
@@ -225,30 +240,46 @@ class WindowAttentionV2(nn.Module):
 
     def forward(self, x):
         """A map (B, H, W, dim) to a map."""
-        layout, dropout_p = self.layout(x.shape[1:3]), self.attn_drop if self.training else 0.0
-        x, out = pad_map(x, layout.padded), NotImplemented  # (B, H', W', dim)
+        layout = self.layout(x.shape[1:3])
+        x = pad_map(x, layout.padded)  # (B, H, W, dim) -> (B, H', W', dim)
+        x = self.attend(x, layout)
+        x = crop_map(x, layout.size)  # -> (B, H, W, dim)
+        return self.proj_drop(self.proj(x))
+
+    def attend(self, x, layout):
+        """Cosine attention in the windows of a padded map (B, H', W', dim), to a map."""
+        dropout_p = self.attn_drop if self.training else 0.0
         scale = self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten(1)  # 1/τ: (h, 1)
-        if kernel := active_backend("window_attention"):  # of attnlib.windows
-            out = kernel(self.project(x), self.bias(layout, masked=False), layout,
-                         self.num_heads, cosine_scale=scale.flatten(), dropout_p=dropout_p)
-        if out is NotImplemented:
-            qkv = self.project(cyclic_shift(x, layout)).unflatten(-1, (3, self.num_heads, -1))
-            q, k, v = qkv.unbind(-3)  # (B, H', W', h, d) each
-            qkv = (y.flatten(-2) for y in (normalize(q, scale), normalize(k), v))
-            q, k, v = (window_partition(y, layout.window, self.num_heads) for y in qkv)
-            if self.windows_at_once is None:
-                out = attention(q, k, v, bias=self.bias(layout), scale=1.0, dropout_p=dropout_p)
-            else:
-                bias, mask = self.bias(layout, masked=False), shift_mask(layout, x.device)
-                out = sequential_attention(q, k, v, bias, mask, self.windows_at_once, dropout_p)
-            out = window_reverse(out, layout.window, layout.padded)  # -> (B, H', W', dim)
-            out = reverse_cyclic_shift(out, layout)
-        return self.proj_drop(self.proj(crop_map(out, layout.size)))
+        kernel = active_backend("window_attention")
+        if kernel is not None:  # attnlib.windows does all of the following, where it can
+            qkv = self.project(x)
+            bias = self.bias(layout, masked=False)
+            out = kernel(qkv, bias, layout, self.num_heads, cosine_scale=scale.flatten(),
+                         dropout_p=dropout_p)
+            if out is not NotImplemented:
+                return out
+        qkv = self.project(cyclic_shift(x, layout))
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # (B, H', W', h, d)
+        q = normalize(q, scale).flatten(-2)  # -> (B, H', W', dim)
+        k = normalize(k).flatten(-2)
+        v = v.flatten(-2)
+        q = window_partition(q, layout.window, self.num_heads)  # -> (B, windows h, N, d)
+        k = window_partition(k, layout.window, self.num_heads)
+        v = window_partition(v, layout.window, self.num_heads)
+        if self.windows_at_once is None:
+            x = attention(q, k, v, bias=self.bias(layout), scale=1.0, dropout_p=dropout_p)
+        else:
+            bias = self.bias(layout, masked=False)
+            mask = shift_mask(layout, x.device)
+            x = sequential_attention(q, k, v, bias, mask, self.windows_at_once, dropout_p)
+        x = window_reverse(x, layout.window, layout.padded)  # -> (B, H', W', dim)
+        return reverse_cyclic_shift(x, layout)
 
     def trained_window(self):
         """The window for which the bias network was trained, (rows, columns)."""
-        known = self.pretrained_window_size != (0, 0)
-        return self.pretrained_window_size if known else self.window_size
+        if self.pretrained_window_size == (0, 0):
+            return self.window_size
+        return self.pretrained_window_size
 
     def set_pretrained_window(self, window_size):
         """Say for which window the bias network was trained; (0, 0) if for the present one."""
@@ -256,10 +287,10 @@ class WindowAttentionV2(nn.Module):
 
     def set_window_size(self, window_size, shift_size=0):
         """Change window and shift; trained offsets keep their bias, others are extrapolated."""
-        new, self.shift_size = check_window(window_size, shift_size)
-        if new != self.window_size and self.pretrained_window_size == (0, 0):
+        window_size, self.shift_size = check_window(window_size, shift_size)
+        if window_size != self.window_size and self.pretrained_window_size == (0, 0):
             self.pretrained_window_size = self.window_size
-        self.window_size = new
+        self.window_size = window_size
 
 # %% ../nbs/33_swinv2.ipynb #block
 class SwinBlockV2(nn.Module):
@@ -280,14 +311,15 @@ class SwinBlockV2(nn.Module):
                  small_maps="shrink", device=None, dtype=None):
         super().__init__()
         options = dict(device=device, dtype=dtype)
-        self.attn = WindowAttentionV2(dim, num_heads, window_size, shift_size, qkv_bias,
-                                      attn_drop, proj_drop, small_maps, **options)
+        self.attn = WindowAttentionV2(dim, num_heads, window_size, shift_size,
+                                      qkv_bias=qkv_bias, attn_drop=attn_drop,
+                                      proj_drop=proj_drop, small_maps=small_maps, **options)
         self.norm1 = nn.LayerNorm(dim, **options)
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.norm2 = nn.LayerNorm(dim, **options)
         self.drop_path = DropPath(drop_path)
-        for norm in (self.norm1, self.norm2):
-            nn.init.zeros_(norm.weight)
+        nn.init.zeros_(self.norm1.weight)
+        nn.init.zeros_(self.norm2.weight)
 
     def forward(self, x):
         """A map (B, H, W, dim) to a map."""
@@ -312,7 +344,8 @@ class PatchMergingV2(nn.Module):
 
     def forward(self, x):
         """A map (B, H, W, C) to a map (B, ⌈H/2⌉, ⌈W/2⌉, 2C)."""
-        return self.norm(self.reduction(merge_patches(x)))  # (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
+        x = merge_patches(x)  # (B, H, W, C) -> (B, ⌈H/2⌉, ⌈W/2⌉, 4C)
+        return self.norm(self.reduction(x))  # -> (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
 
 # %% ../nbs/33_swinv2.ipynb #model
 class SwinTransformerV2(SwinTransformer):
@@ -333,12 +366,15 @@ class SwinTransformerV2(SwinTransformer):
     """
 
     family = "swinv2"  # whose names `attnlib.convert` translates
-    block_class, merging_class = SwinBlockV2, PatchMergingV2
+    block_class = SwinBlockV2
+    merging_class = PatchMergingV2
 
     def __init__(self, *args, pretrained_window_sizes=0, **options):
         super().__init__(*args, **options)
-        windows = pretrained_window_sizes
-        windows = [windows] * len(self.layers) if isinstance(windows, int) else list(windows)
+        if isinstance(pretrained_window_sizes, int):
+            windows = [pretrained_window_sizes] * len(self.layers)
+        else:
+            windows = list(pretrained_window_sizes)
         if len(windows) != len(self.layers):
             raise ValueError(f"pretrained_window_sizes {tuple(windows)} must be one for each "
                              f"of {len(self.layers)} stages")
@@ -358,11 +394,9 @@ class SwinTransformerV2(SwinTransformer):
             In pixels.
         """
         rows, columns = padded_size(img_size, self.patch_size)
-        grid = rows // self.patch_size[0], columns // self.patch_size[1]
-        for i, stage in enumerate(self.layers):
-            window = self.window_size
-            if self.small_maps == "shrink":
-                window = tuple(min(w, -(-g // 2**i)) for w, g in zip(window, grid))
+        grid = (rows // self.patch_size[0], columns // self.patch_size[1])
+        windows = stage_windows(self.window_size, grid, grid, len(self.layers), self.small_maps)
+        for stage, window in zip(self.layers, windows):
             for block in stage.blocks:
                 if block.attn.trained_window() == block.attn.window_size != window:
                     block.attn.set_pretrained_window(window)

@@ -8,11 +8,9 @@ __all__ = ['SIZES', 'PatchEmbed', 'check_divides', 'check_images', 'Mlp', 'Layer
 
 # %% ../nbs/30_vit.ipynb #imports
 import math
-from functools import partial
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from .attention import attention
 from attnlib.backbone import (
@@ -46,13 +44,17 @@ class PatchEmbed(nn.Module):
         super().__init__()
         check_counts(in_chans=in_chans, embed_dim=embed_dim)
         check_sizes(patch_size=patch_size)
-        self.patch_size, self.in_chans = to_2tuple(patch_size), in_chans
-        self.flatten, self.strict_img_size = flatten, strict_img_size
+        self.patch_size = to_2tuple(patch_size)
+        self.in_chans = in_chans
+        self.flatten = flatten
+        self.strict_img_size = strict_img_size
         self.set_input_size(img_size)
         options = dict(device=device, dtype=dtype)
         self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=self.patch_size,
                               stride=self.patch_size, **options)
-        self.norm = norm_layer(embed_dim, **options) if norm_layer else nn.Identity()
+        self.norm = nn.Identity()
+        if norm_layer is not None:
+            self.norm = norm_layer(embed_dim, **options)
 
     def set_input_size(self, img_size):
         """Expect images of another size from now on."""
@@ -65,14 +67,20 @@ class PatchEmbed(nn.Module):
         check_sizes(img_size=img_size)
         img_size = to_2tuple(img_size)
         check_divides(self.patch_size, img_size)
-        return tuple(s // p for s, p in zip(img_size, self.patch_size))
+        rows = img_size[0] // self.patch_size[0]
+        columns = img_size[1] // self.patch_size[1]
+        return rows, columns
 
     def forward(self, x):
         """Images (B, C, H, W) to tokens (B, N, D), or to a map (B, H', W', D)."""
-        check_images(x, self.in_chans, self.img_size if self.strict_img_size else None)
+        only_size = self.img_size if self.strict_img_size else None
+        check_images(x, self.in_chans, only_size)
         check_divides(self.patch_size, tuple(x.shape[2:]))
-        x = self.proj(x).permute(0, 2, 3, 1)  # (B, C, H, W) -> (B, D, H', W') -> (B, H', W', D)
-        return self.norm(x.flatten(1, 2) if self.flatten else x)  # (B, H' W', D), or the map
+        x = self.proj(x)  # (B, C, H, W) -> (B, D, H', W')
+        x = x.permute(0, 2, 3, 1)  # -> (B, H', W', D)
+        if self.flatten:
+            x = x.flatten(1, 2)  # -> (B, H' W', D)
+        return self.norm(x)
 
 # %% ../nbs/30_vit.ipynb #patch-check
 def check_divides(patch_size, img_size):
@@ -157,8 +165,10 @@ class Mlp(nn.Module):
 
     def forward(self, x):
         """Tokens (..., in_features) to (..., out_features)."""
-        x = self.drop(self.act(self.fc1(x)))  # (..., in) -> (..., hidden)
-        return self.drop(self.fc2(x))  # -> (..., out)
+        x = self.act(self.fc1(x))  # (..., in) -> (..., hidden)
+        x = self.drop(x)
+        x = self.fc2(x)  # -> (..., out)
+        return self.drop(x)
 
 # %% ../nbs/30_vit.ipynb #attention-class
 def LayerNorm(dim, device=None, dtype=None):
@@ -189,20 +199,28 @@ class Attention(nn.Module):
         check_heads(num_heads, embed_dim=dim)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
-        self.num_heads, self.attn_drop = num_heads, attn_drop
+        head_dim = dim // num_heads
+        self.num_heads = num_heads
+        self.attn_drop = attn_drop
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **options)
-        new_norm = partial(norm_layer, dim // num_heads, **options) if qk_norm else nn.Identity
-        self.q_norm, self.k_norm = new_norm(), new_norm()
+        self.q_norm = nn.Identity()
+        self.k_norm = nn.Identity()
+        if qk_norm:
+            self.q_norm = norm_layer(head_dim, **options)
+            self.k_norm = norm_layer(head_dim, **options)
         self.proj = nn.Linear(dim, dim, **options)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x):
         """Tokens (B, N, dim) to tokens."""
-        qkv = self.qkv(x).chunk(3, dim=-1)  # (B, N, 3 dim) -> three times (B, N, dim)
-        q, k, v = (split_heads(part, self.num_heads) for part in qkv)  # (B, h, N, d) each
-        q, k = self.q_norm(q), self.k_norm(k)  # as they are, unless qk_norm
-        x = attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
-        return self.proj_drop(self.proj(merge_heads(x)))  # -> (B, N, dim)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, N, 3 dim) -> three times (B, N, dim)
+        q = self.q_norm(split_heads(q, self.num_heads))  # -> (B, h, N, d)
+        k = self.k_norm(split_heads(k, self.num_heads))
+        v = split_heads(v, self.num_heads)
+        dropout_p = self.attn_drop if self.training else 0.0
+        x = attention(q, k, v, dropout_p=dropout_p)  # (B, h, N, d)
+        x = self.proj(merge_heads(x))  # -> (B, N, dim)
+        return self.proj_drop(x)
 
 # %% ../nbs/30_vit.ipynb #block
 class LayerScale(nn.Module):
@@ -218,8 +236,8 @@ class LayerScale(nn.Module):
 
     def __init__(self, dim, init_values, device=None, dtype=None):
         super().__init__()
-        gamma = torch.ones(dim, device=device, dtype=dtype)
-        self.gamma = nn.Parameter(init_values * gamma)
+        ones = torch.ones(dim, device=device, dtype=dtype)
+        self.gamma = nn.Parameter(init_values * ones)
 
     def forward(self, x):
         """Tokens (..., dim) to tokens."""
@@ -234,8 +252,10 @@ def learned_tokens(count, dim, device=None, dtype=None):
     nn.Parameter, or None
         None if `count` is 0.
     """
-    tokens = 1e-6 * torch.randn(1, count, dim, device=device, dtype=dtype)
-    return nn.Parameter(tokens) if count else None
+    if count == 0:
+        return None
+    tokens = torch.randn(1, count, dim, device=device, dtype=dtype)
+    return nn.Parameter(1e-6 * tokens)
 
 
 class Block(nn.Module):
@@ -262,16 +282,18 @@ class Block(nn.Module):
                  norm_layer=LayerNorm, mlp_layer=Mlp, device=None, dtype=None):
         super().__init__()
         options = dict(device=device, dtype=dtype)
-        scale = nn.Identity
-        if init_values is not None:
-            scale = partial(LayerScale, dim, init_values, **options)
+        hidden = hidden_width(dim, mlp_ratio)
         self.norm1 = norm_layer(dim, **options)
-        self.attn = Attention(dim, num_heads, qkv_bias, attn_drop, proj_drop, qk_norm,
-                              norm_layer, **options)
-        self.ls1 = scale()
+        self.attn = Attention(dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop,
+                              proj_drop=proj_drop, qk_norm=qk_norm, norm_layer=norm_layer,
+                              **options)
+        self.ls1 = nn.Identity()
         self.norm2 = norm_layer(dim, **options)
-        self.mlp = mlp_layer(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
-        self.ls2 = scale()
+        self.mlp = mlp_layer(dim, hidden, drop=proj_drop, **options)
+        self.ls2 = nn.Identity()
+        if init_values is not None:
+            self.ls1 = LayerScale(dim, init_values, **options)
+            self.ls2 = LayerScale(dim, init_values, **options)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x):
@@ -283,9 +305,9 @@ class Block(nn.Module):
 class VisionTransformer(Backbone):
     """The Vision Transformer (Dosovitskiy et al. 2021); names, also of the weights, are timm's.
 
-    `Backbone` brings ``forward(x) = forward_head(forward_features(x))``, pooling, checkpoints,
-    attention maps and the maps on the way. The plain model needs no keyword after
-    `dynamic_img_size`; the others make it what DINOv2 and CLIP are.
+    `Backbone` brings pooling (`pool`, `set_pool`), checkpoints (`checkpointed`), attention maps
+    and the maps on the way. The plain model needs no keyword after `dynamic_img_size`; the
+    others make it what DINOv2 and CLIP are.
 
     Parameters
     ----------
@@ -317,7 +339,7 @@ class VisionTransformer(Backbone):
         Normalize the tokens before the first block; the patch projection has no bias then.
     norm_layer : callable
         Makes all norms.
-    **block
+    **block_options
         `qk_norm`, `init_values` and `mlp_layer` of each `Block`, `device` and `dtype`.
 
     Raises
@@ -333,37 +355,53 @@ class VisionTransformer(Backbone):
                  qkv_bias=True, *, class_token=True, drop_rate=0.0, pos_drop_rate=0.0,
                  proj_drop_rate=0.0, attn_drop_rate=0.0, drop_path_rate=0.0,
                  dynamic_img_size=False, reg_tokens=0, no_embed_class=False, pre_norm=False,
-                 norm_layer=LayerNorm, device=None, dtype=None, **block):
+                 norm_layer=LayerNorm, device=None, dtype=None, **block_options):
         super().__init__()
         check_naturals(num_classes=num_classes, reg_tokens=reg_tokens)
         check_rates(drop_rate=drop_rate, pos_drop_rate=pos_drop_rate,
                     proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate)
         options = dict(device=device, dtype=dtype)
-        self.num_classes, self.patch_size = num_classes, to_2tuple(patch_size)
-        self.embed_dim = self.num_features = embed_dim
+        self.num_classes = num_classes
+        self.patch_size = to_2tuple(patch_size)
+        self.embed_dim = embed_dim
+        self.num_features = embed_dim
         self.num_prefix_tokens = int(class_token) + reg_tokens
-        self.num_bare_tokens = self.num_prefix_tokens if no_embed_class else 0  # no position
-        self.pools = self.pools if class_token else ("avg", "")  # there is no token to choose
-        self.set_pool(global_pool)
+        self.no_embed_class = no_embed_class
+        if not class_token:
+            self.pools = ("avg", "")  # there is no token to choose
+
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, flatten=False,
                                       strict_img_size=not dynamic_img_size, **options)
-        self.cls_token, self.reg_token = (learned_tokens(n, embed_dim, **options)
-                                          for n in (int(class_token), reg_tokens))
-        length = self.patch_embed.num_patches + self.num_prefix_tokens - self.num_bare_tokens
-        self.pos_embed = nn.Parameter(torch.zeros(1, length, embed_dim, **options))
-        self.pos_drop, self.head_drop = nn.Dropout(pos_drop_rate), nn.Dropout(drop_rate)
-        self.norm_pre = norm_layer(embed_dim, **options) if pre_norm else nn.Identity()
         if pre_norm:
             self.patch_embed.proj.bias = None  # as in CLIP
-        block = partial(Block, embed_dim, num_heads, mlp_ratio, qkv_bias, proj_drop_rate,
-                        attn_drop_rate, norm_layer=norm_layer, **block, **options)
-        self.blocks = nn.Sequential(*map(block, drop_path_rates(drop_path_rate, depth)))
-        norm, none = norm_layer(embed_dim, **options), nn.Identity()
-        self.norm, self.fc_norm = norm, none
-        self.place_norm()
+        self.cls_token = learned_tokens(int(class_token), embed_dim, **options)
+        self.reg_token = learned_tokens(reg_tokens, embed_dim, **options)
+        length = self.patch_embed.num_patches + self.num_placed_tokens
+        self.pos_embed = nn.Parameter(torch.zeros(1, length, embed_dim, **options))
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.norm_pre = nn.Identity()
+        if pre_norm:
+            self.norm_pre = norm_layer(embed_dim, **options)
+
+        self.blocks = nn.Sequential()
+        for rate in drop_path_rates(drop_path_rate, depth):
+            block = Block(embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
+                          proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, drop_path=rate,
+                          norm_layer=norm_layer, **block_options, **options)
+            self.blocks.append(block)
+
+        self.norm = norm_layer(embed_dim, **options)
+        self.fc_norm = nn.Identity()
+        self.set_pool(global_pool)  # "avg" makes the norm `fc_norm`, after the mean
+        self.head_drop = nn.Dropout(drop_rate)
         self.head = classifier(embed_dim, num_classes, **options)
         self.apply(init_weights)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
+
+    @property
+    def num_placed_tokens(self):
+        """The number of prefix tokens that have positions: all or none of them."""
+        return 0 if self.no_embed_class else self.num_prefix_tokens
 
     def prefix_tokens(self):
         """The learned tokens before those of the patches, (1, n, D) each; DeiT has two."""
@@ -372,13 +410,17 @@ class VisionTransformer(Backbone):
     def embed(self, x):
         """Images (B, C, H, W) to the tokens z₀ (B, k + N, D) of equation (1), mostly k = 1."""
         x = self.patch_embed(x)  # (B, H', W', D)
-        pos_embed = F.pad(self.pos_embed, (0, 0, self.num_bare_tokens, 0))  # (1, k + N, D)
+        pos_embed = self.pos_embed  # (1, k + N, D); (1, N, D) if no_embed_class
         if not self.patch_embed.strict_img_size:
             pos_embed = resample_abs_pos_embed(
-                pos_embed, x.shape[1:3], self.patch_embed.grid_size, self.num_prefix_tokens)
+                pos_embed, x.shape[1:3], self.patch_embed.grid_size, self.num_placed_tokens)
+        x = x.flatten(1, 2)  # (B, H', W', D) -> (B, N, D)
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
-        x = torch.cat([*prefix, x.flatten(1, 2)], dim=1)  # (B, k + N, D)
-        return self.norm_pre(self.pos_drop(x + pos_embed))
+        if self.no_embed_class:
+            x = torch.cat([*prefix, x + pos_embed], dim=1)
+        else:
+            x = torch.cat([*prefix, x], dim=1) + pos_embed
+        return self.norm_pre(self.pos_drop(x))  # (B, k + N, D)
 
     def forward_features(self, x):
         """All tokens (B, k + N, D) after the last norm."""
@@ -389,15 +431,22 @@ class VisionTransformer(Backbone):
 
     def forward_head(self, x, pre_logits=False):
         """Logits (B, num_classes) of the tokens; with `pre_logits` what the head is given."""
-        x = self.head_drop(self.fc_norm(self.pool(x)))
+        x = self.pool(x)  # (B, k + N, D) -> (B, D)
+        x = self.head_drop(self.fc_norm(x))
         return x if pre_logits else self.head(x)
+
+    def forward(self, x):
+        """Logits (B, num_classes) of images (B, in_chans, H, W)."""
+        x = self.forward_features(x)
+        return self.forward_head(x)
 
     def set_input_size(self, img_size):
         """Accept images of another size from now on: positions are interpolated, once."""
-        embed, old_size = self.patch_embed, self.patch_embed.grid_size
+        embed = self.patch_embed
+        old_grid = embed.grid_size
         embed.set_input_size(img_size)
-        self.pos_embed = resample_parameter(self.pos_embed, embed.grid_size, old_size,
-                                            self.num_prefix_tokens - self.num_bare_tokens)
+        self.pos_embed = resample_parameter(self.pos_embed, embed.grid_size, old_grid,
+                                            self.num_placed_tokens)
         self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
     def resample_state_dict(self, state_dict, img_size=None):
@@ -406,10 +455,11 @@ class VisionTransformer(Backbone):
         `img_size` is the size of the images that the weights belong to, as in
         `load_pretrained`.
         """
-        embed = self.patch_embed
-        old_size = None if img_size is None else embed.grid_of(img_size)
-        return resample_stored(state_dict, "pos_embed", embed.grid_size,
-                               self.num_prefix_tokens - self.num_bare_tokens, old_size)
+        old_grid = None
+        if img_size is not None:
+            old_grid = self.patch_embed.grid_of(img_size)
+        return resample_stored(state_dict, "pos_embed", self.patch_embed.grid_size,
+                               self.num_placed_tokens, old_grid)
 
 # %% ../nbs/30_vit.ipynb #register
 SIZES = {  # B, L and H: table 1 of the paper; Ti and S: table 1 of Touvron et al. 2021
@@ -456,14 +506,17 @@ def attention_distance(weights, grid_size, patch_size=1, num_prefix_tokens=1):
     """
     weights = weights[:, :, num_prefix_tokens:, num_prefix_tokens:]
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    rows, columns = (torch.arange(n, device=weights.device) * p
-                     for n, p in zip(to_2tuple(grid_size), to_2tuple(patch_size)))
+    height, width = to_2tuple(grid_size)
+    patch_height, patch_width = to_2tuple(patch_size)
+    rows = patch_height * torch.arange(height, device=weights.device)
+    columns = patch_width * torch.arange(width, device=weights.device)
     place = torch.cartesian_prod(rows, columns).to(weights.dtype)  # (H' W', 2)
     if len(place) != weights.shape[-1]:
         raise ValueError(f"grid_size {to_2tuple(grid_size)} has {len(place)} patches; weights "
                          f"have {weights.shape[-1]}")
     total = weights.sum(-1)  # (B, h, N, N) -> (B, h, N)
-    distance = (weights * torch.cdist(place, place)).sum(-1)  # likewise
+    pairwise = torch.cdist(place, place)  # (N, N)
+    distance = (weights * pairwise).sum(-1)  # (B, h, N)
     distance = distance / total.where(total > 0, 1)  # 0 for queries that attend to no patch
     counted = (total > 0).sum((0, 2)).clamp(min=1)
     return distance.sum((0, 2)) / counted  # -> (h,)
@@ -541,6 +594,9 @@ def patch_shares(model, x):
                 f"image in each block; it has weights of shape {tuple(weights.shape)}, those "
                 "of windows, which cannot be chained from block to block")
     rows = attention_rollout(maps)  # (B, k + N, k + N)
-    heads = len(model.classifiers)  # each reads a token of its own
-    read = rows[:, :heads] if model.global_pool == "token" else rows[:, prefix:]
+    if model.global_pool == "token":
+        heads = len(model.classifiers)  # each reads a token of its own
+        read = rows[:, :heads]
+    else:
+        read = rows[:, prefix:]
     return read.mean(1)[:, prefix:]  # -> (B, N)

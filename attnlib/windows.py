@@ -170,7 +170,7 @@ def _through_length(g, x, COSINE: tl.constexpr):
     """The gradient of x from that of x / |x|."""
     if COSINE:
         inverse = _inverse_lengths(x)
-        if x.dtype == tl.float16:  # a gradient times 1e12 is infinite: a zero vector passes none
+        if x.dtype == tl.float16:  # times 1e12 is infinite: a zero vector passes nothing
             inverse = tl.where(inverse < 1e12, inverse, 0.0)
         unit = x.to(tl.float32) * inverse[:, None]
         along = tl.where(inverse < 1e12, tl.sum(g * unit, 1), 0.0)

@@ -612,13 +612,12 @@ SECOND |= {
     ),
     "modern.use_rotary": of_two("model", (VIT, OTHER_VIT), PICTURES),
     "swin.SwinStage": Row(
-        dict(downsample=nn.Identity(), window_size=(4, 4), blocks=stage()),
-        dict(
-            downsample=nn.Sequential(swin.PatchMerging(6)),
-            window_size=(2, 4),
-            blocks=stage(2),
-        ),
-        lambda module: [state(module), [block.attn.shift_size for block in module.blocks]],
+        dict(downsample=nn.Identity(), blocks=stage()),
+        dict(downsample=nn.Sequential(swin.PatchMerging(6)), blocks=stage(2)),
+        state,
+    ),
+    "swin.block_shift": Row(
+        dict(number=1, window_size=(4, 4)), dict(number=2, window_size=(7, 4))
     ),
     "swin.cyclic_shift": Row(dict(x=MAP, layout=LAYOUT), dict(x=2 * MAP, layout=PLAIN_LAYOUT)),
     "swin.reverse_cyclic_shift": Row(
@@ -638,8 +637,20 @@ SECOND |= {
         dict(rows=49, new_window=(5, 5)), dict(rows=25, new_window=(1, 25))
     ),
     "swin.stage_windows": Row(
-        dict(model=TINY_SWIN),
-        dict(model=swin.SwinTransformer(**SMALL_SWIN | dict(window_size=2))),
+        dict(
+            window_size=(4, 3),
+            reference_grid=(8, 8),
+            grid_size=(8, 8),
+            num_stages=3,
+            small_maps="shrink",
+        ),
+        dict(
+            window_size=(2, 2),
+            reference_grid=(4, 4),
+            grid_size=(16, 16),
+            num_stages=2,
+            small_maps="pad",
+        ),
     ),
     "swin.token_map": Row(
         dict(weights=map_weights(), layout=LAYOUT, token=(3, 4)),

@@ -370,9 +370,8 @@ KEPT = {  # "module.function": (what makes the model, the call)
     ),
     "swin.SwinStage": (
         lambda: swin.SwinBlock(8, 2, 4),
-        lambda m: swin.SwinStage(nn.Identity(), (4, 4), [m])(torch.ones(1, 4, 4, 8)),
+        lambda m: swin.SwinStage(nn.Identity(), [m])(torch.ones(1, 4, 4, 8)),
     ),
-    "swin.stage_windows": (partial(build, "swin"), swin.stage_windows),
     "swin.resample_tables": (
         partial(build, "swin"),
         lambda m: swin.resample_tables(weights("swin", window_size=2), m),

@@ -22,6 +22,7 @@ from attnlib.swin import (
     SwinStage,
     WindowAttention,
     WindowLayout,
+    block_shift,
     check_window,
     crop_map,
     cyclic_shift,
@@ -231,9 +232,9 @@ def test_tables_of_a_state_dict_are_resized_for_each_block(size, window, seed):
     for key, x in found.items():
         if not key.endswith("bias_table"):
             assert x is stored[key]
-    for stage, own in zip(target.layers, stage_windows(target), strict=True):
+    for stage in target.layers:
         for block in stage.blocks:
-            assert block.attn.window_size == own
+            own = block.attn.window_size
             assert block.attn.relative_position_bias_table.shape[0] == math.prod(
                 2 * side - 1 for side in own
             )
@@ -243,10 +244,16 @@ def test_tables_of_a_state_dict_are_resized_for_each_block(size, window, seed):
 def test_windows_of_stages_are_as_large_as_their_maps_allow(size, window, small_maps):
     img_size = 4 * size[0], 4 * size[1]
     model = build("swin", img_size=img_size, window_size=window, small_maps=small_maps)
-    for i, found in enumerate(stage_windows(model)):
+    found = stage_windows(window, size, size, len(model.layers), small_maps)
+    for i, stage in enumerate(model.layers):
         maps = [math.ceil(side / 2**i) for side in size]
         limit = maps if small_maps == "shrink" else window
-        assert found == tuple(min(pair) for pair in zip(window, limit))
+        assert found[i] == tuple(min(pair) for pair in zip(window, limit))
+        for j, block in enumerate(stage.blocks):
+            assert block.attn.window_size == found[i]
+            assert block.attn.shift_size == tuple(w // 2 * (j % 2) for w in found[i])
+    grown = stage_windows(window, size, (2 * size[0], 3 * size[1]), 2, "pad")
+    assert grown == [(2 * window[0], 3 * window[1])] * 2
 
 
 PAIR = st.one_of(st.integers(-1, 4), st.tuples(st.integers(-1, 4), st.integers(-1, 4)))
@@ -343,11 +350,19 @@ def test_a_block_and_a_stage_add_their_branches(call, depth, batch, seed):
     size, window, _, small_maps = call
     torch.manual_seed(seed)
     blocks = [
-        SwinBlock(4, 2, window, 0, 2.5, small_maps=small_maps, dtype=torch.float64)
-        for _ in range(depth)
+        SwinBlock(
+            4,
+            2,
+            window,
+            block_shift(i, window),
+            2.5,
+            small_maps=small_maps,
+            dtype=torch.float64,
+        )
+        for i in range(depth)
     ]
     merging = PatchMerging(2, dtype=torch.float64)
-    stage = SwinStage(merging, window, blocks)
+    stage = SwinStage(merging, blocks)
     x = normal((batch, *size, 2), seed=seed)
     wanted = merging(x)
     for i, block in enumerate(blocks):
@@ -460,6 +475,7 @@ ORACLES = {
     "check_window": test_a_shift_is_less_than_its_window,
     "WindowAttention": test_window_attention_is_torchvisions,
     "SwinBlock": test_a_block_and_a_stage_add_their_branches,
+    "block_shift": test_a_block_and_a_stage_add_their_branches,
     "SwinStage": test_a_block_and_a_stage_add_their_branches,
     "padded_size": test_maps_and_images_are_padded_and_cropped,
     "pad_images": test_maps_and_images_are_padded_and_cropped,
