@@ -105,8 +105,11 @@ class GPTConfig:
     @property
     def hidden(self):
         """Width of the MLP's hidden layer."""
-        usual = 4 * self.n_embd if self.mlp == "gelu" else 8 * max(1, round(self.n_embd / 3))
-        return usual if self.n_inner is None else self.n_inner
+        if self.n_inner is not None:
+            return self.n_inner
+        if self.mlp == "gelu":
+            return 4 * self.n_embd
+        return 8 * max(1, round(self.n_embd / 3))
 
 # %% ../nbs/24_gpt.ipynb #check-config
 CHOICES = dict(norm=("rms", "layer"), position=("rotary", "learned", "none"),
@@ -189,10 +192,14 @@ def rotation(config, positions, dtype=torch.float32):
     """
     angles = position_angles(positions, config.head_width, base=config.rope_base)
     if config.rope_scaling is not None:
-        one = position_angles(torch.ones(1), config.head_width, base=config.rope_base)
-        angles = angles * slowdown(one, **config.rope_scaling).to(angles.device)
-    angles = angles[:, None] if positions.ndim == 2 else angles  # (B, N, d/2) -> (B, 1, N, d/2)
-    return angles.cos().to(positions.device, dtype), angles.sin().to(positions.device, dtype)
+        # the angles at position 1 are the frequencies
+        frequencies = position_angles(torch.ones(1), config.head_width, base=config.rope_base)
+        angles = angles * slowdown(frequencies, **config.rope_scaling).to(angles.device)
+    if positions.ndim == 2:
+        angles = angles[:, None]  # (B, N, d/2) -> (B, 1, N, d/2), the same for all heads
+    cos = angles.cos().to(positions.device, dtype)
+    sin = angles.sin().to(positions.device, dtype)
+    return cos, sin
 
 
 def slowdown(frequencies, rope_type, factor, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -278,7 +285,9 @@ def token_positions(n, past=0, attention_mask=None, device=None):
     """
     if attention_mask is None:
         return torch.arange(past, past + n, device=device)
-    return (boolean_mask(attention_mask).long().cumsum(1) - 1).clamp(min=0)[:, past:]
+    tokens_so_far = boolean_mask(attention_mask).long().cumsum(1)  # (B, past + n)
+    positions = (tokens_so_far - 1).clamp(min=0)
+    return positions[:, past:]
 
 
 def decoder_mask(n, m, window=None, attention_mask=None, device=None):
@@ -304,9 +313,10 @@ def decoder_mask(n, m, window=None, attention_mask=None, device=None):
     """
     if window is not None:
         check_count("window", window)
-    window = None if window is None or window >= m else window
+        if window >= m:
+            window = None  # it holds all tokens
     if window is None and attention_mask is None:
-        return "causal" if n > 1 else None
+        return "causal" if n > 1 else None  # the last token may see all
     offsets = relative_positions(n, m, device=device)  # j - i, (n, m)
     mask = offsets <= 0
     if attention_mask is not None:
@@ -362,7 +372,8 @@ def grouped_attention(q, k, v, mask=None, dropout_p=0.0, bias=None):
     TypeError
         As `attnlib.attention.attention` does.
     """
-    h, g = q.shape[1], k.shape[1]
+    h = q.shape[1]
+    g = k.shape[1]
     if g == 0 or h % g:
         raise ValueError(f"k of shape {tuple(k.shape)} has {g} heads; they must divide the {h} "
                          "heads of q")
@@ -425,13 +436,20 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.n_head, self.n_kv_head, d = config.n_head, config.kv_heads, config.head_width
-        bias = config.bias if config.qkv_bias is None else config.qkv_bias
-        self.c_attn = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * d, bias)
-        self.c_proj = nn.Linear(self.n_head * d, config.n_embd, config.bias)
-        self.q_norm = nn.RMSNorm(d, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(d, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.dropout, self.resid_dropout = config.dropout, nn.Dropout(config.dropout)
+        self.n_head = config.n_head
+        self.n_kv_head = config.kv_heads
+        head_width = config.head_width
+        qkv_width = (self.n_head + 2 * self.n_kv_head) * head_width
+        qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
+        self.c_attn = nn.Linear(config.n_embd, qkv_width, bias=qkv_bias)
+        self.c_proj = nn.Linear(self.n_head * head_width, config.n_embd, bias=config.bias)
+        self.q_norm = nn.Identity()
+        self.k_norm = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(head_width, config.norm_eps)
+            self.k_norm = nn.RMSNorm(head_width, config.norm_eps)
+        self.dropout = config.dropout
+        self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, turn=None, mask="causal", cache=None, layer=0):
         """Map (B, N, n_embd) to the same shape; a `cache` holds earlier keys and values.
@@ -440,17 +458,22 @@ class CausalSelfAttention(nn.Module):
         """
         past = 0 if cache is None else cache.tokens_of(layer)
         turn, mask = layer_inputs(self.config, x, turn, mask, past)
-        h, g = self.n_head, self.n_kv_head
+        h = self.n_head
+        g = self.n_kv_head
         qkv = split_heads(self.c_attn(x), h + 2 * g)  # (B, N, C) -> (B, h + 2 g, N, d)
         q, k, v = qkv.split((h, g, g), dim=1)  # (B, h, N, d), twice (B, g, N, d)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         if turn is not None:
-            q, k = rotate_halves(q, *turn), rotate_halves(k, *turn)
+            cos, sin = turn
+            q = rotate_halves(q, cos, sin)
+            k = rotate_halves(k, cos, sin)
         if cache is not None:
             k, v = cache.update(layer, k, v)  # (B, g, N, d) -> (B, g, earlier + N, d)
         dropout_p = self.dropout if self.training else 0.0
         heads = grouped_attention(q, k, v, mask, dropout_p)  # (B, h, N, d)
-        return self.resid_dropout(self.c_proj(merge_heads(heads)))  # (B, N, h d) -> (B, N, C)
+        x = self.c_proj(merge_heads(heads))  # (B, N, h d) -> (B, N, C)
+        return self.resid_dropout(x)
 
 # %% ../nbs/24_gpt.ipynb #block
 class MLP(nn.Module):
@@ -471,7 +494,9 @@ class MLP(nn.Module):
 
     def forward(self, x):
         """Tokens (..., n_embd) to tokens."""
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # (..., n_embd) -> (..., hidden)
+        x = self.c_proj(x)  # -> (..., n_embd)
+        return self.dropout(x)
 
 
 def make_norm(config):
@@ -501,14 +526,18 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.ln_1, self.attn = make_norm(config), CausalSelfAttention(config)
+        self.ln_1 = make_norm(config)
+        self.attn = CausalSelfAttention(config)
         self.ln_2 = make_norm(config)
-        self.mlp = MLP(config) if config.mlp == "gelu" else SwiGLU(
-            config.n_embd, 2 * config.hidden, config.dropout, bias=config.bias)
+        if config.mlp == "gelu":
+            self.mlp = MLP(config)
+        else:
+            gate_and_value = 2 * config.hidden  # one matrix makes both
+            self.mlp = SwiGLU(config.n_embd, gate_and_value, config.dropout, bias=config.bias)
 
     def forward(self, x, turn=None, mask="causal", cache=None, layer=0):
         """Tokens (B, N, n_embd) to tokens; the rest as for `CausalSelfAttention`."""
-        x = x + self.attn(self.ln_1(x), turn, mask, cache, layer)
+        x = x + self.attn(self.ln_1(x), turn=turn, mask=mask, cache=cache, layer=layer)
         return x + self.mlp(self.ln_2(x))
 
 # %% ../nbs/24_gpt.ipynb #init
@@ -524,9 +553,10 @@ def init_weights(model):
         It is changed.
     """
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
-            adds = name.endswith(("c_proj.weight", "fc2.weight"))
-            nn.init.normal_(parameter, std=0.02 / (2 * model.config.n_layer) ** (adds / 2))
+        if name.endswith(("c_proj.weight", "fc2.weight")):  # writes to the residual stream
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * model.config.n_layer))
+        elif parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.02)
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)
 
@@ -629,13 +659,14 @@ def pad_left(prompts, pad_id=0):
     """
     prompts = list(prompts)
     check_naturals(pad_id=pad_id)
-    longest = max(map(len, prompts), default=0)
     empty = [i for i, row in enumerate(prompts) if len(row) == 0]
-    if empty or not longest:
+    if empty or len(prompts) == 0:
         raise ValueError(f"prompts must be at least one, with a token in each; empty: {empty}")
-    tokens = torch.tensor([[pad_id] * (longest - len(row)) + list(row) for row in prompts])
     lengths = torch.tensor([len(row) for row in prompts])
-    return tokens, torch.arange(longest) >= longest - lengths[:, None]
+    longest = int(lengths.max())
+    rows = [[pad_id] * (longest - len(row)) + list(row) for row in prompts]
+    attention_mask = torch.arange(longest) >= longest - lengths[:, None]  # (B, longest)
+    return torch.tensor(rows), attention_mask
 
 # %% ../nbs/24_gpt.ipynb #next-token
 def min_p_filter(logits, p):
@@ -696,9 +727,14 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, gene
         return logits.argmax(-1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
-    for keep, limit in ((top_k_filter, top_k), (top_p_filter, top_p), (min_p_filter, min_p)):
-        logits = logits if limit is None else keep(logits, limit)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    if top_k is not None:
+        logits = top_k_filter(logits, top_k)
+    if top_p is not None:
+        logits = top_p_filter(logits, top_p)
+    if min_p is not None:
+        logits = min_p_filter(logits, min_p)
+    tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)  # (B, 1)
+    return tokens[:, 0]
 
 # %% ../nbs/24_gpt.ipynb #published
 OF_2019 = dict(norm="layer", position="learned", mlp="gelu", bias=True)
@@ -748,7 +784,8 @@ def config_of(source):
     ValueError
         If it asks for what `GPT` does not compute; the message names the entry.
     """
-    kind, tied = source.model_type, source.tie_word_embeddings
+    kind = source.model_type
+    tied = source.tie_word_embeddings
     if kind == "gpt2":
         check_published(source, activation_function=("gelu_new", "gelu_pytorch_tanh"),
                         scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,),
@@ -792,7 +829,8 @@ def check_published(source, **allowed):
         Names the entry that has another value.
     """
     for name, choices in allowed.items():
-        if (value := getattr(source, name, choices[0])) not in choices:
+        value = getattr(source, name, choices[0])
+        if value not in choices:
             some = ", ".join(map(repr, choices))
             raise ValueError(f"{name} ({value!r}) of {source.model_type} must be one of {some}")
 
@@ -831,11 +869,13 @@ def read_transformers(source):
     if getattr(source, "get_output_embeddings", lambda: None)() is None:
         raise TypeError(f"source ({type(source).__name__}) must be a name or a causal language "
                         "model of the transformers library")
-    config, weights = config_of(source.config), source.state_dict()
+    config = config_of(source.config)
+    weights = source.state_dict()
     if source.config.model_type == "gpt2":
         weights = rename_keys(weights, GPT2)
-        weights = {key: x.T if x.ndim == 2 and ".c_" in key else x
-                   for key, x in weights.items()}
+        for key, x in weights.items():
+            if x.ndim == 2 and ".c_" in key:  # of a Conv1D, which stores W transposed
+                weights[key] = x.T
     else:
         weights = fuse_qkv(rename_keys(weights, LLAMA), r"(.*)\.([qkv])_proj\.(weight|bias)",
                            "{}.c_attn.{}")
@@ -860,8 +900,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        learned = config.position == "learned"
-        self.wpe = nn.Embedding(config.block_size, config.n_embd) if learned else None
+        self.wpe = None
+        if config.position == "learned":
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = make_norm(config)
@@ -874,13 +915,15 @@ class GPT(nn.Module):
 
     def features(self, tokens, attention_mask=None, cache=None):
         """The input of the last matrix: (B, N) to (B, N, n_embd); arguments as `forward`."""
-        past, n = 0 if cache is None else len(cache), tokens.shape[-1]
+        past = 0 if cache is None else len(cache)
+        n = tokens.shape[-1]
         check_prompt(tokens, attention_mask, self.config, past)
         if attention_mask is not None:
             attention_mask = boolean_mask(attention_mask)
         positions = token_positions(n, past, attention_mask, tokens.device)  # (N) or (B, N)
         mask = decoder_mask(n, past + n, self.config.window, attention_mask, tokens.device)
-        x, turn = self.wte(tokens), None
+        x = self.wte(tokens)  # (B, N, n_embd)
+        turn = None
         if self.wpe is not None:
             x = x + self.wpe(positions)
         elif self.config.position == "rotary":
@@ -889,7 +932,7 @@ class GPT(nn.Module):
         if cache is not None:
             cache.rewind()
         for layer, block in enumerate(self.h):
-            x = block(x, turn, mask, cache, layer)
+            x = block(x, turn=turn, mask=mask, cache=cache, layer=layer)
         if cache is not None:
             cache.advance(n)
         return self.ln_f(x)
@@ -913,7 +956,8 @@ class GPT(nn.Module):
         The model is in evaluation mode during a step, and between steps in its own mode.
         """
         check_prompts(tokens, max_new_tokens, attention_mask, self.config, eos_id)
-        cache, ended = KVCache(), torch.zeros_like(tokens[:, 0], dtype=torch.bool)
+        cache = KVCache()
+        ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
         if attention_mask is not None:
             attention_mask = boolean_mask(attention_mask)
         # a subclass may replace `forward` by one that always computes all logits
@@ -923,13 +967,14 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             with evaluation(self, parts):
                 logits = self(tokens, attention_mask=attention_mask, cache=cache, **options)
-            tokens = next_token(logits[:, -1], **sampling)[:, None]  # (B, V) -> (B, 1)
+            newest = next_token(logits[:, -1], **sampling)  # (B, vocab) -> (B,)
+            if eos_id is not None:
+                newest = newest.masked_fill(ended, eos_id)
+                ended |= newest == eos_id
             if attention_mask is not None:
                 attention_mask = F.pad(attention_mask, (0, 1), value=1)
-            if eos_id is not None:
-                tokens = tokens.masked_fill(ended[:, None], eos_id)
-                ended |= tokens[:, 0] == eos_id
-            yield tokens[:, 0]
+            tokens = newest[:, None]  # what the model reads next: the cache has the others
+            yield newest
             if eos_id is not None and ended.all():
                 return
 
@@ -967,10 +1012,11 @@ class GPT(nn.Module):
         TypeError
             If `temperature`, `top_p`, or `min_p` is no number.
         """
-        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        new = self.stream(tokens, max_new_tokens, attention_mask=attention_mask, eos_id=eos_id,
-                          generator=generator, **sampling)
-        return torch.cat([tokens, torch.stack(list(new), dim=1)], dim=1)
+        stream = self.stream(
+            tokens, max_new_tokens, attention_mask=attention_mask, eos_id=eos_id,
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, generator=generator)
+        new_tokens = torch.stack(list(stream), dim=1)  # (B, new)
+        return torch.cat([tokens, new_tokens], dim=1)
 
     @classmethod
     def from_pretrained(cls, source):
