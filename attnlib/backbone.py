@@ -294,7 +294,8 @@ def as_map(x, grid, num_prefix_tokens=0, output_fmt="NCHW"):
     """
     prefix = None
     if x.ndim == 3:
-        prefix, x = x[:, :num_prefix_tokens], x[:, num_prefix_tokens:].unflatten(1, grid)
+        prefix = x[:, :num_prefix_tokens]
+        x = x[:, num_prefix_tokens:].unflatten(1, grid)  # (B, k + H W, D) -> (B, H, W, D)
     if output_fmt == "NLC":
         x = x.flatten(1, 2)  # (B, H, W, D) -> (B, H W, D)
     elif output_fmt == "NCHW":
@@ -376,20 +377,23 @@ def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens
     if old_size is not None:
         _check_grid("old_size", old_size)
     count = pos_embed.shape[1] - num_prefix_tokens
-    old_size = source_grid(count, new_size) if old_size is None else tuple(old_size)
+    if old_size is None:
+        old_size = source_grid(count, new_size)
+    old_size = tuple(old_size)
     if old_size[0] * old_size[1] != count:
         raise ValueError(f"pos_embed has {count} positions of patches; old_size {old_size} has "
                          "another number")
     known = all(isinstance(side, int) for side in new_size)
     if known and tuple(new_size) == old_size:
         return pos_embed  # a graph for all sizes must not ask this
-    prefix, grid = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
+    prefix = pos_embed[:, :num_prefix_tokens]
+    grid = pos_embed[:, num_prefix_tokens:]  # (1, H W, D)
     grid = grid.to(torch.promote_types(grid.dtype, torch.float32))
     grid = grid.unflatten(1, old_size)  # (1, H W, D) -> (1, H, W, D)
     grid = grid.permute(0, 3, 1, 2)  # -> (1, D, H, W)
     grid = F.interpolate(grid, size=tuple(new_size), mode="bicubic", antialias=True)
-    grid = grid.flatten(2).transpose(1, 2).to(prefix.dtype)  # (1, D, H, W) -> (1, H W, D)
-    return torch.cat([prefix, grid], dim=1)
+    grid = grid.flatten(2).transpose(1, 2)  # (1, D, H, W) -> (1, H W, D)
+    return torch.cat([prefix, grid.to(prefix.dtype)], dim=1)
 
 # %% ../nbs/94_backbone.ipynb #resample-stored
 def resample_parameter(pos_embed, new_size, old_size, num_prefix_tokens=1):
@@ -441,7 +445,8 @@ def resample_stored(state_dict, key, grid_size, num_prefix_tokens=1, old_size=No
         If the old grid is not given and the position embeddings fit neither the new grid nor a
         square, or if they do not fit the old grid.
     """
-    state_dict, old = dict(state_dict), state_dict.get(key)
+    state_dict = dict(state_dict)
+    old = state_dict.get(key)
     if old is not None and old.ndim == 3:
         state_dict[key] = resample_abs_pos_embed(old, grid_size, old_size, num_prefix_tokens)
     return state_dict
@@ -492,7 +497,9 @@ class Backbone(nn.Module):
         """What the head sees of tokens (B, k + N, D): (B, D), or all if `global_pool` is ""."""
         if self.global_pool == "token":
             return x[:, 0]
-        return x[:, self.num_prefix_tokens :].mean(dim=1) if self.global_pool == "avg" else x
+        if self.global_pool == "avg":
+            return x[:, self.num_prefix_tokens :].mean(dim=1)
+        return x
 
     def set_pool(self, global_pool):
         """Choose what the head sees.
@@ -527,7 +534,8 @@ class Backbone(nn.Module):
         check_naturals(num_classes=num_classes)
         if global_pool is not None:
             self.set_pool(global_pool)
-        self.num_classes, like = num_classes, next(self.parameters())
+        self.num_classes = num_classes
+        like = next(self.parameters())
         for name in self.classifiers:
             head = classifier(self.num_features, num_classes, like.device, like.dtype)
             parent, _, own = name.rpartition(".")
@@ -578,21 +586,28 @@ class Backbone(nn.Module):
         """
         if output_fmt not in ("NCHW", "NHWC", "NLC"):
             raise ValueError(f"output_fmt ({output_fmt!r}) must be 'NCHW', 'NHWC' or 'NLC'")
-        take, found = feature_take_indices(indices, len(self.stages)), []
-        stages = self.stages[: max(take) + 1] if intermediates_only else self.stages
+        take = feature_take_indices(indices, len(self.stages))
+        stages = self.stages
+        if intermediates_only:
+            stages = stages[: max(take) + 1]
+        has_prefix = return_prefix_tokens and self.num_prefix_tokens > 0
+        found = []
         grid = [size // patch for size, patch in zip(x.shape[2:], self.patch_size)]
         x = self.embed(x)
         for i, stage in enumerate(stages):
             for block in stage:
                 x = self.checkpointed(block, x)
             tokens = x[-1] if isinstance(x, tuple) else x  # of TNT's words and sentences, those
-            if i in take:
-                fits = norm and tokens.shape[-1] == self.num_features
-                y, prefix = as_map(self.norm(tokens) if fits else tokens, grid,
-                                   self.num_prefix_tokens, output_fmt)
-                pair = return_prefix_tokens and self.num_prefix_tokens > 0
-                found.append((y, prefix) if pair else y)
-        return found if intermediates_only else (self.norm(tokens), found)
+            if i not in take:
+                continue
+            y = tokens
+            if norm and tokens.shape[-1] == self.num_features:
+                y = self.norm(tokens)
+            y, prefix = as_map(y, grid, self.num_prefix_tokens, output_fmt)
+            found.append((y, prefix) if has_prefix else y)
+        if intermediates_only:
+            return found
+        return self.norm(tokens), found
 
 # %% ../nbs/94_backbone.ipynb #guards
 def frozen_copy(model):

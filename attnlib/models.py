@@ -593,8 +593,10 @@ def load_pretrained(model, source, img_size=None):
     if hasattr(model, "family"):
         found = convert_state_dict(found, model.family)
     if hasattr(model, "resample_state_dict"):
-        given = () if img_size is None else (img_size,)
-        found = model.resample_state_dict(found, *given)
+        if img_size is None:  # a model of one's own may take no size
+            found = model.resample_state_dict(found)
+        else:
+            found = model.resample_state_dict(found, img_size)
     for key in filter(FIRST_LAYER.fullmatch, found):
         if key in wanted and found[key].ndim == wanted[key].ndim == 4:
             found[key] = adapt_input_conv(found[key], wanted[key].shape[1])
@@ -609,10 +611,15 @@ def load_pretrained(model, source, img_size=None):
     return kept
 
 # %% ../nbs/93_models.ipynb #compare
+def _numbers_of_classes(tensors):
+    """{key: number of rows} of the tensors of a classifier."""
+    return {key: x.shape[0] for key, x in tensors.items() if CLASSIFIER.fullmatch(key)}
+
+
 def _other_classifier(found, wanted):
     """Whether the source's classifier cannot be loaded into the model's."""
-    theirs, ours = ({key: x.shape[0] for key, x in tensors.items() if CLASSIFIER.fullmatch(key)}
-                    for tensors in (found, wanted))
+    theirs = _numbers_of_classes(found)
+    ours = _numbers_of_classes(wanted)
     if ours and not theirs:
         warnings.warn("source has no classifier; the model's keeps its random values",
                       stacklevel=3)
@@ -658,14 +665,17 @@ def preprocess(config):
     TypeError
         If `config` is neither a name nor a dict.
     """
-    config = data_config(config) if isinstance(config, str) else config
+    if isinstance(config, str):
+        config = data_config(config)
     _check_config(config)
     height, width = config["input_size"][1:]
-    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
+    mean = torch.tensor(config["mean"]).view(3, 1, 1)
+    std = torch.tensor(config["std"]).view(3, 1, 1)
 
     def transform(picture):
         image = _scale(open_picture(picture), height, width, config)
-        left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+        left = round((image.width - width) / 2)
+        top = round((image.height - height) / 2)
         image = image.crop((left, top, left + width, top + height))
         x = torch.tensor(np.asarray(image)).permute(2, 0, 1)  # (H, W, 3) -> (3, H, W)
         return ((x / 255 - mean) / std)[None]
@@ -828,7 +838,8 @@ def classify(model, picture, k=5, names=None):
         raise ValueError("model must be made by create_model and be in evaluation mode: call "
                          "model.eval()")
     check_classifies(model)
-    names = labels(model.pretrained_cfg["architecture"]) if names is None else names
+    if names is None:
+        names = labels(model.pretrained_cfg["architecture"])
     parameter = next(model.parameters())
     with torch.no_grad():
         logits = model(preprocess(config)(picture).to(parameter))

@@ -22,8 +22,13 @@ except ModuleNotFoundError as error:
     raise ImportError(f'{error.name} is missing: pip install "attnlib[plot]"') from error
 
 # %% ../nbs/92_plot.ipynb #style
-BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-PURPLE, SKY, BLACK = "#CC79A7", "#56B4E9", "#222222"
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+RED = "#D55E00"
+PURPLE = "#CC79A7"
+SKY = "#56B4E9"
+BLACK = "#222222"
 
 STYLE = {
     "axes.prop_cycle": cycler(color=[BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK]),
@@ -110,7 +115,8 @@ def plot_attention(weights, queries=None, keys=None, *, titles=None, vmax=None, 
             raise ValueError(f"{name} has {len(labels)} entries; "
                              f"weights of shape {(h, n, m)} need {wanted}")
     vmax = vmax or weights.max().item() or 1.0
-    values = m <= 8 and h <= 2 if values is None else values
+    if values is None:
+        values = m <= 8 and h <= 2
     return _draw(weights, queries, keys, titles, vmax, values)
 
 # %% ../nbs/92_plot.ipynb #draw
@@ -138,7 +144,8 @@ def _label(axis, side, labels):
     """Put words or little images beside the rows ("y") or below the columns ("x")."""
     if labels is None:
         return
-    n, ruler = len(labels), axis.xaxis if side == "x" else axis.yaxis
+    n = len(labels)
+    ruler = axis.xaxis if side == "x" else axis.yaxis
     if isinstance(labels[0], str):
         crowded = side == "x" and max(map(len, labels)) * n > 25
         ruler.set_ticks(range(n), labels, rotation=90 if crowded else 0)
@@ -147,9 +154,15 @@ def _label(axis, side, labels):
     ruler.labelpad = 18  # room for the images
     for i, image in enumerate(labels):
         picture = OffsetImage(image, zoom=18 / max(image.shape[:2]), cmap="gray_r")
-        place, beside, frame = (((i, 0), (0, -13), axis.get_xaxis_transform()) if side == "x"
-                                else ((0, i), (-13, 0), axis.get_yaxis_transform()))
-        axis.add_artist(AnnotationBbox(picture, place, xybox=beside, xycoords=frame,
+        if side == "x":
+            place = (i, 0)
+            offset = (0, -13)
+            frame = axis.get_xaxis_transform()
+        else:
+            place = (0, i)
+            offset = (-13, 0)
+            frame = axis.get_yaxis_transform()
+        axis.add_artist(AnnotationBbox(picture, place, xybox=offset, xycoords=frame,
                                        boxcoords="offset points", frameon=False))
 
 
@@ -191,7 +204,8 @@ def plot_history(history, *, x="step", log=()):
         if x not in record:
             raise ValueError(
                 f"x ({x!r}) must be a key of every record; one has only {sorted(record)}")
-    log = (log,) if isinstance(log, str) else log
+    if isinstance(log, str):
+        log = (log,)
     names = list(dict.fromkeys(key for record in records for key in record if key != x))
     figure, axes = plt.subplots(1, len(names), squeeze=False)
     for name, axis in zip(names, axes[0]):

@@ -54,11 +54,13 @@ def fold_normalization(model, mean, std):
     if conv.bias is None:  # as in CLIP
         zeros = conv.weight.new_zeros(len(conv.weight))
         conv.bias = nn.Parameter(zeros, conv.weight.requires_grad)
-    means, stds = (torch.as_tensor(x).to(conv.weight).view(1, -1, 1, 1) for x in (mean, std))
+    means = torch.as_tensor(mean).to(conv.weight).view(1, -1, 1, 1)  # (1, C, 1, 1)
+    stds = torch.as_tensor(std).to(conv.weight).view(1, -1, 1, 1)
     with torch.no_grad():
         conv.weight.div_(stds)  # (D, C, P, P) / (1, C, 1, 1)
         conv.bias.sub_((conv.weight * means).sum((1, 2, 3)))
-    mean, std = [float(m) for m in mean], [float(s) for s in std]
+    mean = [float(m) for m in mean]
+    std = [float(s) for s in std]
     if hasattr(model, "pad_value"):
         old = torch.as_tensor(model.pad_value).expand(len(mean)).tolist()
         model.pad_value = tuple(p * s + m for p, s, m in zip(old, std, mean))
@@ -334,15 +336,23 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
     history : list of (step, value)
     """
     optimizer = adamw(model, lr, (0.9, 0.98), 0.05, lr_scale=layer_scales(model, decay))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(
-        min(step, steps - 1), steps=steps, warmup=max(1, steps // 10), schedule="cosine"))
-    averaged, history = moving_average(model, average), []
+    warmup = max(1, steps // 10)
+
+    def rate(step):
+        step = min(step, steps - 1)
+        return learning_rate(step, steps=steps, warmup=warmup, schedule="cosine")
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    averaged = moving_average(model, average)
+    history = []
     batches = epochs(images, labels, batch_size=batch_size, seed=seed)
-    device, frozen = next(model.parameters()).device, frozen_in_evaluation(model)
+    device = next(model.parameters()).device
+    frozen = frozen_in_evaluation(model)
     with seeded(seed), modes_restored(model):
         for step in range(1, steps + 1):
-            x, y = (part.to(device) for part in batches(step - 1))
-            targets = F.one_hot(y, model.num_classes)
+            x, y = batches(step - 1)
+            x = x.to(device)
+            targets = F.one_hot(y.to(device), model.num_classes)
             targets = targets.to(torch.promote_types(x.dtype, torch.float32))
             x, targets = mixup(x, targets, alpha)
             model.train()
@@ -414,12 +424,14 @@ def prepared(images, name, img_size=None):
     """
     check_pixels("images", images)
     config = data_config(name, img_size)
-    mean, std = (torch.tensor(config[key], dtype=torch.float64).view(3, 1, 1)
-                 for key in ("mean", "std"))
+    mean = torch.tensor(config["mean"], dtype=torch.float64).view(3, 1, 1)
+    std = torch.tensor(config["std"], dtype=torch.float64).view(3, 1, 1)
     wide = images.to(torch.promote_types(images.dtype, torch.float32))
     scaled = F.interpolate(wide, config["input_size"][1:], mode=config["interpolation"],
-                           antialias=True).clamp(0, 1)
-    return ((scaled - mean.to(scaled)) / std.to(scaled)).to(images.dtype)
+                           antialias=True)
+    scaled = scaled.clamp(0, 1)
+    scaled = (scaled - mean.to(scaled)) / std.to(scaled)
+    return scaled.to(images.dtype)
 
 
 def transfer(name, train, test, *, img_size=None, pretrained=True, device="cpu", **options):

@@ -57,11 +57,13 @@ def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, loss=
     list of dict
         The history of `train.fit`; "accuracy" is that on `test`.
     """
-    loss = loss or cross_entropy
+    if loss is None:
+        loss = cross_entropy
 
     def loss_fn(model, batch):
         images, labels = batch
-        images = images if augment is None else augment(images)
+        if augment is not None:
+            images = augment(images)
         return loss(model, images, labels), len(labels)
 
     batches = epochs(*train, batch_size=batch_size, seed=options.get("seed", 0))
@@ -112,9 +114,11 @@ def accuracy(model, data, batch_size=256):
     if labels.shape != images.shape[:1]:
         raise ValueError(f"labels of shape {tuple(labels.shape)} must be ({len(images)},), one "
                          "for each image")
-    device, right = next(model.parameters()).device, []
-    for images, labels in zip(*(x.split(batch_size) for x in data)):
-        right.append(model(images.to(device)).argmax(-1).cpu() == labels)
+    device = next(model.parameters()).device
+    right = []
+    for some, wanted in zip(images.split(batch_size), labels.split(batch_size)):
+        logits = model(some.to(device))
+        right.append(logits.argmax(-1).cpu() == wanted)
     return {"accuracy": torch.cat(right).float().mean()}
 
 # %% ../nbs/96_recipes.ipynb #crop-and-flip
@@ -236,13 +240,15 @@ def small_run(model, data, folder=None):
     ValueError
         If there is no such model or no such data.
     """
-    checks = ("model", model, SMALL), ("data", data, ("digits", "cifar10", "cifar100"))
-    for name, value, allowed in checks:
-        if value not in allowed:
-            names = ", ".join(map(repr, allowed))
+    allowed = {"model": list(SMALL), "data": ["digits", "cifar10", "cifar100"]}
+    for name, value in (("model", model), ("data", data)):
+        if value not in allowed[name]:
+            names = ", ".join(map(repr, allowed[name]))
             raise ValueError(f"{name} ({value!r}) must be one of {names}")
-    model_class, digits, recipe, cifar = SMALL[model]
-    size, recipe = (digits, recipe) if data == "digits" else (cifar, CIFAR_RECIPE)
+    model_class, size, recipe, cifar_size = SMALL[model]
+    if data != "digits":
+        size = cifar_size
+        recipe = CIFAR_RECIPE
     images = small_images(data, size["img_size"], folder)
     x, labels = images[0]
     make = partial(model_class, in_chans=x.shape[1], num_classes=int(labels.max()) + 1, **size)
@@ -266,12 +272,13 @@ def small_convnet(in_chans=3, num_classes=10, widths=(64, 128, 256)):
     """
     layers = []
     for i, width in enumerate(widths):
-        for stride in (1 if i == 0 else 2), 1:
+        first_stride = 1 if i == 0 else 2
+        for stride in (first_stride, 1):
             conv = nn.Conv2d(in_chans, width, 3, stride, padding=1, bias=False)
             layers += [conv, nn.BatchNorm2d(width), nn.ReLU()]
             in_chans = width
-    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_chans, num_classes)
-    return nn.Sequential(*layers, *head)
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_chans, num_classes)]
+    return nn.Sequential(*layers)
 
 # %% ../nbs/96_recipes.ipynb #distill
 def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss, **options):
@@ -300,8 +307,11 @@ def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss
         with torch.no_grad():
             taught = teacher.to(images.device)(images)
         logits = model(images)
-        heads = logits if isinstance(logits, tuple) else (logits, logits)
-        return loss(*heads, taught, labels) * len(labels)
+        if isinstance(logits, tuple):
+            logits, dist_logits = logits
+        else:
+            dist_logits = logits  # one head takes both parts of the loss
+        return loss(logits, dist_logits, taught, labels) * len(labels)
 
     # a model without a second head has no such method
     both_heads = getattr(student, "set_distilled_training", lambda enable: None)
@@ -334,8 +344,8 @@ def distill_small(data="digits", *, loss=hard_distillation_loss, folder=None, **
     """
     make, (train, test), recipe = small_run("deit", data, folder)
     recipe = recipe | options
-    sizes = make.keywords["in_chans"], make.keywords["num_classes"]
-    teacher = small_convnet(*sizes, (24, 48) if data == "digits" else (64, 128, 256))
+    widths = (24, 48) if data == "digits" else (64, 128, 256)
+    teacher = small_convnet(make.keywords["in_chans"], make.keywords["num_classes"], widths)
     student = make()
     # the teacher is trained to its end also where the student's run stops early
     half = dict(steps=(recipe["steps"] + 1) // 2, checkpoint=None, stop_after=None)
@@ -385,8 +395,10 @@ def names_right(model, tokenizer, part, max_length=48):
     -------
     float
     """
-    tokens = greedy(model, part["src"].to(next(model.parameters()).device), max_length)
-    said, wanted = decode(tokenizer, tokens.cpu()), number_words(part["numbers"], "de")
+    device = next(model.parameters()).device
+    tokens = greedy(model, part["src"].to(device), max_length)
+    said = decode(tokenizer, tokens.cpu())
+    wanted = number_words(part["numbers"], "de")
     return sum(a == b for a, b in zip(said, wanted)) / len(wanted)
 
 # %% ../nbs/96_recipes.ipynb #train-translator
@@ -464,25 +476,33 @@ def _take_steps(rank, processes, shard, steps):
                               window_size=4).eval()
     for module in model.modules():
         if isinstance(module, SwinBlockV2):  # else these norms and half of the gradients are 0
-            nn.init.ones_(module.norm1.weight), nn.init.ones_(module.norm2.weight)
+            nn.init.ones_(module.norm1.weight)
+            nn.init.ones_(module.norm2.weight)
     wrapped, optimizer = _shard(model, shard)
     for _ in range(steps):
-        x, y = torch.randn(8, 1, 32, 32), torch.arange(8)
+        x = torch.randn(8, 1, 32, 32)
+        y = torch.arange(8)
         F.cross_entropy(wrapped(x[rank::processes]), y[rank::processes]).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     state = getattr(optimizer, "optim", optimizer).state.values()
-    whole = {key: x.full_tensor() if hasattr(x, "full_tensor") else x
-             for key, x in model.state_dict().items()}
-    return {"state": _kept(x for moments in state for x in moments.values()),
-            "weights": _kept(model.parameters()), "parameters": whole}
+    moments = [x for entry in state for x in entry.values()]
+    whole = {}
+    for key, x in model.state_dict().items():
+        whole[key] = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return {"state": _kept(moments), "weights": _kept(model.parameters()), "parameters": whole}
 
 
 def _kept(tensors):
     """The bytes that this process keeps of some tensors."""
-    own = (x.to_local() if hasattr(x, "to_local") else x for x in tensors if x.ndim)
-    return sum(x.nbytes for x in own)
+    total = 0
+    for x in tensors:
+        if x.ndim == 0:
+            continue  # a count of steps
+        own = x.to_local() if hasattr(x, "to_local") else x
+        total += own.nbytes
+    return total
 
 # %% ../nbs/96_recipes.ipynb #train-processes
 def train_processes(processes, shard, steps=3):
