@@ -27,7 +27,7 @@ from .modern import QuickGELU, SwiGLU
 from .multihead import merge_heads, split_heads
 from .position import rotate_halves
 from attnlib.swin import (
-    WindowAttention, cyclic_shift, pad_map, reverse_cyclic_shift, window_partition,
+    WindowAttention, crop_map, cyclic_shift, pad_map, reverse_cyclic_shift, window_partition,
     window_reverse,
 )
 from .swinv2 import MAX_LOGIT_SCALE, WindowAttentionV2, normalize
@@ -40,8 +40,13 @@ from .vit import Attention, Block, LayerScale, Mlp, VisionTransformer
 _onednn = torch.ops.mkldnn  # not documented, and used nowhere else in the library
 _NAMES = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise",
           "_convolution_pointwise")
-FUNCTIONS = {"none": nn.Identity(), "relu": F.relu, "gelu": F.gelu, "swish": F.silu,
-             "gelu_tanh": partial(F.gelu, approximate="tanh")}
+FUNCTIONS = {
+    "none": nn.Identity(),
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "swish": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 SMALL = 2**17  # weights of a matrix that is read in no time
 
 
@@ -121,7 +126,8 @@ class PackedLinear(nn.Module):
 
     def pack(self):
         """Store the weights in oneDNN's order, where that pays."""
-        weight, self.packed = self.weight, None
+        weight = self.weight
+        self.packed = None
         if can_pack(weight.dtype) and packing_pays(weight.dtype) and weight.numel() > 0:
             self.packed = _onednn._reorder_linear_weight(weight.contiguous(), None)
 
@@ -131,7 +137,8 @@ class PackedLinear(nn.Module):
         check_packed(x, self.weight, width, -1)
         small = x.numel() == width and self.weight.numel() < SMALL and x.dtype == torch.float32
         if self.packed is None or small:
-            return FUNCTIONS[self.activation](F.linear(x, self.weight, self.bias))
+            x = F.linear(x, self.weight, self.bias)  # (..., in) -> (..., out)
+            return FUNCTIONS[self.activation](x)
         name, _, form = self.activation.partition("_")
         return _onednn._linear_pointwise(x, self.packed, self.bias, name, [], form or "none")
 
@@ -169,14 +176,17 @@ class FastWindowAttention(nn.Module):
     def __init__(self, layer):
         super().__init__()
         vars(self)["layer"] = layer  # is asked for its layout and bias, and is no part of this
-        self.proj, bias = pack(layer.proj), layer.qkv.bias
-        self.scale, self.length = None, None
-        self.last = None, None  # a layout and its bias
+        self.proj = pack(layer.proj)
+        self.scale = None
+        self.length = None  # of queries and keys, (h, 2, 1, 1), in Swin V2
+        self.last = (None, None)  # a layout and its bias
+        bias = layer.qkv.bias
         if isinstance(layer, WindowAttentionV2):
             if layer.q_bias is not None:
                 bias = torch.cat([layer.q_bias, torch.zeros_like(layer.q_bias), layer.v_bias])
             length = layer.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp()  # 1/τ: (h, 1, 1)
-            self.scale, self.length = 1.0, torch.stack([length, torch.ones_like(length)], dim=1)
+            self.length = torch.stack([length, torch.ones_like(length)], dim=1)
+            self.scale = 1.0
         self.qkv = PackedLinear(layer.qkv.weight, bias)
 
     def bias(self, layout):
@@ -186,33 +196,40 @@ class FastWindowAttention(nn.Module):
             with torch.autocast(self.proj.weight.device.type, enabled=False):  # for all calls
                 bias = self.layer.bias(layout, masked=any(layout.shift))
             bias = bias.unflatten(0, (-1, self.layer.num_heads)).contiguous()
-            self.last = layout, bias
+            self.last = (layout, bias)
         return bias
 
     def set_window_size(self, window_size, shift_size=0):
         """Change window and shift, as the replaced layer does."""
         self.layer.set_window_size(window_size, shift_size)
-        self.last = None, None
+        self.last = (None, None)
 
     def forward(self, x):
         """A map (B, H, W, C) to a map."""
-        layout, h = self.layer.layout(x.shape[1:3]), self.layer.num_heads
-        bias, (rows, columns) = self.bias(layout), layout.size
-        x = cyclic_shift(pad_map(x, layout.padded), layout)
+        layout = self.layer.layout(x.shape[1:3])
+        h = self.layer.num_heads
+        bias = self.bias(layout)
+        x = pad_map(x, layout.padded)  # (B, H, W, C) -> (B, H', W', C)
+        x = cyclic_shift(x, layout)
         x = window_partition(x, layout.window)  # (B, H', W', C) -> (B, windows, N, C)
-        qkv = self.qkv(x).unflatten(-1, (3, h, -1)).transpose(2, 4)  # (B, windows, h, 3, N, d)
-        qkv = qkv.flatten(0, 1)[None] if len(bias) == 1 else qkv  # all windows are one batch
+        qkv = self.qkv(x).unflatten(-1, (3, h, -1))  # -> (B, windows, N, 3, h, d)
+        qkv = qkv.transpose(2, 4)  # -> (B, windows, h, 3, N, d)
+        if len(bias) == 1:  # the same bias in all windows: they are one batch
+            qkv = qkv.flatten(0, 1)[None]  # -> (1, B windows, h, 3, N, d)
         q, k, v = qkv.unbind(3)  # (B, windows, h, N, d), or (1, B windows, h, N, d)
         if self.length is not None:
             q, k = normalize(qkv[:, :, :, :2], self.length).unbind(3)
-        if len(x) == 0:  # no images
-            out = x
-        else:
-            out = [merge_heads(attend(*image, None, bias, self.scale))
-                   for image in zip(q, k, v)]
-            out = (out[0] if len(out) == 1 else torch.cat(out)).view_as(x)
-        out = reverse_cyclic_shift(window_reverse(out, layout.window, layout.padded), layout)
-        return self.proj(out[:, :rows, :columns])
+        if len(x) > 0:
+            images = []
+            for i in range(len(q)):
+                heads = attend(q[i], k[i], v[i], bias=bias, scale=self.scale)
+                images.append(merge_heads(heads))
+            out = images[0] if len(images) == 1 else torch.cat(images)
+            x = out.view_as(x)  # (B, windows, N, C)
+        x = window_reverse(x, layout.window, layout.padded)  # -> (B, H', W', C)
+        x = reverse_cyclic_shift(x, layout)
+        x = crop_map(x, layout.size)  # -> (B, H, W, C)
+        return self.proj(x)
 
 # %% ../nbs/53_inference.ipynb #decoder
 class FastSelfAttention(nn.Module):
@@ -220,15 +237,20 @@ class FastSelfAttention(nn.Module):
 
     def __init__(self, layer):
         super().__init__()
-        self.num_heads, self.out_proj = layer.num_heads, pack(layer.out_proj)
+        self.num_heads = layer.num_heads
+        self.out_proj = pack(layer.out_proj)
         self.qkv = PackedLinear(layer.in_proj_weight, layer.in_proj_bias)
 
     def forward(self, x, mask=None, bias=None, cache=None, layer=0):
         """Tokens (B, N, C) to tokens; earlier ones are in the `cache`, if given."""
-        q, k, v = (split_heads(y, self.num_heads) for y in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, N, C) each
+        q = split_heads(q, self.num_heads)  # -> (B, h, N, d)
+        k = split_heads(k, self.num_heads)
+        v = split_heads(v, self.num_heads)
         if cache is not None:
             k, v = cache.update(layer, k, v)  # (B, h, N, d) -> (B, h, earlier + N, d)
-        return self.out_proj(merge_heads(attend(q, k, v, mask, bias)))
+        heads = attend(q, k, v, mask=mask, bias=bias)  # (B, h, N, d)
+        return self.out_proj(merge_heads(heads))  # -> (B, N, C)
 
 # %% ../nbs/53_inference.ipynb #cross
 class FastCrossAttention(nn.Module):
@@ -236,33 +258,40 @@ class FastCrossAttention(nn.Module):
 
     def __init__(self, layer):
         super().__init__()
-        self.num_heads, self.out_proj = layer.num_heads, pack(layer.out_proj)
+        self.num_heads = layer.num_heads
+        self.out_proj = pack(layer.out_proj)
         rows = [layer.embed_dim, 2 * layer.embed_dim]
-        weights, biases = layer.in_proj_weight.split(rows), (None, None)
+        q_weight, kv_weight = layer.in_proj_weight.split(rows)
+        q_bias = None
+        kv_bias = None
         if layer.in_proj_bias is not None:
-            biases = layer.in_proj_bias.split(rows)
-        self.q = PackedLinear(weights[0], biases[0])
-        self.kv = PackedLinear(weights[1], biases[1])
+            q_bias, kv_bias = layer.in_proj_bias.split(rows)
+        self.q = PackedLinear(q_weight, q_bias)
+        self.kv = PackedLinear(kv_weight, kv_bias)
 
     def read(self, memory, mask):
         """Keys and values (B, h, M, d) of a memory, and its mask if that hides something."""
-        k, v = (split_heads(y, self.num_heads) for y in self.kv(memory).chunk(2, dim=-1))
-        hides = mask is not None and not mask.all()
-        return k.contiguous(), v.contiguous(), mask if hides else None
+        k, v = self.kv(memory).chunk(2, dim=-1)  # (B, M, C) each
+        k = split_heads(k, self.num_heads).contiguous()  # -> (B, h, M, d)
+        v = split_heads(v, self.num_heads).contiguous()
+        if mask is not None and mask.all():
+            mask = None
+        return k, v, mask
 
     def forward(self, x, memory, mask=None, cache=None, layer=0):
         """Tokens (B, N, C) and memory (B, M, C) to tokens; a cache keeps what was read."""
-        source = memory, mask
+        source = (memory, mask)
         old = None if cache is None else cache.sources.get(layer)
         if old is not None and old[0] is memory and old[1] is mask:
             k, v, mask = cache.memory[layer]
         else:
             k, v, mask = self.read(memory, mask)
         if cache is not None:
-            cache.memory[layer] = k, v, mask
+            cache.memory[layer] = (k, v, mask)
             cache.sources[layer] = source
-        heads = attend(split_heads(self.q(x), self.num_heads), k, v, mask)
-        return self.out_proj(merge_heads(heads))
+        q = split_heads(self.q(x), self.num_heads)  # (B, N, C) -> (B, h, N, d)
+        heads = attend(q, k, v, mask=mask)
+        return self.out_proj(merge_heads(heads))  # -> (B, N, C)
 
 # %% ../nbs/53_inference.ipynb #gpt
 class FastCausalAttention(nn.Module):
@@ -271,28 +300,38 @@ class FastCausalAttention(nn.Module):
     def __init__(self, layer):
         super().__init__()
         self.config = layer.config
-        self.n_head, self.n_kv_head = layer.n_head, layer.n_kv_head
-        self.c_attn, self.c_proj = pack(layer.c_attn), pack(layer.c_proj)
-        self.q_norm, self.k_norm = layer.q_norm, layer.k_norm
-        self.plain = all(isinstance(x, nn.Identity) for x in (layer.q_norm, layer.k_norm))
+        self.n_head = layer.n_head
+        self.n_kv_head = layer.n_kv_head
+        self.c_attn = pack(layer.c_attn)
+        self.c_proj = pack(layer.c_proj)
+        self.q_norm = layer.q_norm
+        self.k_norm = layer.k_norm
+        no_q_norm = isinstance(layer.q_norm, nn.Identity)
+        no_k_norm = isinstance(layer.k_norm, nn.Identity)
+        self.plain = no_q_norm and no_k_norm
 
     def forward(self, x, turn=None, mask="causal", cache=None, layer=0):
         """Tokens (B, N, n_embd) to tokens; earlier ones are in the `cache`, if given."""
         past = 0 if cache is None else cache.tokens_of(layer)
         turn, mask = layer_inputs(self.config, x, turn, mask, past)
-        h, g = self.n_head, self.n_kv_head
+        h = self.n_head
+        g = self.n_kv_head
         qkv = split_heads(self.c_attn(x), h + 2 * g)  # (B, N, C) -> (B, h + 2 g, N, d)
-        qk, v = qkv[:, : h + g], qkv[:, h + g :]
+        qk, v = qkv.split((h + g, g), dim=1)  # queries and keys are turned in one call
         if not self.plain:
             qk = torch.cat([self.q_norm(qk[:, :h]), self.k_norm(qk[:, h:])], dim=1)
-        qk = qk if turn is None else rotate_halves(qk, *turn)
-        q, k = qk[:, :h], qk[:, h:]
+        if turn is not None:
+            cos, sin = turn
+            qk = rotate_halves(qk, cos, sin)
+        q, k = qk.split((h, g), dim=1)  # (B, h, N, d), (B, g, N, d)
         if cache is not None:
             k, v = cache.update(layer, k, v)  # (B, g, N, d) -> (B, g, earlier + N, d)
-        if mask is None and q.shape[2] == 1:  # (B, h, 1, d) -> (B, g, h / g, d) -> (B, 1, h d)
-            heads = F.scaled_dot_product_attention(q.unflatten(1, (g, -1)).squeeze(3), k, v)
-            return self.c_proj(heads.flatten(1)[:, None])
-        return self.c_proj(merge_heads(grouped_attention(q, k, v, mask)))
+        if mask is None and q.shape[2] == 1:
+            q = q.unflatten(1, (g, -1)).squeeze(3)  # (B, h, 1, d) -> (B, g, h / g, d)
+            heads = F.scaled_dot_product_attention(q, k, v)
+            return self.c_proj(heads.flatten(1)[:, None])  # -> (B, 1, h d) -> (B, 1, C)
+        heads = grouped_attention(q, k, v, mask)  # (B, h, N, d)
+        return self.c_proj(merge_heads(heads))  # -> (B, N, C)
 
 
 def pack_gpt_mlp(layer):
@@ -326,23 +365,27 @@ class PackedConv(nn.Module):
         if conv.training or norm.training:
             raise ValueError("conv and norm must be in evaluation mode: call eval()")
         conv = fuse_conv_bn_eval(conv, norm).requires_grad_(False)
-        self.conv, self.relu = conv.to(memory_format=torch.channels_last), relu
-        self.where = list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups
+        self.conv = conv.to(memory_format=torch.channels_last)
+        self.relu = relu
+        self.where = (list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups)
         self.packs = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
 
     def forward(self, x, shortcut=None):
         """A map (B, C, H, W) to relu(norm(conv(x)) + shortcut), each if it is asked for."""
-        weight, bias = self.conv.weight, self.conv.bias
+        weight = self.conv.weight
+        bias = self.conv.bias
         check_packed(x, weight, self.conv.in_channels, -3)
         if shortcut is not None:
             check_packed(shortcut, weight, self.conv.out_channels, -3)
         if not self.packs or not can_pack(x.dtype) or x.device.type != "cpu":
-            y = self.conv(x) if shortcut is None else self.conv(x) + shortcut
+            y = self.conv(x)
+            if shortcut is not None:
+                y = y + shortcut
             return y.relu() if self.relu else y
         if shortcut is None:
             last = "relu" if self.relu else "none"
             return _onednn._convolution_pointwise(x, weight, bias, *self.where, last, [], "")
-        sum_and_relu = "add", None, "relu", [], None
+        sum_and_relu = ("add", None, "relu", [], None)
         return _onednn._convolution_pointwise(x, shortcut, weight, bias, *self.where,
                                               *sum_and_relu)
 
@@ -352,12 +395,15 @@ class FastBlock(nn.Module):
 
     def __init__(self, block):
         super().__init__()
-        norms = [name for name, _ in block.named_children() if name.startswith("bn")]
-        self.convs = nn.ModuleList(
-            PackedConv(getattr(block, name.replace("bn", "conv")), getattr(block, name))
-            for name in norms)
-        down = block.downsample
-        self.downsample = nn.Identity() if down is None else PackedConv(*down, relu=False)
+        self.convs = nn.ModuleList()
+        for name, norm in block.named_children():
+            if name.startswith("bn"):
+                conv = block.get_submodule(name.replace("bn", "conv"))
+                self.convs.append(PackedConv(conv, norm))
+        self.downsample = nn.Identity()
+        if block.downsample is not None:
+            conv, norm = block.downsample
+            self.downsample = PackedConv(conv, norm, relu=False)
 
     def forward(self, x):
         """A map (B, C, H, W) to the block's map."""
@@ -377,14 +423,18 @@ class FastResNet(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.num_channels, self.maxpool = model.num_channels, model.maxpool
+        self.num_channels = model.num_channels
         self.stem = PackedConv(model.conv1, model.bn1)
-        layers = model.layer1, model.layer2, model.layer3, model.layer4
-        self.layers = nn.ModuleList(nn.Sequential(*map(FastBlock, layer)) for layer in layers)
+        self.maxpool = model.maxpool
+        self.layers = nn.ModuleList()
+        for layer in (model.layer1, model.layer2, model.layer3, model.layer4):
+            blocks = [FastBlock(block) for block in layer]
+            self.layers.append(nn.Sequential(*blocks))
 
     def forward(self, x):
         """Images (B, 3, H, W) to four maps."""
-        x, maps = self.maxpool(self.stem(x)), []
+        x = self.maxpool(self.stem(x))
+        maps = []
         for layer in self.layers:
             x = layer(x)
             maps.append(x)
@@ -393,12 +443,20 @@ class FastResNet(nn.Module):
 # %% ../nbs/53_inference.ipynb #last
 def first_tokens(attn, x, count):
     """The first `count` tokens of ``attn(x)``, attention of ViT or TNT: (B, count, dim)."""
-    split = hasattr(attn, "qk")  # of TNT
-    parts = (*attn.qk(x).chunk(2, dim=-1), attn.v(x)) if split else attn.qkv(x).chunk(3, dim=-1)
-    q, k, v = (split_heads(part, attn.num_heads) for part in parts)  # (B, h, N, d) each
-    if not split:
-        q, k = attn.q_norm(q), attn.k_norm(k)
-    return attn.proj(merge_heads(attention(q[:, :, :count], k, v)))
+    of_tnt = hasattr(attn, "qk")
+    if of_tnt:
+        q, k = attn.qk(x).chunk(2, dim=-1)  # (B, N, dim) each
+        v = attn.v(x)
+    else:
+        q, k, v = attn.qkv(x).chunk(3, dim=-1)
+    q = split_heads(q, attn.num_heads)  # -> (B, h, N, d)
+    k = split_heads(k, attn.num_heads)
+    v = split_heads(v, attn.num_heads)
+    if not of_tnt:
+        q = attn.q_norm(q)
+        k = attn.k_norm(k)
+    heads = attention(q[:, :, :count], k, v)  # (B, h, count, d)
+    return attn.proj(merge_heads(heads))  # -> (B, count, dim)
 
 
 def forward_short(model, x):
@@ -406,22 +464,26 @@ def forward_short(model, x):
 
     The last block computes the tokens alone that the head reads.
     """
-    count, last = model.num_prefix_tokens, model.blocks[-1]
+    count = model.num_prefix_tokens
+    last = model.blocks[-1]
     x = model.embed(x)
     for block in model.blocks[:-1]:
         x = block(x)
     if isinstance(model, TNT):
-        x = last.add_words(last.inner(x[0]), x[1])
+        words, sentences = x
+        x = last.add_words(last.inner(words), sentences)
         x = x[:, :count] + first_tokens(last.attn_out, last.norm_out(x), count)
-        return model.forward_head(model.norm(x + last.mlp(last.norm_mlp(x))))
-    x = x[:, :count] + last.ls1(first_tokens(last.attn, last.norm1(x), count))
-    return model.forward_head(model.norm(x + last.ls2(last.mlp(last.norm2(x)))))
+        x = x + last.mlp(last.norm_mlp(x))
+    else:
+        x = x[:, :count] + last.ls1(first_tokens(last.attn, last.norm1(x), count))
+        x = x + last.ls2(last.mlp(last.norm2(x)))
+    return model.forward_head(model.norm(x))
 
 # %% ../nbs/53_inference.ipynb #short
-WHOLE = VisionTransformer, DistilledVisionTransformer, TNT  # models with a short last block
+WHOLE = (VisionTransformer, DistilledVisionTransformer, TNT)  # with a short last block
 EACH_TOKEN = {  # what the last block may hold: all but attention computes each token alone
-    *(Block, Attention, TNTBlock, SplitAttention, LayerScale, DropPath, Mlp, SwiGLU, nn.Linear),
-    *(nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, nn.GELU, nn.SiLU, QuickGELU),
+    Block, Attention, TNTBlock, SplitAttention, LayerScale, DropPath, Mlp, SwiGLU, nn.Linear,
+    nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, nn.GELU, nn.SiLU, QuickGELU,
 }
 
 
@@ -441,10 +503,10 @@ def can_shorten(model):
     """
     if not is_unchanged(model, *WHOLE) or model.global_pool != "token":
         return False
-    last, norm = model.blocks[-1], model.norm
+    last = model.blocks[-1]
     if type(last) not in (Block, TNTBlock):
         return False
-    parts = [*last.modules(), *norm.modules()]
+    parts = [*last.modules(), *model.norm.modules()]
     return all(is_plain(part, *EACH_TOKEN) for part in parts)
 
 # %% ../nbs/53_inference.ipynb #replacements
@@ -461,15 +523,34 @@ def pack_feed_forward(layer):
             return nn.Sequential(pack(layer.linear1, name), pack(layer.linear2))
 
 
+def _pack_self_attention(layer):
+    """The `layer`, a `SelfAttention`, made faster; None if its positions are rotary."""
+    return None if layer.rotary else FastSelfAttention(layer)
+
+
+def _pack_cross_attention(layer):
+    """The `layer`, a `CrossAttention`, made faster; None if its projections are apart."""
+    return FastCrossAttention(layer) if layer.fused else None
+
+
+def _pack_window_attention(layer):
+    """The `layer`, a `WindowAttentionV2`, made faster; None if it takes a few windows at once.
+    """
+    return FastWindowAttention(layer) if layer.windows_at_once is None else None
+
+
 REPLACEMENTS = {  # class: what makes a faster layer of one of its objects, or None
-    nn.Linear: pack, Mlp: pack_mlp, FeedForward: pack_feed_forward,
+    nn.Linear: pack,
+    Mlp: pack_mlp,
+    FeedForward: pack_feed_forward,
     WindowAttention: FastWindowAttention,
-    CrossAttention: lambda x: FastCrossAttention(x) if x.fused else None,
-    WindowAttentionV2: lambda x: FastWindowAttention(x) if x.windows_at_once is None else None,
-    SelfAttention: lambda x: None if x.rotary else FastSelfAttention(x),
-    CausalSelfAttention: FastCausalAttention, MLP: pack_gpt_mlp,
+    WindowAttentionV2: _pack_window_attention,
+    SelfAttention: _pack_self_attention,
+    CrossAttention: _pack_cross_attention,
+    CausalSelfAttention: FastCausalAttention,
+    MLP: pack_gpt_mlp,
 }
-NORMS = nn.Identity, nn.RMSNorm  # of queries and keys
+NORMS = (nn.Identity, nn.RMSNorm)  # of queries and keys
 PARTS = {  # class: its children, each of one of some classes
     nn.Linear: {},
     Mlp: dict(fc1=[nn.Linear], act=[nn.GELU], fc2=[nn.Linear], drop=[nn.Dropout]),
@@ -498,7 +579,8 @@ def can_replace(module):
         False if the module or anything in it has a hook or a method of its own, or if a child
         is missing, new, or of another class than the module's class makes.
     """
-    parts, children = PARTS.get(type(module)), dict(module.named_children())
+    parts = PARTS.get(type(module))
+    children = dict(module.named_children())
     if parts is None or children.keys() != parts.keys():
         return False
     known = all(type(children[name]) in classes for name, classes in parts.items())
@@ -532,10 +614,11 @@ def replace(module):
         new = FastResNet(module)
     elif can_replace(module):
         new = REPLACEMENTS[type(module)](module)
-    if new is None:
-        for name, child in module.named_children():
-            setattr(module, name, replace(child))
-    return module if new is None else new
+    if new is not None:
+        return new
+    for name, child in module.named_children():
+        setattr(module, name, replace(child))
+    return module
 
 # %% ../nbs/53_inference.ipynb #pack-all
 def has_global_hooks():
@@ -571,7 +654,8 @@ def fuse(model):
     where = ", ".join(devices(model))
     for layer in model.modules():
         if type(layer) is WindowAttention:
-            weight, window = layer.qkv.weight, layer.window_size
+            weight = layer.qkv.weight
+            window = layer.window_size
             tokens = weight.new_empty(1).expand(1, *window, len(weight))  # (1, h, w, 3C)
             reason = not_served(tokens, layer.num_heads, window)
             if reason:
