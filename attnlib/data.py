@@ -143,7 +143,8 @@ def draw_numbers(count, limit, *, seed=0, exclude=()):
     if len(exclude) >= limit and exclude.issuperset(range(limit)):
         raise ValueError(
             f"exclude holds all numbers below limit ({limit}); nothing is left to be drawn")
-    generator, numbers = torch.Generator().manual_seed(seed), []
+    generator = torch.Generator().manual_seed(seed)
+    numbers = []
     while len(numbers) < count:
         lengths = torch.randint(1, digits + 1, (count,), generator=generator)
         shares = torch.rand(count, generator=generator, dtype=torch.float64)
@@ -229,6 +230,13 @@ def encode(tokenizer, texts, *, prefix=None):
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
 
 
+def _until_end(row):
+    """The tokens of a list before its end token, or all of them."""
+    if EOS not in row:
+        return row
+    return row[: row.index(EOS)]
+
+
 def decode(tokenizer, tokens):
     """The texts of token numbers, each up to its end token, without special tokens.
 
@@ -241,7 +249,7 @@ def decode(tokenizer, tokens):
     -------
     list of str
     """
-    rows = [row[: row.index(EOS)] if EOS in row else row for row in tokens.tolist()]
+    rows = [_until_end(row) for row in tokens.tolist()]
     return tokenizer.decode_batch(rows, skip_special_tokens=True)
 
 # %% ../nbs/90_data.ipynb #book-text
@@ -269,7 +277,9 @@ def book_text(split=None):
         raise ValueError(f"split ({split!r}) must be one of {', '.join(map(repr, BOOK_PARTS))}")
     path = files("attnlib") / "book_text.txt.bz2"
     text = bz2.decompress(path.read_bytes()).decode("utf-8")
-    start, end = (0.0, 1.0) if split is None else BOOK_PARTS[split]
+    if split is None:
+        return text
+    start, end = BOOK_PARTS[split]
     return text[int(start * len(text)) : int(end * len(text))]
 
 
@@ -302,7 +312,9 @@ def train_tokenizer(text, vocab_size):
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator([text] if isinstance(text, str) else text, trainer)
+    if isinstance(text, str):
+        text = [text]
+    tokenizer.train_from_iterator(text, trainer)
     tokenizer.add_special_tokens(["<|endoftext|>"])
     return tokenizer
 
@@ -343,13 +355,14 @@ def fetch(name, sources, folder):
     ConnectionError
         If no source gives the file; the message says where to put it by hand.
     """
-    path, reasons = Path(folder) / name, []
+    path = Path(folder) / name
     if path.exists():
         if hashlib.sha256(path.read_bytes()).hexdigest() not in sources.values():
             raise ValueError(f"{path} has another SHA-256 than the published file: "
                              "delete it to fetch it again")
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
+    reasons = []
     for address, checksum in sources.items():
         try:
             torch.hub.download_url_to_file(address + name, str(path), checksum, progress=False)
@@ -391,7 +404,8 @@ def multi30k(split, folder=None):
             if Path(member.name).name in (f"{stem}.en", f"{stem}.de"):
                 text = tar.extractfile(member).read().decode("utf-8")
                 texts[member.name[-2:]] = text.strip().split("\n")
-    english, german = texts["en"], texts["de"]
+    english = texts["en"]
+    german = texts["de"]
     if len(english) != len(german) or not english:
         raise ValueError(f"{archive} has {len(english)} English and {len(german)} German "
                          f"sentences of {stem}; it needs equally many")
@@ -473,10 +487,11 @@ def digits(split="train", size=8, *, seed=0):
     images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     rows = order[360:] if split == "train" else order[:360]
-    images, labels = images[rows], torch.tensor(found.target)[rows]
+    images = images[rows]
+    labels = torch.tensor(found.target)[rows].long()
     if size != 8:
         images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
-    return images, labels.long()
+    return images, labels
 
 
 def _check_split(split):
@@ -502,8 +517,9 @@ def _triangle(x, y):  # y points down
 
 
 def _cross(x, y):
-    return torch.maximum(torch.minimum(x.abs(), y.abs()) - 0.32,
-                         torch.maximum(x.abs(), y.abs()) - 1)
+    arms = torch.minimum(x.abs(), y.abs()) - 0.32
+    square = torch.maximum(x.abs(), y.abs()) - 1
+    return torch.maximum(arms, square)
 
 
 KINDS = {"disc": _disc, "square": _square, "triangle": _triangle, "cross": _cross}
@@ -536,11 +552,12 @@ def describe_scenes(count, *, seed=0):
         return torch.rand(*shape, generator=generator)
 
     # for each question, half of the answers are yes, in random order
-    same_kind, same_color = (torch.randperm(count, generator=generator) % 2 == 0
-                             for _ in range(2))
+    same_kind = torch.randperm(count, generator=generator) % 2 == 0
+    same_color = torch.randperm(count, generator=generator) % 2 == 0
     kind = (lots(count) * 4).long()
     other = (kind + 1 + (lots(count) * 3).long()) % 4
-    cells, colors = _apart(lots, count), _unlike(lots, count)
+    cells = _apart(lots, count)
+    colors = _unlike(lots, count)
     colors[same_color, 1] = colors[same_color, 0]
     return {
         "kind": torch.stack([kind, torch.where(same_kind, kind, other)], 1),
@@ -562,9 +579,12 @@ def _apart(lots, count):
 def _unlike(lots, count):
     """Two bright colors that can be told apart: (count, 2, 3)."""
     colors = 0.3 + 0.7 * lots(count, 2, 3)
-    while (near := (colors[:, 0] - colors[:, 1]).norm(dim=-1) < 0.4).any():
+    while True:
+        distance = (colors[:, 0] - colors[:, 1]).norm(dim=-1)
+        near = distance < 0.4
+        if not near.any():
+            return colors
         colors[near] = 0.3 + 0.7 * lots(int(near.sum()), 2, 3)
-    return colors
 
 # %% ../nbs/90_data.ipynb #draw-scenes
 def draw_scenes(description, size):
@@ -588,7 +608,8 @@ def draw_scenes(description, size):
         If `size` is not positive.
     """
     _check_positive("size", size)
-    n, device = len(description["kind"]), description["kind"].device
+    n = len(description["kind"])
+    device = description["kind"].device
     images = torch.empty(n, 3, size, size, device=device)
     # so few at a time that they stay in the cache
     for rows in torch.arange(n, device=device).split(max(1, 2**20 // size**2)):
@@ -601,16 +622,18 @@ def _draw(scene, size):
     top, bottom = scene["background"][..., None, None].unbind(1)  # (n, 3, 1, 1) each
     picture = (top + (bottom - top) * pixel[:, None]).expand(-1, -1, -1, size)
     for i in range(scene["kind"].shape[1]):
-        kind, center, radius, color = (scene[key][:, i]
-                                       for key in ("kind", "center", "radius", "color"))
-        covered = _covered(kind, center, radius, pixel)[:, None]  # (n, 1, size, size)
-        picture = picture + covered * (color[..., None, None] - picture)
+        covered = _covered(scene["kind"][:, i], scene["center"][:, i], scene["radius"][:, i],
+                           pixel)
+        covered = covered[:, None]  # (n, 1, size, size)
+        color = scene["color"][:, i, :, None, None]  # (n, 3, 1, 1)
+        picture = picture + covered * (color - picture)
     return picture
 
 
 def _covered(kind, center, radius, pixel):
     """The part of each pixel that a shape covers, (n, size, size); none if its kind is -1."""
-    x, y = ((pixel - center[:, axis, None]) / radius[:, None] for axis in range(2))
+    x = (pixel - center[:, 0, None]) / radius[:, None]  # (n, size)
+    y = (pixel - center[:, 1, None]) / radius[:, None]
     x, y = torch.broadcast_tensors(x[:, None, :], y[:, :, None])  # (n, size, size) each
     distance = torch.full(x.shape, torch.inf, device=x.device)
     for number, shape in enumerate(KINDS.values()):
@@ -659,7 +682,8 @@ def _lay_out(lots, count, tries=64):
     A side is 0 where there is no square. Both are in units of the image's side; a corner is y
     and x. The first square is the largest.
     """
-    number, largest = 1 + (3 * lots(count)).long(), 0.36 + 0.14 * lots(count, 1)
+    number = 1 + (3 * lots(count)).long()
+    largest = 0.36 + 0.14 * lots(count, 1)
     side = torch.cat([largest, largest * (0.45 + 0.3 * lots(count, 2))], dim=1)
     corner = lots(count, tries, 3, 2) * (1 - side[:, None, :, None])
     end = corner + side[:, None, :, None]  # (count, tries, 3, 2)
@@ -679,7 +703,8 @@ def _pieces(lots, count, split, size, photograph=None):
     """
     with data_extra():
         from sklearn.datasets import load_sample_images
-    (source, zoom, top, left, mirror), views = lots(5, count), []
+    source, zoom, top, left, mirror = lots(5, count)
+    views = []
     for picture in load_sample_images().images:  # two of them, (427, 640, 3)
         x = torch.tensor(picture).permute(2, 0, 1)[None] / 255
         x = x[..., :448] if split == "train" else x[..., 448:]
@@ -687,22 +712,29 @@ def _pieces(lots, count, split, size, photograph=None):
             shape = round(427 * scale), round(x.shape[3] * scale)
             views.append(F.interpolate(x, shape, mode="bilinear", antialias=True)[0])
     images = torch.empty(count, 3, size, size)
-    source = (2 * source).long() if photograph is None else photograph
-    which = 3 * source + (3 * zoom).long()
+    if photograph is None:
+        photograph = (2 * source).long()
+    which = 3 * photograph + (3 * zoom).long()
     for i, view in enumerate(views):
-        rows, windows = which == i, view.unfold(1, size, 1).unfold(2, size, 1)  # all of them
-        y, x = ((t[rows] * n).long() for t, n in zip((top, left), windows.shape[1:3]))
+        rows = which == i
+        windows = view.unfold(1, size, 1).unfold(2, size, 1)  # all: (3, Y, X, size, size)
+        y = (top[rows] * windows.shape[1]).long()
+        x = (left[rows] * windows.shape[2]).long()
         images[rows] = windows[:, y, x].transpose(0, 1)  # (3, n, size, size) -> (n, 3, ...)
     return torch.where(mirror[:, None, None, None] < 0.5, images, images.flip(3))
 
 # %% ../nbs/90_data.ipynb #collages-ink
 def _place_ink(ink, side, corner, turn, size):
     """Ink (n, 1, 8, 8) in a square of n images each, turned by up to 15°: (n, size, size)."""
-    pixel, length = (torch.arange(size) + 0.5) / size, side[:, None].clamp(min=1e-6)
-    y, x = (2 * (pixel - corner[:, i, None]) / length - 1 for i in (0, 1))  # in it -1 to 1
-    y, x = y[:, :, None], x[:, None, :]  # (n, size, 1), (n, 1, size)
+    pixel = (torch.arange(size) + 0.5) / size
+    length = side[:, None].clamp(min=1e-6)
+    y = 2 * (pixel - corner[:, 0, None]) / length - 1  # in the square from -1 to 1
+    x = 2 * (pixel - corner[:, 1, None]) / length - 1
+    y = y[:, :, None]  # (n, size, 1)
+    x = x[:, None, :]  # (n, 1, size)
     angle = math.pi / 6 * (turn - 0.5)[:, None, None]
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
     grid = torch.stack([cos * x + sin * y, cos * y - sin * x], dim=-1)  # (n, size, size, 2)
     placed = 1.2 * F.grid_sample(ink, grid, align_corners=False)[:, 0]
     inside = (x.abs() < 1) & (y.abs() < 1) & (side > 0)[:, None, None]  # not its corners
@@ -755,22 +787,30 @@ def collages(count, split="train", size=64, *, seed=0):
     ValueError
         If there is no such split, or `count` or `size` is not positive.
     """
-    _check_split(split), _check_positive("count", count), _check_positive("size", size)
+    _check_split(split)
+    _check_positive("count", count)
+    _check_positive("size", size)
     generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
 
     def lots(*shape):
         return torch.rand(*shape, generator=generator)
 
-    (ink, names), parts = digits(split), []
-    for n in [256] * (count // 256) + [count % 256] * (count % 256 > 0):
+    ink, names = digits(split)
+    parts = []
+    for start in range(0, count, 256):
+        n = min(256, count - start)
         side, corner = _lay_out(lots, n)
-        pick, turn, color = (lots(n, 3) * len(ink)).long(), lots(3, n), lots(3, n, 3)
+        pick = (lots(n, 3) * len(ink)).long()
+        turn = lots(3, n)
+        color = lots(3, n, 3)
         images = _pieces(lots, n, split, size)
         kind = torch.where(side > 0, names[pick], -1)
-        mask, box = torch.zeros(n, size, size, dtype=torch.long), torch.zeros(n, 3, 4)
+        mask = torch.zeros(n, size, size, dtype=torch.long)
+        box = torch.zeros(n, 3, 4)
         for k in range(3):
             placed = _place_ink(ink[pick[:, k]], side[:, k], corner[:, k], turn[k], size)
-            images, inside = _paste(images, placed, color[k]), placed > 0.5
+            images = _paste(images, placed, color[k])
+            inside = placed > 0.5
             mask = torch.where(inside, kind[:, k, None, None] + 1, mask)
             box[:, k] = _bounds(inside)
         parts.append(dict(image=images.clamp(0, 1), label=kind[:, 0], kind=kind, box=box,
@@ -783,12 +823,15 @@ def _scatter(lots, count, most, tries=32):
 
     Each takes the first of some places that is free; if there is none, it is left out.
     """
-    number, side = 1 + (most * lots(count)).long(), 0.25 + 0.25 * lots(count, most)
+    number = 1 + (most * lots(count)).long()
+    side = 0.25 + 0.25 * lots(count, most)
     places = lots(count, most, tries, 2) * (1 - side[:, :, None, None])
     corner = places[:, :, 0].clone()
     for k in range(most):
-        place, end = places[:, k, :, None], places[:, k, :, None] + side[:, k, None, None, None]
-        before, length = corner[:, None, :k], side[:, None, :k, None]  # (count, 1, k, 2 or 1)
+        place = places[:, k, :, None]  # (count, tries, 1, 2)
+        end = place + side[:, k, None, None, None]
+        before = corner[:, None, :k]  # (count, 1, k, 2)
+        length = side[:, None, :k, None]  # (count, 1, k, 1)
         apart = (before >= end) | (place >= before + length) | (length == 0)
         free = apart.any(-1).all(-1)  # (count, tries, k, 2) -> (count, tries)
         corner[:, k] = places[torch.arange(count), k, free.int().argmax(1)]
@@ -798,9 +841,11 @@ def _scatter(lots, count, most, tries=32):
 
 def _halves(lots, count, size):
     """On which side of a random line each pixel lies: 0 or 1, (count, size, size)."""
-    pixel, (turn, offset) = (torch.arange(size) + 0.5) / size - 0.5, lots(2, count, 1, 1)
+    pixel = (torch.arange(size) + 0.5) / size - 0.5
+    turn, offset = lots(2, count, 1, 1)
     angle = 2 * math.pi * turn
-    return (angle.cos() * pixel + angle.sin() * pixel[:, None] > 0.4 * offset - 0.2).long()
+    along = angle.cos() * pixel + angle.sin() * pixel[:, None]  # (count, size, size)
+    return (along > 0.4 * offset - 0.2).long()
 
 # %% ../nbs/90_data.ipynb #detection-scenes
 def detection_scenes(count, split="train", size=48, *, kinds="shapes", objects=3,
@@ -836,35 +881,50 @@ def detection_scenes(count, split="train", size=48, *, kinds="shapes", objects=3
     ValueError
         If an argument is none of these, or a number is not positive.
     """
-    _check_split(split), _check_scenes(kinds, photographs)
-    for name, number in dict(count=count, size=size, objects=objects).items():
-        _check_positive(name, number)
+    _check_split(split)
+    _check_scenes(kinds, photographs)
+    _check_positive("count", count)
+    _check_positive("size", size)
+    _check_positive("objects", objects)
     generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
 
     def lots(*shape):
         return torch.rand(*shape, generator=generator)
 
-    settings = split, size, kinds, objects, photographs
-    parts = [_detection_part(lots, min(256, count - i), *settings)
-             for i in range(0, count, 256)]
+    parts = []
+    for start in range(0, count, 256):
+        n = min(256, count - start)
+        parts.append(_detection_part(lots, n, split, size, kinds, objects, photographs))
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
 def _detection_part(lots, n, split, size, kinds, objects, photographs):
     side, corner = _scatter(lots, n, objects)
-    pick, turn, color = lots(n, objects), lots(objects, n), 0.55 + 0.45 * lots(n, objects, 3)
-    image, stuff = _pieces(lots, n, split, size), torch.zeros(n, size, size, dtype=torch.long)
+    pick = lots(n, objects)
+    turn = lots(objects, n)
+    color = 0.55 + 0.45 * lots(n, objects, 3)
+    image = _pieces(lots, n, split, size)
+    stuff = torch.zeros(n, size, size, dtype=torch.long)
     if photographs == 2:
         stuff = _halves(lots, n, size)
-        pieces = [_pieces(lots, n, split, size, i) for i in (0, 1)]
-        image = torch.where(stuff[:, None] == 0, *pieces)
-    image, ink, kind = 0.6 * image, [], (4 * pick).long()
+        first = _pieces(lots, n, split, size, photograph=0)
+        second = _pieces(lots, n, split, size, photograph=1)
+        image = torch.where(stuff[:, None] == 0, first, second)
+    image = 0.6 * image
     if kinds == "digits":
         images, labels = digits(split)
-        rows = (pick * len(images)).long()
-        kind, ink = labels[rows], [images[row] for row in rows.T]
-    covered = [_place_ink(ink[k], side[:, k], corner[:, k], turn[k], size) if ink else
-               _place_shape(kind[:, k], side[:, k], corner[:, k], size) for k in range(objects)]
+        rows = (pick * len(images)).long()  # (n, objects)
+        kind = labels[rows]
+    else:
+        kind = (4 * pick).long()
+    covered = []
+    for k in range(objects):
+        if kinds == "digits":
+            ink = images[rows[:, k]]  # (n, 1, 8, 8)
+            alpha = _place_ink(ink, side[:, k], corner[:, k], turn[k], size)
+        else:
+            alpha = _place_shape(kind[:, k], side[:, k], corner[:, k], size)
+        covered.append(alpha)
     for k, alpha in enumerate(covered):  # (n, size, size) each
         image = image + alpha[:, None] * (color[:, k, :, None, None] - image)
     mask = torch.stack(covered, 1) > 0.5
@@ -875,7 +935,8 @@ def _detection_part(lots, n, split, size, kinds, objects, photographs):
 
 def _place_shape(kind, side, corner, size):
     """The part of each pixel that shapes in squares cover: (n, size, size), 0 without side."""
-    center, radius = (corner + side[:, None] / 2).flip(1), side.clamp(min=1e-6) / 2  # x, y
+    center = (corner + side[:, None] / 2).flip(1)  # y, x -> x, y
+    radius = side.clamp(min=1e-6) / 2
     pixel = (torch.arange(size) + 0.5) / size
     return _covered(kind, center, radius, pixel) * (side > 0)[:, None, None]
 
@@ -941,14 +1002,16 @@ def encode_captions(captions, words=CAPTION_WORDS):
     if isinstance(captions, str) or len(captions) == 0:
         raise ValueError(f"captions ({captions!r}) must be a sequence of str, at least one; "
                          "a single caption goes into a list")
-    numbers, rows = {word: i for i, word in enumerate(words) if i > UNK}, []
+    numbers = {word: i for i, word in enumerate(words) if i > UNK}
+    rows = []
     for caption in captions:
         unknown = [word for word in caption.split() if word not in numbers]
         if unknown or not caption.split():
             what = f"the unknown word {unknown[0]!r}" if unknown else "no word"
             raise ValueError(f"captions ({caption!r}) has {what}; a caption must have one or "
                              f"more of the {len(words) - 4} words")
-        rows.append(torch.tensor([BOS, *map(numbers.get, caption.split()), EOS]))
+        tokens = [numbers[word] for word in caption.split()]
+        rows.append(torch.tensor([BOS, *tokens, EOS]))
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
 
 
@@ -965,7 +1028,7 @@ def decode_captions(tokens, words=CAPTION_WORDS):
     -------
     list of str
     """
-    rows = [row[: row.index(EOS)] if EOS in row else row for row in tokens.tolist()]
+    rows = [_until_end(row) for row in tokens.tolist()]
     return [" ".join(words[i] for i in row if i not in (PAD, BOS)) for row in rows]
 
 # %% ../nbs/90_data.ipynb #captions-pairs
@@ -996,7 +1059,8 @@ def _caption_places(lots, count):
     forward = step.gather(-1, major[..., None])[..., 0] >= 2
     a, b = torch.nonzero(clear & forward, as_tuple=True)
     pair = (lots(count) * len(a)).long()
-    cells, axis = torch.stack([cell[a[pair]], cell[b[pair]]], 1), major[a[pair], b[pair]]
+    cells = torch.stack([cell[a[pair]], cell[b[pair]]], 1)  # (count, 2, 2)
+    axis = major[a[pair], b[pair]]
     center = (cells + 0.4 + 0.2 * lots(count, 2, 2)) / 4
     inward = torch.where(cells < 2, 0.25, -0.25)
     across = 1 - F.one_hot(axis, 2)[:, None]  # (count, 1, 2)
@@ -1005,18 +1069,24 @@ def _caption_places(lots, count):
 
 def _caption_tokens(color, kind, number, relation):
     """Tokens (n, 10) of the right captions, and which object each one names, -1 for none."""
-    words, two = CAPTION_WORDS.index, number == 2
-    article = torch.where(two, words("two"), words("a"))  # (n, 2) each
-    c, k = words("red") + color, kind + torch.where(two, words("discs"), words("disc"))
-    rows = {0: ("left", "of"), 1: ("above",)}
-    tokens, named = torch.full((len(kind), 10), PAD), torch.full((len(kind), 10), -1)
-    for number, between in rows.items():
-        at, n = relation == number, 5 + len(between)
-        tokens[at, 0], tokens[at, n + 2] = BOS, EOS
-        things = torch.stack([article, c, k], 2)[at]  # (rows, 2, 3)
-        tokens[at, 1:4], tokens[at, n - 1 : n + 2] = things.unbind(1)
-        tokens[at, 4 : n - 1] = torch.tensor([words(word) for word in between])
-        named[at, 2:4], named[at, n : n + 2] = 0, 1
+    token = {word: i for i, word in enumerate(CAPTION_WORDS)}
+    two = number == 2  # (n, 2)
+    article = torch.where(two, token["two"], token["a"])
+    color_word = token["red"] + color
+    kind_word = kind + torch.where(two, token["discs"], token["disc"])
+    things = torch.stack([article, color_word, kind_word], 2)  # (n, 2, 3)
+    tokens = torch.full((len(kind), 10), PAD)
+    named = torch.full((len(kind), 10), -1)
+    for number, between in ((0, ("left", "of")), (1, ("above",))):
+        rows = relation == number
+        second = 4 + len(between)  # where the second thing begins
+        tokens[rows, 0] = BOS
+        tokens[rows, 1:4] = things[rows, 0]
+        tokens[rows, 4:second] = torch.tensor([token[word] for word in between])
+        tokens[rows, second : second + 3] = things[rows, 1]
+        tokens[rows, second + 3] = EOS
+        named[rows, 2:4] = 0
+        named[rows, second + 1 : second + 3] = 1
     return tokens, named
 
 # %% ../nbs/90_data.ipynb #captions-scenes
@@ -1049,7 +1119,8 @@ def caption_scenes(count, split="train", size=32, *, seed=0):
     """
     if split not in ("train", "test", "novel"):
         raise ValueError(f"split ({split!r}) must be 'train', 'test' or 'novel'")
-    _check_positive("count", count), _check_positive("size", size)
+    _check_positive("count", count)
+    _check_positive("size", size)
     generator = torch.Generator().manual_seed(
         3 * seed + ("train", "test", "novel").index(split))
 
@@ -1058,25 +1129,32 @@ def caption_scenes(count, split="train", size=32, *, seed=0):
 
     pairs = _caption_pairs(split)
     thing = pairs[(lots(count) * len(pairs)).long()]  # (count, 2)
-    color, kind = thing // 4, thing % 4
+    color = thing // 4
+    kind = thing % 4
     shade = torch.tensor(list(CAPTION_COLORS.values()))[color]
     shade = (shade + 0.16 * lots(count, 2, 3) - 0.08).clamp(0, 1)
-    radius, number = 0.08 + 0.024 * lots(count, 2), 1 + (2 * lots(count, 2)).long()
+    radius = 0.08 + 0.024 * lots(count, 2)
+    number = 1 + (2 * lots(count, 2)).long()
     return _caption_scene(lots, color, kind, number, shade, radius, size)
 
 
 def _caption_scene(lots, color, kind, number, shade, radius, size):
     """The scenes of things (n, 2), of shades (n, 2, 3) and radii (n, 2), one or two of each."""
-    n, (center, second, relation) = len(kind), _caption_places(lots, len(kind))
+    n = len(kind)
+    center, second, relation = _caption_places(lots, n)
     ground = 0.25 * lots(n, 2, 3)
     kinds = torch.cat([kind, kind.where(number == 2, -1)], 1)  # (n, 4)
-    centers, radii, shades = (torch.cat(x, 1) for x in (
-        (center, second), (radius, radius), (shade, shade)))
+    centers = torch.cat([center, second], 1)
+    radii = torch.cat([radius, radius], 1)
+    shades = torch.cat([shade, shade], 1)
     drawing = dict(kind=kinds, center=centers, radius=radii, color=shades, background=ground)
     pixel = (torch.arange(size) + 0.5) / size
-    mask = torch.cat([
-        _covered(kinds[i].flatten(), centers[i].flatten(0, 1), radii[i].flatten(), pixel) > 0.5
-        for i in torch.arange(n).split(500)])
+    parts = []
+    for i in torch.arange(n).split(500):
+        covered = _covered(kinds[i].flatten(), centers[i].flatten(0, 1), radii[i].flatten(),
+                           pixel)  # (500 · 4, size, size)
+        parts.append(covered > 0.5)
+    mask = torch.cat(parts)
     mask = mask.view(n, 2, 2, size, size).any(1)  # (n, first and second copy, thing, H, W)
     tokens, named = _caption_tokens(color, kind, number, relation)
     box = _bounds(mask.flatten(0, 1)).view(n, 2, 4)
@@ -1109,7 +1187,8 @@ def context_scenes(count, agree=0.5, size=32, *, seed=0):
     ValueError
         If `agree` is not in [0, 1], or a number is not positive.
     """
-    _check_positive("count", count), _check_positive("size", size)
+    _check_positive("count", count)
+    _check_positive("size", size)
     if not 0 <= agree <= 1:
         raise ValueError(f"agree ({agree}) must be in [0, 1]")
     generator = torch.Generator().manual_seed(seed)
@@ -1117,21 +1196,25 @@ def context_scenes(count, agree=0.5, size=32, *, seed=0):
     def lots(*shape):
         return torch.rand(*shape, generator=generator)
 
-    red, agrees, subject = lots(count) < 0.5, lots(count) < agree, (2 * lots(count)).long()
+    red = lots(count) < 0.5
+    agrees = lots(count) < agree
+    subject = (2 * lots(count)).long()
     hue = torch.randn(count, generator=generator) + 2 * red.float() - 1
-    names, kinds = list(CAPTION_COLORS), list(KINDS)
-    number = {word: (names + kinds).index(word) for word in names + kinds}
-    beside = torch.where(red == agrees, number["square"], number["cross"]) - len(names)
-    named = torch.where(red, number["red"], number["blue"])
+    color_number = {word: i for i, word in enumerate(CAPTION_COLORS)}
+    kind_number = {word: i for i, word in enumerate(KINDS)}
+    beside = torch.where(red == agrees, kind_number["square"], kind_number["cross"])
+    named = torch.where(red, color_number["red"], color_number["blue"])
     first = subject == 0  # the disc is named first
-    disc, white = torch.zeros_like(beside), torch.full_like(beside, number["white"])
+    disc = torch.full_like(beside, kind_number["disc"])
+    white = torch.full_like(beside, color_number["white"])
     kind = torch.stack([torch.where(first, disc, beside), torch.where(first, beside, disc)], 1)
     color = torch.stack([torch.where(first, named, white), torch.where(first, white, named)], 1)
     redness = (0.5 + hue / 8).clamp(0, 1)[:, None]  # the shade of a hue of 4 is pure red
     ends = torch.tensor([CAPTION_COLORS["red"], CAPTION_COLORS["blue"]])
     shade = torch.tensor(CAPTION_COLORS["white"]).expand(count, 2, 3).clone()
     shade[torch.arange(count), subject] = redness * ends[0] + (1 - redness) * ends[1]
-    radius, one = 0.09 + 0.03 * lots(count, 2), torch.ones_like(kind)
+    radius = 0.09 + 0.03 * lots(count, 2)
+    one = torch.ones_like(kind)
     scene = _caption_scene(lots, color, kind, one, shade, radius, size)
     return scene | dict(subject=subject, red=red, agrees=agrees, hue=hue)
 
@@ -1161,28 +1244,33 @@ def flickr8k(folder, split="train"):
     FileNotFoundError
         If a file is missing.
     """
-    folder, texts = Path(folder), {}
+    folder = Path(folder)
     if split not in ("train", "dev", "test"):
         raise ValueError(f"split ({split!r}) must be 'train', 'dev' or 'test'")
-    lists = folder / "Flickr8k.token.txt", folder / f"Flickr_8k.{split}Images.txt"
-    for path in lists:
+    captions_file = folder / "Flickr8k.token.txt"
+    names_file = folder / f"Flickr_8k.{split}Images.txt"
+    for path in (captions_file, names_file):
         if not path.exists():
             raise FileNotFoundError(f"folder ({folder}) must hold {path.name}: the text files "
                                     "of Flickr8k, and Flicker8k_Dataset with its photographs")
-    for line in lists[0].read_text(encoding="utf-8").split("\n"):
+    texts = {}
+    for line in captions_file.read_text(encoding="utf-8").split("\n"):
         name, _, text = line.partition("\t")
         words = []
         for word in text.lower().split():
             word = word.strip('.,;:!?"()[]')
             if any(letter.isalnum() for letter in word):
                 words.append(word)
-        texts.setdefault(name.partition("#")[0], []).append(" ".join(words))
-    names = lists[1].read_text(encoding="utf-8").split()
+        photograph = name.partition("#")[0]
+        texts.setdefault(photograph, []).append(" ".join(words))
+    names = names_file.read_text(encoding="utf-8").split()
     missing = [name for name in names if name not in texts]
     if missing:
-        raise ValueError(f"{lists[0].name} must have captions of all photographs in "
-                         f"{lists[1].name}; it has none of {missing[0]}")
-    return [folder / "Flicker8k_Dataset" / name for name in names], [texts[n] for n in names]
+        raise ValueError(f"{captions_file.name} must have captions of all photographs in "
+                         f"{names_file.name}; it has none of {missing[0]}")
+    paths = [folder / "Flicker8k_Dataset" / name for name in names]
+    captions = [texts[name] for name in names]
+    return paths, captions
 
 # %% ../nbs/90_data.ipynb #cifar
 def cifar(name="cifar10", split="train", folder=None):
@@ -1274,7 +1362,12 @@ def small_images(name="digits", size=8, folder=None):
     -------
     train, test : pairs of images (n, C, H, W) and int64 labels (n,)
     """
-    (x, y), (unseen, answers) = (
-        digits(split, size) if name == "digits" else cifar(name, split, folder)
-        for split in ("train", "test"))
-    return (standardize(x, x), y), (standardize(unseen, x), answers)
+    if name == "digits":
+        images, labels = digits("train", size)
+        test_images, test_labels = digits("test", size)
+    else:
+        images, labels = cifar(name, "train", folder)
+        test_images, test_labels = cifar(name, "test", folder)
+    train = (standardize(images, images), labels)
+    test = (standardize(test_images, images), test_labels)
+    return train, test
