@@ -105,13 +105,19 @@ def diagnose(machine, flops, bytes, operators=1):
     for name, value in (("flops", flops), ("bytes", bytes), ("operators", operators)):
         if not value >= 0:
             raise ValueError(f"{name} ({value}) must not be negative")
-    compute, move = flops / machine.peak_flops, bytes / machine.bandwidth
-    parts = (compute, 0.0) if compute >= move else (0.0, move)
-    return _diagnosis(*parts, operators * machine.overhead)
+    compute = flops / machine.peak_flops
+    move = bytes / machine.bandwidth
+    if compute >= move:
+        move = 0.0  # hidden
+    else:
+        compute = 0.0
+    return _diagnosis(compute, move, operators * machine.overhead)
 
 
-def _diagnosis(*parts):
-    return Diagnosis(sum(parts), REGIMES[parts.index(max(parts))], *parts)
+def _diagnosis(compute, move, overhead):
+    parts = (compute, move, overhead)
+    longest = parts.index(max(parts))
+    return Diagnosis(sum(parts), REGIMES[longest], compute, move, overhead)
 
 # %% ../nbs/50_cost.ipynb #seconds
 def _synchronize(device):
@@ -192,7 +198,9 @@ def take_turns(calls, device="cpu", rounds=5, *, least=2e-3, seed=0):
     """
     if rounds < 1:
         raise ValueError(f"rounds ({rounds}) must be at least 1")
-    device, draw, names = torch.device(device), random.Random(seed), list(calls)
+    device = torch.device(device)
+    draw = random.Random(seed)
+    names = list(calls)
     counts = {}
     for name, call in calls.items():
         call()
@@ -208,7 +216,9 @@ Probe = namedtuple("Probe", "call flops bytes")
 
 
 def _device(device):
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
 
 
 def roofline_probes(device=None, dtype=torch.float32, *, shapes=((1024, 1024, 1024),),
@@ -239,16 +249,19 @@ def roofline_probes(device=None, dtype=torch.float32, *, shapes=((1024, 1024, 10
     """
     if not dtype.is_floating_point:
         raise TypeError(f"dtype ({dtype}) must be floating point")
-    device, probes = _device(device), {}
+    device = _device(device)
+    probes = {}
     for m, k, n in shapes:
-        x, w = (torch.randn(rows, k, device=device, dtype=dtype) for rows in (m, n))
+        x = torch.randn(m, k, device=device, dtype=dtype)
+        w = torch.randn(n, k, device=device, dtype=dtype)
         probes[f"product {m} x {k} x {n}"] = Probe(partial(F.linear, x, w), 2 * m * k * n, 0)
     for size in megabytes:
-        a, b = (torch.zeros(round(size * 250_000), device=device) for _ in range(2))
-        moves = {"copy": (partial(a.copy_, b), 2), "sum": (partial(a.add_, b), 3),
-                 "read": (partial(torch.amax, b), 1)}
-        for name, (call, arrays) in moves.items():
-            probes[f"{name} {size} MB"] = Probe(call, 0, 4 * arrays * a.numel())
+        count = round(size * 250_000)  # of numbers of four bytes
+        a = torch.zeros(count, device=device)
+        b = torch.zeros(count, device=device)
+        probes[f"copy {size} MB"] = Probe(partial(a.copy_, b), 0, 2 * 4 * count)
+        probes[f"sum {size} MB"] = Probe(partial(a.add_, b), 0, 3 * 4 * count)
+        probes[f"read {size} MB"] = Probe(partial(torch.amax, b), 0, 4 * count)
     one = torch.ones(1, 1, device=device, dtype=dtype)
     for call in (torch.add, torch.mm, torch.mul):
         probes[f"{call.__name__} of a number"] = Probe(partial(call, one, one), 0, 0)
@@ -270,10 +283,11 @@ def best_roofline(probes, times):
     Roofline
     """
     least = {name: min(times[name]) for name in probes}
-    return Roofline(max(probe.flops / least[name] for name, probe in probes.items()),
-                    max(probe.bytes / least[name] for name, probe in probes.items()),
-                    min(least[name] for name, probe in probes.items()
-                        if not probe.flops and not probe.bytes))
+    peak_flops = max(probe.flops / least[name] for name, probe in probes.items())
+    bandwidth = max(probe.bytes / least[name] for name, probe in probes.items())
+    starts = [name for name, probe in probes.items() if not probe.flops and not probe.bytes]
+    overhead = min(least[name] for name in starts)
+    return Roofline(peak_flops, bandwidth, overhead)
 
 
 @torch.no_grad()
@@ -301,7 +315,10 @@ def measure_roofline(device=None, dtype=torch.float32, *, size=None, megabytes=N
     """
     device = _device(device)
     cpu = device.type == "cpu"
-    size, megabytes = size or (1024 if cpu else 8192), megabytes or (128 if cpu else 1024)
+    if size is None:
+        size = 1024 if cpu else 8192
+    if megabytes is None:
+        megabytes = 128 if cpu else 1024
     probes = roofline_probes(device, dtype, shapes=[(size,) * 3], megabytes=[megabytes])
     calls = {name: probe.call for name, probe in probes.items()}
     return best_roofline(probes, take_turns(calls, device, repeats))
@@ -421,16 +438,20 @@ def _look(x):
 def _bytes(name, inputs, outputs):
     """The bytes an operator reads and writes: none if it only allocates, or returns a view."""
     name, _, overload = name.partition(".")
-    writes, held = name.endswith("_") or "out" in overload, {_storage(x) for x in inputs}
+    writes = name.endswith("_") or "out" in overload
+    held = {_storage(x) for x in inputs}
     views = outputs and all(_storage(x) in held for x in outputs) and not writes
     if views or "empty" in name:
         return 0
     distinct = {_look(x): x for x in inputs}
     only_writes = r"(zero|fill|::copy|normal|uniform|bernoulli)_$|_like$|::new_"
     if inputs and re.search(only_writes, name):
-        for x in outputs if writes else inputs[:1]:
+        unread = outputs if writes else inputs[:1]
+        for x in unread:
             distinct.pop(_look(x), None)
-    return sum(map(_touched, distinct.values())) + sum(map(_touched, outputs))
+    read = sum(_touched(x) for x in distinct.values())
+    written = sum(_touched(x) for x in outputs)
+    return read + written
 
 
 def _changed(name, args):
@@ -493,7 +514,9 @@ class OperationCount:
         return parts
 
     def __repr__(self):
-        missing = f", without those of {', '.join(self.uncounted)}" if self.uncounted else ""
+        missing = ""
+        if self.uncounted:
+            missing = f", without those of {', '.join(self.uncounted)}"
         return (f"OperationCount({len(self.operators)} operators, {self.flops:,} operations"
                 f"{missing}, {self.bytes:,} bytes, intensity {self.arithmetic_intensity:.3g})")
 
@@ -508,8 +531,10 @@ class OperatorWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        out, name = function(*args, **kwargs), function.name()  # "aten::add.Tensor"
-        inputs, outputs = list(_tensors((*args, *kwargs.values()))), list(_tensors([out]))
+        out = function(*args, **kwargs)
+        name = function.name()  # such as "aten::add.Tensor"
+        inputs = list(_tensors((*args, *kwargs.values())))
+        outputs = list(_tensors([out]))
         if out is None:  # as of operators on lists of tensors
             outputs = _changed(name, args)
         formula = FORMULAS.get(name) or flop_registry.get(function.overloadpacket)
@@ -625,7 +650,10 @@ class Recorder:
     """
 
     def __init__(self):
-        self.order, self.segment, self.count, self.inputs = [], None, 0, set()
+        self.order = []
+        self.segment = None
+        self.count = 0
+        self.inputs = set()
         self.keep = []  # so that no storage gets the number of another
 
     def add(self, x, segment):
@@ -635,7 +663,8 @@ class Recorder:
 
     def pack(self, x):
         """Note a tensor that autograd saves."""
-        self.add(x, None if _storage(x) in self.inputs else self.segment)
+        is_input = _storage(x) in self.inputs
+        self.add(x, None if is_input else self.segment)
         return x
 
     def enter(self, block, inputs):
@@ -682,10 +711,12 @@ def saved_activations(call, *inputs, exclude=()):
     recorder = Recorder()
     with recorder.watch():
         out = call(*inputs)
-    own = [*call.parameters(), *call.buffers()] if isinstance(call, torch.nn.Module) else []
-    skip = {_storage(x) for x in (*exclude, *own)}
+    skip = {_storage(x) for x in exclude}
+    if isinstance(call, torch.nn.Module):
+        skip |= {_storage(x) for x in (*call.parameters(), *call.buffers())}
     del out
-    return sum({s.storage: s.bytes for s in recorder.order if s.storage not in skip}.values())
+    kept = {s.storage: s.bytes for s in recorder.order if s.storage not in skip}
+    return sum(kept.values())
 
 # %% ../nbs/50_cost.ipynb #sweep
 def _sweep(order, parameters, known):
@@ -696,7 +727,9 @@ def _sweep(order, parameters, known):
     last use on. The inside of a checkpointed block exists while the backward pass is in it.
     While an operator runs, so do the gradients of its output and input.
     """
-    first, last, inside = {}, {}, defaultdict(int)
+    first = {}
+    last = {}
+    inside = defaultdict(int)
     for i, saved in enumerate(order):
         first.setdefault(saved.storage, i)
         last[saved.storage] = i
@@ -704,14 +737,19 @@ def _sweep(order, parameters, known):
     own = {s.storage: s for s in order if s.storage not in known}
     for saved in own.values():
         inside[saved.segment] += saved.bytes
-    peak, segment, output, alive = inside[None] + made, None, 0, inside.copy()
+    peak = inside[None] + made
+    alive = inside.copy()
+    segment = None
+    output = 0
     for i, saved in reversed(list(enumerate(order))):
         if saved.segment is not None:
             segment = saved.segment
         if saved.storage in parameters and last[saved.storage] == i:
             made += parameters[saved.storage]
         elif saved.storage in own:
-            now = alive[None] + made + (alive[segment] if segment is not None else 0)
+            now = alive[None] + made
+            if segment is not None:
+                now += alive[segment]
             peak = max(peak, now + output + saved.bytes)
             output = saved.bytes
             if first[saved.storage] == i:
@@ -797,7 +835,8 @@ def _unchanged(model):
 
 def _saved_in_training(model, x):
     """What is saved, checkpointing switched off: the blocks become segments instead."""
-    recorder, checkpointing = Recorder(), getattr(model, "grad_checkpointing", False)
+    recorder = Recorder()
+    checkpointing = getattr(model, "grad_checkpointing", False)
     if not checkpointing:
         with recorder.watch():
             model(x)
@@ -833,9 +872,9 @@ def matmul_precision(name):
     """
     if name not in PRECISIONS:
         raise ValueError(f"name ({name!r}) must be one of {', '.join(map(repr, PRECISIONS))}")
-    backends = [b for b in (getattr(torch.backends.mkldnn, "matmul", None),
-                            torch.backends.cuda.matmul)
-                if hasattr(b, "fp32_precision")]  # what newer versions keep for each library
+    backends = [getattr(torch.backends.mkldnn, "matmul", None), torch.backends.cuda.matmul]
+    # what newer versions keep for each library
+    backends = [backend for backend in backends if hasattr(backend, "fp32_precision")]
     finer = [b.fp32_precision for b in backends]
     try:
         previous = torch.get_float32_matmul_precision()
@@ -853,7 +892,7 @@ def matmul_precision(name):
 # %% ../nbs/50_cost.ipynb #fastest-float32
 Precision = namedtuple("Precision", "name flops error float32")
 PrecisionChoice = namedtuple("PrecisionChoice", "name rows")
-SHAPES = (1576, 384, 1536), (1024, 1024, 1024)  # the first is ViT-S's hidden layer on 8 images
+SHAPES = ((1576, 384, 1536), (1024, 1024, 1024))  # first: ViT-S's hidden layer, 8 images
 
 
 @torch.no_grad()
@@ -893,11 +932,14 @@ def fastest_float32(device=None, tolerance=4.0, *, shapes=SHAPES, repeats=5, gai
         raise ValueError(f"repeats ({repeats}) must be at least 1")
     times, errors = measure_precisions(_device(device), shapes, repeats)
     work = sum(2 * math.prod(shape) for shape in shapes)
-    rows = [Precision(name, work / times[name], errors[name],
-                      errors[name] <= tolerance * errors["highest"]) for name in PRECISIONS]
+    rows = []
+    for name in PRECISIONS:
+        is_float32 = errors[name] <= tolerance * errors["highest"]
+        rows.append(Precision(name, work / times[name], errors[name], is_float32))
     best = rows[0]
     for row in rows[1:]:
-        best = row if row.float32 and row.flops >= gain * best.flops else best
+        if row.float32 and row.flops >= gain * best.flops:
+            best = row
     return PrecisionChoice(best.name, rows)
 
 # %% ../nbs/50_cost.ipynb #measure-precisions
@@ -919,18 +961,23 @@ def measure_precisions(device, shapes, repeats):
     errors : dict of str to float
         Root mean square of the error, in units of the exact product's deviation.
     """
-    times, errors = dict.fromkeys(PRECISIONS, 0.0), dict.fromkeys(PRECISIONS, 0.0)
+    times = dict.fromkeys(PRECISIONS, 0.0)
+    errors = dict.fromkeys(PRECISIONS, 0.0)
     for m, k, n in shapes:
         generator = torch.Generator().manual_seed(0)
-        x, weight = (torch.randn(rows, k, generator=generator).to(device) for rows in (m, n))
-        exact, spent = x.double() @ weight.double().T, {name: [] for name in PRECISIONS}
+        x = torch.randn(m, k, generator=generator).to(device)
+        weight = torch.randn(n, k, generator=generator).to(device)
+        exact = x.double() @ weight.double().T  # (m, n)
+        product = partial(F.linear, x, weight)
+        spent = {name: [] for name in PRECISIONS}
         for _ in range(repeats):
             for name in PRECISIONS:  # in turns, so that a busy machine slows all alike
                 with matmul_precision(name):
-                    spent[name].append(seconds(lambda: F.linear(x, weight), device, 1))
+                    spent[name].append(seconds(product, device, 1))
         for name in PRECISIONS:
             with matmul_precision(name):
-                error = F.linear(x, weight).double() - exact
+                error = product().double() - exact
             error = (error.square().mean().sqrt() / exact.std()).item()
-            errors[name], times[name] = max(errors[name], error), times[name] + min(spent[name])
+            errors[name] = max(errors[name], error)
+            times[name] += min(spent[name])
     return times, errors

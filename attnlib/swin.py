@@ -235,11 +235,13 @@ def relative_position_index(window_size, table_window=None, device=None):
     int64 Tensor, shape (N, N)
         From 0 to (2M - 1)² - 1 for the table of a window of M by M tokens.
     """
-    rows, columns = window_size if table_window is None else table_window
     height, width = window_size
-    token = torch.arange(height * width, device=device)
-    y = token // width  # row of each token, (N,)
-    x = token % width  # column of each token, (N,)
+    rows, columns = window_size if table_window is None else table_window
+    rows_of_window = torch.arange(height, device=device)
+    columns_of_window = torch.arange(width, device=device)
+    y, x = torch.meshgrid(rows_of_window, columns_of_window, indexing="ij")
+    y = y.flatten()  # row of each token, (N,)
+    x = x.flatten()  # column of each token, (N,)
     dy = y[:, None] - y  # query minus key, (N, N)
     dx = x[:, None] - x
     return (dy + rows - 1) * (2 * columns - 1) + (dx + columns - 1)
