@@ -170,7 +170,16 @@ def train_bpe(texts, vocab_size, *, extra=()):
     Returns
     -------
     tokenizers.Tokenizer
+
+    Raises
+    ------
+    ValueError
+        If `texts` is a single str, or the vocabulary is too small for the special tokens and
+        the characters.
     """
+    if isinstance(texts, str):
+        raise ValueError(f"texts ({texts[:20]!r}) must be an iterable of str; a single text "
+                         "goes into a list")
     with data_extra():
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -180,6 +189,10 @@ def train_bpe(texts, vocab_size, *, extra=()):
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special,
                                   show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
+    least = tokenizer.get_vocab_size()
+    if least > vocab_size:
+        raise ValueError(f"vocab_size ({vocab_size}) must be at least {least}: the special "
+                         "tokens, and the characters of texts")
     return tokenizer
 
 # %% ../nbs/90_data.ipynb #encode
@@ -813,8 +826,9 @@ def collages(count, split="train", size=64, *, seed=0):
             inside = placed > 0.5
             mask = torch.where(inside, kind[:, k, None, None] + 1, mask)
             box[:, k] = _bounds(inside)
-        parts.append(dict(image=images.clamp(0, 1), label=kind[:, 0], kind=kind, box=box,
-                          mask=mask))
+        label = kind[:, 0]
+        kind = torch.where(box[..., 2] > 0, kind, -1)  # without a pixel there is no digit
+        parts.append(dict(image=images.clamp(0, 1), label=label, kind=kind, box=box, mask=mask))
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 # %% ../nbs/90_data.ipynb #detection-places

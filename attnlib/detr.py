@@ -213,8 +213,10 @@ def check_values(name, labels, boxes, num_classes):
         raise ValueError(f"{name}['labels'] from {labels.min()} to {labels.max()} must be from "
                          f"0 to {num_classes - 1} (num_classes - 1)")
     bad = ~(boxes[:, 2:] > 0).all(1)
-    corners = box_cxcywh_to_xyxy(boxes)
-    bad |= ~((corners > -1e-3) & (corners < 1 + 1e-3)).all(1)
+    corners = box_cxcywh_to_xyxy(upcast(boxes))
+    # in bfloat16, 0.83 and 0.34 are rounded to 0.828 and 0.3398
+    slack = max(1e-3, torch.finfo(boxes.dtype).eps) if boxes.is_floating_point() else 1e-3
+    bad |= ~((corners > -slack) & (corners < 1 + slack)).all(1)
     if bad.any():
         box = [round(value, 4) for value in boxes[bad][0].tolist()]
         raise ValueError(f"{name}['boxes'] has {box}; it must be (center x, center y, width, "
@@ -506,6 +508,8 @@ def frozen_conv(conv, norm, x):
 def residual_block(block, x):
     """A block of a ResNet of torchvision's: relu(shortcut + two or three convolutions).
 
+    A block with a hook, or with another activation or shortcut, is called.
+
     Parameters
     ----------
     block : Module
@@ -516,6 +520,12 @@ def residual_block(block, x):
     -------
     Tensor, shape (B, D, H', W')
     """
+    if torch.compiler.is_compiling() or not is_plain(block, type(block)):
+        return block(x)
+    if not is_plain(block.relu, nn.ReLU):
+        return block(x)
+    if block.downsample is not None and not is_plain(block.downsample, nn.Sequential):
+        return block(x)
     shortcut = x if block.downsample is None else frozen_conv(*block.downsample, x)
     *first, last = [(module, getattr(block, name.replace("conv", "bn")))
                     for name, module in block.named_children() if name.startswith("conv")]
@@ -564,8 +574,11 @@ class ResNet(nn.Module):
         x = x.contiguous(memory_format=torch.channels_last)  # which convolutions prefer
         x, maps = self.maxpool(frozen_conv(self.conv1, self.bn1, x).relu_()), []
         for layer in self.layer1, self.layer2, self.layer3, self.layer4:
-            for block in layer:
-                x = residual_block(block, x)
+            if torch.compiler.is_compiling() or not is_plain(layer, nn.Sequential):
+                x = layer(x)
+            else:
+                for block in layer:
+                    x = residual_block(block, x)
             maps.append(x)
         return maps
 

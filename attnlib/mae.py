@@ -570,7 +570,8 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
 
     Pixels are predicted for hidden patches only, and only visible patches are projected: put
     side by side, they are a narrower image. The value and the gradients are those of
-    ``model(images, mask_ratio, noise)[0]``.
+    ``model(images, mask_ratio, noise)[0]``, which is called where the patch projection or the
+    decoder has a hook or is of another class.
 
     Parameters
     ----------
@@ -594,6 +595,8 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
         If the images are not floating point.
     """
     embed = model.patch_embed
+    if not (is_plain(embed, PatchEmbed) and is_plain(model.decoder_blocks, nn.Sequential)):
+        return model(images, mask_ratio, noise)[0]
     check_images(images, embed.in_chans, embed.img_size)
     check_noise(noise, (len(images), embed.num_patches))
     patches, order = patchify(images, model.patch_size), noise.argsort(1)

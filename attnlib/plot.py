@@ -101,12 +101,13 @@ def plot_attention(weights, queries=None, keys=None, *, titles=None, vmax=None, 
     Raises
     ------
     ValueError
-        If `weights` has another number of axes, or the labels or titles another number of
-        entries.
+        If `weights` has another number of axes or is empty, or the labels or titles have
+        another number of entries.
     """
     weights = torch.as_tensor(weights).detach().float().cpu()
-    if weights.ndim not in (2, 3):
-        raise ValueError(f"weights of shape {tuple(weights.shape)} must be (N, M) or (h, N, M)")
+    if weights.ndim not in (2, 3) or weights.numel() == 0:
+        raise ValueError(f"weights of shape {tuple(weights.shape)} must be (N, M) or (h, N, M),"
+                         " and not empty")
     weights = weights.reshape(-1, *weights.shape[-2:])  # (h, N, M)
     h, n, m = weights.shape
     for name, labels, wanted in (("queries", queries, n), ("keys", keys, m),
@@ -148,7 +149,8 @@ def _label(axis, side, labels):
     ruler = axis.xaxis if side == "x" else axis.yaxis
     if isinstance(labels[0], str):
         crowded = side == "x" and max(map(len, labels)) * n > 25
-        ruler.set_ticks(range(n), labels, rotation=90 if crowded else 0)
+        # tokens such as "$$" are no formulas
+        ruler.set_ticks(range(n), labels, rotation=90 if crowded else 0, parse_math=False)
         return
     ruler.set_ticks(range(n), [""] * n)
     ruler.labelpad = 18  # room for the images
@@ -194,7 +196,7 @@ def plot_history(history, *, x="step", log=()):
     Raises
     ------
     ValueError
-        If there is no record, or a record lacks `x`.
+        If there is no record, a record lacks `x`, or all have nothing else.
     """
     runs = history if isinstance(history, dict) else {"": history}
     records = [record for run in runs.values() for record in run]
@@ -207,6 +209,8 @@ def plot_history(history, *, x="step", log=()):
     if isinstance(log, str):
         log = (log,)
     names = list(dict.fromkeys(key for record in records for key in record if key != x))
+    if not names:
+        raise ValueError(f"history must have other keys than x ({x!r})")
     figure, axes = plt.subplots(1, len(names), squeeze=False)
     for name, axis in zip(names, axes[0]):
         for (label, run), line in zip(runs.items(), itertools.cycle(("-", "--", ":", "-."))):
@@ -216,5 +220,6 @@ def plot_history(history, *, x="step", log=()):
                       ls=line, label=label)
         axis.set(xlabel=x, ylabel=name, yscale="log" if name in log else "linear")
     if "" not in runs:
-        axes[0, 0].legend()
+        # given by hand, since names that begin with "_" are hidden otherwise
+        axes[0, 0].legend(axes[0, 0].lines, [str(label) for label in runs])
     return figure

@@ -1141,7 +1141,8 @@ def operations_of(config):
 
     Six for each weight that multiplies (Kaplan et al. 2020, section 2.1). Causal attention has
     twelve for each earlier token and channel: two for a product and sum, in the logits and in
-    the output, once forward and twice backward. On average half of the tokens are earlier.
+    the output, once forward and twice backward. On average half of the tokens are earlier; a
+    window leaves the nearest.
 
     Parameters
     ----------
@@ -1153,7 +1154,10 @@ def operations_of(config):
         Those of QKᵀ and of the weights times the values, and all.
     """
     block, _ = parameters_of(config)
-    attention = 6 * config.n_layer * config.block_size * config.n_head * config.head_width
+    tokens = config.block_size
+    window = tokens if config.window is None else min(config.window, tokens)
+    earlier = window * (2 * tokens - window) // tokens  # twice the mean
+    attention = 6 * config.n_layer * earlier * config.n_head * config.head_width
     matrices = config.n_layer * block + config.vocab_size * config.n_embd
     return attention, attention + 6 * matrices
 
@@ -1194,6 +1198,11 @@ class Plan:
         and the moments, or all states.
     recompute : bool
         Whether blocks are computed again in the backward pass, and keep only their input.
+
+    Raises
+    ------
+    ValueError
+        If a number is not an integer of at least 1, or there is no such stage.
     """
 
     data: int
@@ -1204,6 +1213,12 @@ class Plan:
     interleave: int = 1
     zero: int = 0
     recompute: bool = False
+
+    def __post_init__(self):
+        for name in ("data", "tensor", "pipeline", "context", "micro", "interleave"):
+            check_count(name, getattr(self, name))
+        if self.zero not in (0, 1, 3):
+            raise ValueError(f"zero ({self.zero!r}) must be 0, 1 or 3")
 
     @property
     def devices(self):

@@ -920,7 +920,7 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
                 _check_finite(f"the loss before step {step + 1}", mean)
                 history.append({"step": step + 1, "loss": mean.item(), "lr": rate,
                                 **_evaluated(evaluate, plain)})
-                bar.set_postfix(loss=f"{mean:.3f}")
+                bar.set_postfix(loss=f"{mean.item():.3f}")
                 state = {"step": step + 1, "settings": settings, "history": history,
                          "scaler": optimizer.scaler and optimizer.scaler.state_dict()}
                 if checkpoint is not None and (sharded or accelerator.is_main_process):
