@@ -385,7 +385,8 @@ NO_PRODUCTS = (r"(^|_)(sum|mean|prod|amax|amin|aminmax|max|min|any|all|argmax|ar
                r"sort|topk|kthvalue|median|mode|cumsum|cumprod|cummax|cummin|logcumsumexp|"
                r"logsumexp|count|nonzero|unique2|unique|var|std|arange|linspace|eye|tril|triu|"
                r"full|ones|empty|scalar|randn|rand|randint|randperm|normal|uniform|bernoulli|"
-               r"multinomial|exponential|dropout|select|slice|split|diagonal|unfold|flip|"
+               r"multinomial|exponential|dropout|select|slice|split|diagonal|unfold|im2col|"
+               r"col2im|flip|"
                r"repeat|loss|loss2d|bincount|histc|searchsorted|bucketize|isin|equal|item|"
                r"detach|check_errors|assert_async|local_scalar_dense|lift_fresh|"
                r"\w*pool[123]d|\w*unpool[123]d|upsample\w*|grid_sampler\w*|channel_shuffle|"
@@ -539,7 +540,8 @@ class OperatorWatch(TorchDispatchMode):
             outputs = _changed(name, args)
         formula = FORMULAS.get(name) or flop_registry.get(function.overloadpacket)
         flops = formula(*args, **kwargs, out_val=out) if formula else 0
-        bytes = _bytes(name, inputs, outputs)
+        only_looks = torch.Tag.inplace_view in function.tags  # such as transpose_
+        bytes = 0 if only_looks else _bytes(name, inputs, outputs)
         if bytes and not formula and not _is_counted(function):
             self.uncounted.append(name.partition(".")[0])
         if flops or bytes:
@@ -686,7 +688,7 @@ class Recorder:
         hooks += [block.register_forward_hook(self.leave) for block in blocks]
         saved = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda x: x)
         try:
-            with saved, torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad(), saved:
                 yield
         finally:
             for hook in hooks:

@@ -704,6 +704,8 @@ def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
 def layer_from_torch(layer, rotary=False):
     """An `EncoderLayer` or `DecoderLayer` with the settings and the weights of PyTorch's layer.
 
+    It is in the mode of that layer, and what is frozen there stays frozen.
+
     Parameters
     ----------
     layer : torch.nn.TransformerEncoderLayer or torch.nn.TransformerDecoderLayer
@@ -746,16 +748,18 @@ def layer_from_torch(layer, rotary=False):
         if name.startswith("norm"):
             setattr(ours, name, copy.deepcopy(part))  # an eps is not among the weights
     weights = {}
-    for key, x in layer.state_dict().items():
+    for key, x in layer.state_dict(keep_vars=True).items():  # which know if they are trained
         if key.startswith("linear"):
             key = f"feed_forward.{key}"
         if not key.startswith("activation"):  # which has been copied with its parameters
             weights[key] = x
     if isinstance(ours.feed_forward.activation, nn.Module):
-        for key, x in ours.feed_forward.activation.state_dict().items():
+        for key, x in ours.feed_forward.activation.state_dict(keep_vars=True).items():
             weights[f"feed_forward.activation.{key}"] = x
     ours.load_state_dict(weights, strict=True)
-    return ours
+    for key, parameter in ours.named_parameters():
+        parameter.requires_grad_(weights[key].requires_grad)
+    return ours.train(layer.training)
 
 
 def from_torch(module, src_vocab, tgt_vocab=None, **options):
