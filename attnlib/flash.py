@@ -954,10 +954,10 @@ def packed_ranges(lengths, causal=False, window=None, device=None):
         If a length is negative or no integer, or `window` less than 1.
     """
     lengths = torch.atleast_1d(torch.as_tensor(lengths, device=device))
-    if len(lengths) == 0:
-        lengths = lengths.long()  # of no type yet: no sequences
-    if lengths.ndim != 1 or lengths.is_floating_point():
+    typed = len(lengths) > 0  # an empty list has no type yet: no sequences
+    if lengths.ndim != 1 or typed and lengths.is_floating_point():
         raise ValueError(f"lengths ({lengths.tolist()}) must be a list of integers")
+    lengths = lengths.long()  # others cannot be repeated, or overflow
     if (lengths < 0).any() or window is not None and window < 1:
         raise ValueError(f"lengths ({lengths.tolist()}) must be at least 0 and window "
                          f"({window}) at least 1")

@@ -140,7 +140,9 @@ class PackedLinear(nn.Module):
             x = F.linear(x, self.weight, self.bias)  # (..., in) -> (..., out)
             return FUNCTIONS[self.activation](x)
         name, _, form = self.activation.partition("_")
-        return _onednn._linear_pointwise(x, self.packed, self.bias, name, [], form or "none")
+        fused = "none" if name == "relu" else name  # oneDNN's ReLU makes zeros of NaN
+        y = _onednn._linear_pointwise(x, self.packed, self.bias, fused, [], form or "none")
+        return y.relu_() if name == "relu" else y
 
     def __getstate__(self):  # what is packed can be neither copied nor stored
         return vars(self) | dict(packed=None)
@@ -383,11 +385,11 @@ class PackedConv(nn.Module):
                 y = y + shortcut
             return y.relu() if self.relu else y
         if shortcut is None:
-            last = "relu" if self.relu else "none"
-            return _onednn._convolution_pointwise(x, weight, bias, *self.where, last, [], "")
-        sum_and_relu = ("add", None, "relu", [], None)
-        return _onednn._convolution_pointwise(x, shortcut, weight, bias, *self.where,
-                                              *sum_and_relu)
+            y = _onednn._convolution_pointwise(x, weight, bias, *self.where, "none", [], "")
+        else:
+            y = _onednn._convolution_pointwise(x, shortcut, weight, bias, *self.where,
+                                               "add", None, None, [], None)
+        return y.relu_() if self.relu else y  # oneDNN's own ReLU makes zeros of NaN
 
 
 class FastBlock(nn.Module):
