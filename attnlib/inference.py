@@ -94,7 +94,7 @@ def check_packed(x, weight, channels, axis):
 
 
 class PackedLinear(nn.Module):
-    """σ(x Wᵀ + b) in one call, with the weights stored in the order in which oneDNN reads them.
+    """σ(x Wᵀ + b), with the weights stored in the order in which oneDNN reads them.
 
     Where that would be slower, it is the usual product and the activation behind it.
 
@@ -342,7 +342,7 @@ def pack_gpt_mlp(layer):
 
 # %% ../nbs/53_inference.ipynb #convolution
 class PackedConv(nn.Module):
-    """A convolution and the frozen norm behind it in one call, with shortcut and ReLU.
+    """A convolution, the frozen norm after it, and the shortcut in one call; then a ReLU.
 
     Parameters
     ----------
