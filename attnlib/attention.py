@@ -215,7 +215,9 @@ def check_attention(q, k, v, mask=None, bias=None, dropout_p=0.0):
         leading = q.shape[:-2]
         if not leading == k.shape[:-2] == v.shape[:-2]:
             leading = torch.broadcast_shapes(leading, k.shape[:-2], v.shape[:-2])
-        fits = q.ndim > 1 and q.shape[-1] == k.shape[-1] > 0 and k.shape[-2] == v.shape[-2]
+        same_width = q.shape[-1] == k.shape[-1] > 0
+        value_per_key = k.shape[-2] == v.shape[-2]
+        fits = q.ndim > 1 and same_width and value_per_key
     except (RuntimeError, IndexError):
         fits = False
     if not fits:
@@ -288,7 +290,7 @@ def attention_weights(q, k, *, mask=None, bias=None, scale=None):
     ValueError, TypeError
         As `attention` does.
     """
-    check_attention(q, k, k, mask, bias)  # there are no values
+    check_attention(q, k, k, mask=mask, bias=bias)  # there are no values
     if scale is None:
         scale = q.shape[-1] ** -0.5
     if mask is None and bias is None:
@@ -555,7 +557,7 @@ def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):
     TypeError
         If `mask` is not boolean or `bias` not floating point.
     """
-    leading = check_attention(q, k, v, mask, bias, dropout_p)
+    leading = check_attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p)
     if q.shape[:-2] != leading:  # a mask may have axes that v alone has, and so may the result
         q = q.expand(*leading, *q.shape[-2:])
     backend = current_backend()

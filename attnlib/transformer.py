@@ -229,7 +229,9 @@ class Encoder(nn.Module):
         """Tokens (B, N, d_model) to tokens."""
         for layer in self.layers:
             x = layer(x, mask, bias)
-        return x if self.norm is None else self.norm(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x
 
 
 class Decoder(Encoder):
@@ -244,7 +246,9 @@ class Decoder(Encoder):
                       layer=i)
         if cache is not None:
             cache.advance(x.shape[1])  # not before all layers have read all of x
-        return x if self.norm is None else self.norm(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x
 
 # %% ../nbs/21_transformer.ipynb #positions
 POSITIONS = ("sinusoidal", "learned", "relative", "alibi", "rotary", "none")
