@@ -12,7 +12,7 @@ __all__ = ['BACKENDS', 'masked_softmax', 'causal_mask', 'padding_mask', 'broadca
 # %% ../nbs/10_attention.ipynb #imports
 import threading
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -41,7 +41,9 @@ def masked_softmax(logits, mask=None):
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     empty = (logits == -torch.inf).all(-1, keepdim=True)  # (..., N, 1)
-    return logits.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    logits = logits.masked_fill(empty, 0)  # a softmax over nothing but -inf would be NaN
+    weights = logits.softmax(-1)
+    return weights.masked_fill(empty, 0)
 
 # %% ../nbs/10_attention.ipynb #masks
 def causal_mask(n, m=None, device=None):
@@ -64,7 +66,8 @@ def causal_mask(n, m=None, device=None):
     ValueError
         If `m` is less than `n`.
     """
-    m = n if m is None else m
+    if m is None:
+        m = n
     if m < n:
         raise ValueError(f"m ({m}) must be at least n ({n}): queries are the last n positions")
     return torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n)
@@ -92,7 +95,8 @@ def padding_mask(lengths, m=None):
     if lengths.ndim != 1 or len(lengths) == 0:
         raise ValueError(f"lengths of shape {tuple(lengths.shape)} must be (B,), at least one")
     longest = int(lengths.max())
-    m = longest if m is None else m
+    if m is None:
+        m = longest
     if m < longest:
         raise ValueError(f"m ({m}) must be at least the longest of the lengths ({longest})")
     mask = torch.arange(m, device=lengths.device) < lengths[:, None]  # (m,) < (B, 1) -> (B, m)
@@ -176,8 +180,10 @@ class AdditiveAttention(nn.Module):
 
     def attention_weights(self, q, k, mask=None):
         """Weights (..., N, M) for queries (..., N, query_dim) and keys (..., M, key_dim)."""
-        hidden = self.query_proj(q).unsqueeze(-2) + self.key_proj(k).unsqueeze(-3)
-        logits = self.score(hidden.tanh()).squeeze(-1)  # (..., N, M, hidden) -> (..., N, M)
+        queries = self.query_proj(q).unsqueeze(-2)  # (..., N, 1, hidden)
+        keys = self.key_proj(k).unsqueeze(-3)  # (..., 1, M, hidden)
+        hidden = (queries + keys).tanh()  # (..., N, M, hidden)
+        logits = self.score(hidden).squeeze(-1)  # -> (..., N, M, 1) -> (..., N, M)
         if mask is not None:
             check_fits("mask", mask, tuple(logits.shape))
         return masked_softmax(logits, mask)
@@ -209,13 +215,15 @@ def check_attention(q, k, v, mask=None, bias=None, dropout_p=0.0):
         leading = q.shape[:-2]
         if not leading == k.shape[:-2] == v.shape[:-2]:
             leading = torch.broadcast_shapes(leading, k.shape[:-2], v.shape[:-2])
-        fits = q.ndim > 1 and q.shape[-1] == k.shape[-1] > 0 and k.shape[-2] == v.shape[-2]
+        same_width = q.shape[-1] == k.shape[-1] > 0
+        value_per_key = k.shape[-2] == v.shape[-2]
+        fits = q.ndim > 1 and same_width and value_per_key
     except (RuntimeError, IndexError):
         fits = False
     if not fits:
-        q, k, v = (tuple(x.shape) for x in (q, k, v))
-        raise ValueError(f"q {q}, k {k}, v {v} must be (..., N, d), (..., M, d), (..., M, d_v) "
-                         "with d at least 1, and their leading axes must agree or broadcast")
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be "
+                         "(..., N, d), (..., M, d), (..., M, d_v) with d at least 1, and their "
+                         "leading axes must agree or broadcast")
     shape = (*leading, q.shape[-2], k.shape[-2])
     if isinstance(mask, str):
         if mask != "causal" or shape[-2] > shape[-1]:
@@ -250,7 +258,10 @@ def combined_bias(mask, bias, q, k):
     """
     if isinstance(mask, str):
         mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
-    bias = q.new_zeros(1) if bias is None else torch.atleast_1d(bias)
+    if bias is None:
+        bias = q.new_zeros(1)
+    else:
+        bias = torch.atleast_1d(bias)
     bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
     if mask is not None:
         bias = torch.where(mask, bias, -torch.inf)
@@ -279,8 +290,9 @@ def attention_weights(q, k, *, mask=None, bias=None, scale=None):
     ValueError, TypeError
         As `attention` does.
     """
-    check_attention(q, k, k, mask, bias)  # there are no values
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    check_attention(q, k, k, mask=mask, bias=bias)  # there are no values
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     if mask is None and bias is None:
         logits = (q * scale) @ k.transpose(-2, -1)  # (..., N, d) @ (..., d, M) -> (..., N, M)
         return logits.softmax(-1)
@@ -289,8 +301,11 @@ def attention_weights(q, k, *, mask=None, bias=None, scale=None):
     if wide.itemsize == 2 and bias.shape[-1] > 0:  # 100.2 is 100 there
         bias = bias - bias.detach().amax(-1, keepdim=True)
     logits = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)  # (..., N, M)
-    weights = (logits + bias).softmax(-1).masked_fill(empty, 0)
-    return weights if wide == q.dtype else weights.to(q.dtype)
+    weights = (logits + bias).softmax(-1)
+    weights = weights.masked_fill(empty, 0)
+    if wide != q.dtype:
+        weights = weights.to(q.dtype)
+    return weights
 
 # %% ../nbs/10_attention.ipynb #reference
 def reference(q, k, v, mask, bias, scale, dropout_p):
@@ -331,17 +346,23 @@ def narrow_bias(bias, q):
 def sdpa(q, k, v, mask, bias, scale, dropout_p):
     """Attention by PyTorch's fused kernels; the arguments are those of `attention`."""
     if scale is not None and scale <= 0:  # a kernel may mask first: 0 · (-inf) is NaN
-        q = -q if scale < 0 else 0 * q
-        scale = -scale if scale < 0 else 1.0
-    fused = partial(F.scaled_dot_product_attention, q, k, v, scale=scale, dropout_p=dropout_p)
+        if scale < 0:
+            q = -q
+            scale = -scale
+        else:
+            q = 0 * q
+            scale = 1.0
+    options = dict(scale=scale, dropout_p=dropout_p)
     if mask is None and bias is None:
-        return fused()
+        return F.scaled_dot_product_attention(q, k, v, **options)
     if isinstance(mask, str) and bias is None and q.shape[-2] == k.shape[-2]:
-        return fused(is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     bias, empty = combined_bias(mask, bias, q, k)
     bias = narrow_bias(bias, q)
-    bias = bias[(None,) * (q.ndim - bias.ndim)]  # with an axis missing PyTorch is slow
-    return fused(attn_mask=bias).masked_fill(empty, 0)
+    while bias.ndim < q.ndim:  # with an axis missing PyTorch is slow
+        bias = bias.unsqueeze(0)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, **options)
+    return out.masked_fill(empty, 0)
 
 # %% ../nbs/10_attention.ipynb #float32-products
 def float32_products(device):
@@ -363,7 +384,8 @@ def float32_products(device):
     if hasattr(matmul, "fp32_precision"):  # before PyTorch 2.9 there was one setting for all
         found = matmul.fp32_precision
         return "ieee" if found == "none" else found  # nobody has set it
-    names = dict(highest="ieee", high="tf32", medium="tf32" if on_gpu else "bf16")
+    medium = "tf32" if on_gpu else "bf16"
+    names = dict(highest="ieee", high="tf32", medium=medium)
     return names[torch.get_float32_matmul_precision()]
 
 # %% ../nbs/10_attention.ipynb #rule
@@ -419,7 +441,9 @@ def fastest_backend(q, k, bias=None, dropout_p=0.0):
     medium = False
     if q.dtype == torch.float32 and not torch.compiler.is_compiling():  # a compiler cannot ask
         medium = float32_products(q.device) == "bf16"
-    return "reference" if no_kernel or slow_half or medium else "sdpa"
+    if no_kernel or slow_half or medium:
+        return "reference"
+    return "sdpa"
 
 # %% ../nbs/10_attention.ipynb #backend
 BACKENDS = {("attention", "reference"): reference, ("attention", "sdpa"): sdpa}
@@ -487,7 +511,8 @@ def attention_backend(name):
         for operation, module in (("attention", "flash"), ("window_attention", "windows")):
             if (operation, name) not in BACKENDS:
                 import_module(f"attnlib.{module}")
-    names = ["auto", *(own for operation, own in BACKENDS if operation == "attention")]
+    registered = [own for operation, own in BACKENDS if operation == "attention"]
+    names = ["auto", *registered]
     if not callable(name) and name not in names:
         raise ValueError(f"name ({name!r}) must be one of {', '.join(map(repr, names))}")
     previous = current_backend()
@@ -532,7 +557,7 @@ def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):
     TypeError
         If `mask` is not boolean or `bias` not floating point.
     """
-    leading = check_attention(q, k, v, mask, bias, dropout_p)
+    leading = check_attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p)
     if q.shape[:-2] != leading:  # a mask may have axes that v alone has, and so may the result
         q = q.expand(*leading, *q.shape[-2:])
     backend = current_backend()

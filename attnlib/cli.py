@@ -97,19 +97,34 @@ def describe(name):
             operations = f"{count.flops / 1e9:.3g} billion"
         except NotImplementedError:  # by PyTorch, where values decide about a shape
             operations = "depend on what is in the image"
-    measured = f"{TOP1[name]} % top-1 on ImageNet (by timm)" if name in TOP1 else UNKNOWN
-    licenses = [license for pattern, license in LICENSES if hub and fnmatch(hub, pattern)]
-    origin = "{}, with the library" if hub and hub.startswith("attnlib/") else "{} on the hub"
+    accuracy = UNKNOWN
+    if name in REPORTED:
+        accuracy = REPORTED[name]
+    elif name in TOP1:
+        accuracy = f"{TOP1[name]} % top-1 on ImageNet (by timm)"
+    if not hub:
+        weights = "none are published"
+    elif hub.startswith("attnlib/"):
+        weights = f"{hub}, with the library"
+    else:
+        weights = f"{hub} on the hub"
+    license = UNKNOWN
+    if hub:
+        for pattern, of_repository in LICENSES:
+            if fnmatch(hub, pattern):
+                license = of_repository
+                break
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     return {
         "class": f"{type(model).__module__}.{type(model).__name__}",
-        "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
+        "parameters": f"{parameters:,}",
         "operations": operations,
         "input": " × ".join(map(str, config["input_size"])),
         "mean": ", ".join(map(str, config["mean"])),
         "std": ", ".join(map(str, config["std"])),
-        "accuracy": REPORTED.get(name, measured),
-        "weights": origin.format(hub) if hub else "none are published",
-        "license": licenses[0] if licenses else UNKNOWN,
+        "accuracy": accuracy,
+        "weights": weights,
+        "license": license,
     }
 
 # %% ../nbs/97_cli.ipynb #looked-at
@@ -137,8 +152,10 @@ def looked_at(model, x):
         raise ValueError(f"model is a {type(model).__name__}; it must be one of the backbones")
     if isinstance(model, SwinTransformer):
         return last_window(model, x)
-    grid = [size // patch for size, patch in zip(x.shape[2:], model.patch_size)]
-    return patch_shares(model, x)[0].view(grid)
+    height, width = x.shape[2:]
+    patch_height, patch_width = model.patch_size
+    shares = patch_shares(model, x)[0]  # of the only image, (patches,)
+    return shares.view(height // patch_height, width // patch_width)
 
 
 def last_window(model, x):
@@ -184,13 +201,19 @@ def draw_map(model, x, path):
     path : path
         Of the picture; its ending says the format.
     """
-    mean, std = (torch.tensor(model.data_config[key]).view(3, 1, 1) for key in ("mean", "std"))
-    shares = looked_at(model, x)
-    shares = (shares - shares.min()) / (shares.max() - shares.min()).clamp(min=1e-12)
-    light = F.interpolate(shares[None, None], x.shape[2:], mode="bilinear").squeeze(0)
-    gray = (x[0] * std + mean).clamp(0, 1).mean(0, keepdim=True)  # (3, H, W) -> (1, H, W)
-    drawn = torch.lerp(gray, ORANGE.view(3, 1, 1), 0.75 * light)
-    open_picture((255 * drawn).round().byte().permute(1, 2, 0).numpy()).save(path)
+    mean = torch.tensor(model.data_config["mean"]).view(3, 1, 1)
+    std = torch.tensor(model.data_config["std"]).view(3, 1, 1)
+    shares = looked_at(model, x)  # (H', W')
+    span = (shares.max() - shares.min()).clamp(min=1e-12)
+    shares = (shares - shares.min()) / span  # from 0 to 1
+    light = shares[None, None]  # -> (1, 1, H', W')
+    light = F.interpolate(light, x.shape[2:], mode="bilinear")  # -> (1, 1, H, W)
+    light = light.squeeze(0)  # -> (1, H, W)
+    picture = (x[0] * std + mean).clamp(0, 1)  # (3, H, W)
+    gray = picture.mean(0, keepdim=True)  # -> (1, H, W)
+    drawn = torch.lerp(gray, ORANGE.view(3, 1, 1), 0.75 * light)  # (3, H, W)
+    pixels = (255 * drawn).round().byte().permute(1, 2, 0)  # -> (H, W, 3)
+    open_picture(pixels.numpy()).save(path)
 
 # %% ../nbs/97_cli.ipynb #answer
 def answer(name, picture, weights=None, k=5, map=None):
@@ -228,21 +251,24 @@ def answer(name, picture, weights=None, k=5, map=None):
     except Exception as error:  # Pillow has many for a file that is broken
         raise ValueError(f"picture ({str(picture)!r}) must be an image that Pillow can read: "
                          f"{error}") from None
-    model, hub = create_model(name).eval(), MODELS[name][1]
+    model = create_model(name).eval()
+    _, hub, _ = MODELS[name]
     check_classifies(model)
     if hub is None and weights is None:
         raise ValueError(f"weights (None): none are published for {name}; name a file")
+    source = weights or hub
     try:
-        kept = load_pretrained(model, weights or hub)
+        kept = load_pretrained(model, source)
     except ConnectionError as error:
         short = str(error).split(" With a copy")[0]
         raise ConnectionError(f"{short} With a copy of the file: --weights FILE") from None
     if kept:
-        raise ValueError(f"weights ({str(weights or hub)!r}) must have the classifier of "
+        raise ValueError(f"weights ({str(source)!r}) must have the classifier of "
                          f"{name}; they have none, or one for other classes")
     found = classify(model, image, k)
     if map is not None:
-        draw_map(model, preprocess(model.data_config)(image), map)
+        x = preprocess(model.data_config)(image)  # (1, 3, H, W)
+        draw_map(model, x, map)
     return found
 
 # %% ../nbs/97_cli.ipynb #bench
@@ -284,7 +310,9 @@ def beside_timm(name, batch=1, rounds=9, device="cpu"):
     ours = create_model(name).eval()
     theirs = timm.create_model(name, num_classes=ours.num_classes).eval()
     load_pretrained(ours, theirs.state_dict())
-    ours, theirs, x = ours.to(device), theirs.to(device), torch.randn(batch, *size).to(device)
+    ours = ours.to(device)
+    theirs = theirs.to(device)
+    x = torch.randn(batch, *size).to(device)
     with torch.inference_mode():
         off = (ours(x) - theirs(x)).abs().max().item()
         if not off < 1e-3:
@@ -307,9 +335,8 @@ def middle(numbers, unit=1.0):
     -------
     str
     """
-    low, median, high = (x / unit for x in
-                         statistics.quantiles(numbers, n=4, method="inclusive"))
-    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+    low, median, high = statistics.quantiles(numbers, n=4, method="inclusive")
+    return f"{median / unit:.2f} ({low / unit:.2f} to {high / unit:.2f})"
 
 # %% ../nbs/97_cli.ipynb #main
 def print_models(options):
@@ -351,8 +378,9 @@ def print_classes(options):
     options : argparse.Namespace
         With `name`, `picture`, `weights` and `map`.
     """
-    for name, p in answer(options.name, options.picture, options.weights, map=options.map):
-        print(f"{p:6.1%} {name}")
+    found = answer(options.name, options.picture, weights=options.weights, map=options.map)
+    for name, probability in found:
+        print(f"{probability:6.1%} {name}")
 
 
 def print_times(options):
@@ -386,20 +414,22 @@ def parser():
         own.set_defaults(run=run)
         return own
 
-    own = part("models", print_models, "list the names of models")
-    own.add_argument("pattern", nargs="?", default="*", help="with wildcards: 'vit_*_224'")
-    own = part("show", print_facts, "tell what is known of a model")
-    own.add_argument("name", help=NAME)
-    own = part("classify", print_classes, "name what is in a picture")
-    own.add_argument("name", help=NAME)
-    own.add_argument("picture", metavar="IMAGE")
-    own.add_argument("--weights", metavar="FILE", help="safetensors in place of the hub's")
-    own.add_argument("--map", metavar="FILE", help="write where the model looked, as a picture")
-    own = part("bench", print_times, "time a model beside timm's")
-    own.add_argument("name", help=NAME)
-    own.add_argument("--batch", type=int, default=1, help="images at once")
-    own.add_argument("--rounds", type=int, default=9, help="turns of each, at least 2")
-    own.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    models = part("models", print_models, "list the names of models")
+    models.add_argument("pattern", nargs="?", default="*", help="with wildcards: 'vit_*_224'")
+    show = part("show", print_facts, "tell what is known of a model")
+    show.add_argument("name", help=NAME)
+    name_picture = part("classify", print_classes, "name what is in a picture")
+    name_picture.add_argument("name", help=NAME)
+    name_picture.add_argument("picture", metavar="IMAGE")
+    name_picture.add_argument("--weights", metavar="FILE",
+                              help="safetensors in place of the hub's")
+    name_picture.add_argument("--map", metavar="FILE",
+                              help="write where the model looked, as a picture")
+    bench = part("bench", print_times, "time a model beside timm's")
+    bench.add_argument("name", help=NAME)
+    bench.add_argument("--batch", type=int, default=1, help="images at once")
+    bench.add_argument("--rounds", type=int, default=9, help="turns of each, at least 2")
+    bench.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     return top
 
 
@@ -411,8 +441,11 @@ def main(arguments=None):
     arguments : list of str, optional
         Those of the command line by default; where there are none, the help is shown.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = parser().parse_args(arguments or ["--help"])
+    if arguments is None:
+        arguments = sys.argv[1:]
+    if not arguments:
+        arguments = ["--help"]
+    options = parser().parse_args(arguments)
     try:
         options.run(options)
     except (ValueError, ImportError, OSError) as error:

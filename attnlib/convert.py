@@ -34,15 +34,18 @@ def rename_keys(state_dict, table):
     renamed = {}
     for old, x in state_dict.items():
         key = old
+        left_out = False
         for pattern, replacement in table:
             if replacement is not None:
                 key = re.sub(pattern, replacement, key)
             elif re.search(pattern, key):
+                left_out = True
                 break
-        else:
-            if key in renamed:
-                raise ValueError(f"{old} becomes {key}, and so does another key")
-            renamed[key] = x
+        if left_out:
+            continue
+        if key in renamed:
+            raise ValueError(f"{old} becomes {key}, and so does another key")
+        renamed[key] = x
     return renamed
 
 # %% ../nbs/95_convert.ipynb #fuse
@@ -71,87 +74,119 @@ def fuse_qkv(state_dict, pattern=r"(.*\.attn)\.([qkv])\.(weight|bias)", fused="{
     ValueError
         If one of the parts is missing or of another width, or all are there together as well.
     """
-    named, found_parts = {}, {}
+    named = {}
+    found_parts = {}  # name of a fused parameter: its parts by "q", "k", and "v"
     for key, x in state_dict.items():
-        if found := re.fullmatch(pattern, key):
-            layer, one, parameter = found.groups()
-            found_parts.setdefault(fused.format(layer, parameter), {})[one] = x
-        else:
+        found = re.fullmatch(pattern, key)
+        if found is None:
             named[key] = x
+            continue
+        layer, part, parameter = found.groups()
+        fused_key = fused.format(layer, parameter)
+        if fused_key not in found_parts:
+            found_parts[fused_key] = {}
+        found_parts[fused_key][part] = x
     for key, some in found_parts.items():
         if set(some) != set(parts):
-            wanted, only = f"{', '.join(parts[:-1])} and {parts[-1]}", ", ".join(sorted(some))
+            wanted = f"{', '.join(parts[:-1])} and {parts[-1]}"
+            only = ", ".join(sorted(some))
             raise ValueError(f"{key} needs {wanted}; the state dict has only {only}")
         if key in named:
             raise ValueError(f"{key} is in the state dict, and so are its parts")
-        shapes = {one: tuple(x.shape) for one, x in some.items()}
-        if len({shape[1:] for shape in shapes.values()}) > 1:
+        shapes = {part: tuple(x.shape) for part, x in some.items()}
+        widths = {shape[1:] for shape in shapes.values()}  # without the rows
+        if len(widths) > 1:
             raise ValueError(f"the parts of {key} have shapes {shapes}; they must differ in "
                              "their rows only")
-        named[key] = torch.cat([some[one] for one in parts])  # three times (D, D) -> (3 D, D)
+        in_order = [some[part] for part in parts]
+        named[key] = torch.cat(in_order)  # three times (D, D) -> (3 D, D)
     return named
 
 # %% ../nbs/95_convert.ipynb #tables
 BLOCK = (  # inside of a block: Hugging Face before and since version 5, torchvision
-    (r"\.(layernorm_before|ln_1)\.", ".norm1."), (r"\.(layernorm_after|ln_2)\.", ".norm2."),
+    (r"\.(layernorm_before|ln_1)\.", ".norm1."),
+    (r"\.(layernorm_after|ln_2)\.", ".norm2."),
     (r"\.attention\.((attention|self)\.)?([qkv])(uery|ey|alue|_proj)\.", r".attn.\3."),
     (r"\.attention\.(output\.dense|o_proj)\.", ".attn.proj."),
     (r"\.(intermediate\.dense|mlp\.0)\.", ".mlp.fc1."),
     (r"\.(output\.dense|mlp\.3)\.", ".mlp.fc2."),
 )
 VIT = (  # and DeiT: Hugging Face, torchvision
-    (r"^(vit|deit)\.", ""), (r"^embeddings\.", ""), (r"^pooler\.", None),
-    (r"^encoder\.(pos_embedding|ln|layers?)\b", r"\1"), (r"^(cls|class)_token", "cls_token"),
+    (r"^(vit|deit)\.", ""),
+    (r"^embeddings\.", ""),
+    (r"^pooler\.", None),
+    (r"^encoder\.(pos_embedding|ln|layers?)\b", r"\1"),
+    (r"^(cls|class)_token", "cls_token"),
     (r"^distillation_token", "dist_token"),
     (r"^(position_embeddings|pos_embedding)$", "pos_embed"),
     (r"^(patch_embeddings\.projection|conv_proj)\.", "patch_embed.proj."),
     (r"^(layers\.encoder_layer_|layers?\.)(\d+)", r"blocks.\2"),
     (r"\.self_attention\.in_proj_", ".attn.qkv."),
-    (r"\.self_attention\.out_proj\.", ".attn.proj."), *BLOCK,
-    (r"\.mlp\.linear_([12])\.", r".mlp.fc\1."), (r"^(layernorm|ln)\.", "norm."),
+    (r"\.self_attention\.out_proj\.", ".attn.proj."),
+    *BLOCK,
+    (r"\.mlp\.linear_([12])\.", r".mlp.fc\1."),
+    (r"^(layernorm|ln)\.", "norm."),
     (r"^(heads\.head|classifier|cls_classifier)\.", "head."),
     (r"^distillation_classifier\.", "head_dist."),
 )
 MAE = (  # Hugging Face; the decoder, and the encoder as in a ViT
     (r"^decoder\.decoder_layers\.", "decoder_blocks."),
-    (r"^decoder\.(?=decoder|mask)", ""), *VIT,
+    (r"^decoder\.(?=decoder|mask)", ""),
+    *VIT,
 )
 SWIN = (  # Hugging Face, torchvision, the authors
     (r"(relative_position_index|attn_mask|relative_coords_table)$", None),
-    (r"^swin(v2)?\.", ""), (r"^encoder\.layers\.", "layers."),
+    (r"^swin(v2)?\.", ""),
+    (r"^encoder\.layers\.", "layers."),
     (r"^(embeddings\.patch_embeddings\.projection|features\.0\.0)\.", "patch_embed.proj."),
     (r"^(embeddings\.norm|features\.0\.2)\.", "patch_embed.norm."),
     (r"^features\.(\d*[13579])\.(\d+)\.", lambda m: f"layers.{int(m[1]) // 2}.blocks.{m[2]}."),
     (r"^features\.(\d*[02468])\.", lambda m: f"layers.{int(m[1]) // 2 - 1}.downsample."),
     (r"\.attention\.(self\.)?(relative_position_bias\.)?(relative_position_bias_table)$",
-     r".attn.\3"), *BLOCK,
-    (r"^layernorm\.", "norm."), (r"^(classifier|head)\.(weight|bias)$", r"head.fc.\2"),
+     r".attn.\3"),
+    *BLOCK,
+    (r"^layernorm\.", "norm."),
+    (r"^(classifier|head)\.(weight|bias)$", r"head.fc.\2"),
 )
 SWINV2 = (  # queries and values have a bias, keys have none
     (r"\.attention\.self\.query\.bias$", ".attn.q_bias"),
     (r"\.attention\.self\.value\.bias$", ".attn.v_bias"),
     (r"\.attention\.self\.continuous_position_bias_mlp\.", ".attn.cpb_mlp."),
-    (r"\.attention\.self\.logit_scale$", ".attn.logit_scale"), *SWIN,
+    (r"\.attention\.self\.logit_scale$", ".attn.logit_scale"),
+    *SWIN,
 )
 
 # %% ../nbs/95_convert.ipynb #more-tables
 BEIT = (  # Hugging Face before and since version 5, the authors
-    (r"relative_position_index$", None), (r"^beit\.", ""), (r"^embeddings\.", ""),
+    (r"relative_position_index$", None),
+    (r"^beit\.", ""),
+    (r"^embeddings\.", ""),
     (r"^patch_embeddings\.projection\.", "patch_embed.proj."),
-    (r"^pooler\.layernorm\.", "fc_norm."), (r"^layernorm\.", "norm."),
-    (r"^classifier\.", "head."), (r"^(encoder\.)?layers?\.(\d+)", r"blocks.\2"),
+    (r"^pooler\.layernorm\.", "fc_norm."),
+    (r"^layernorm\.", "norm."),
+    (r"^classifier\.", "head."),
+    (r"^(encoder\.)?layers?\.(\d+)", r"blocks.\2"),
     (r"^(encoder\.relative_position_bias|shared_position_bias)\.", "rel_pos_bias."),
     (r"\.lambda_([12])$", r".gamma_\1"),  # LayerScale
     (r"\.attention\.(attention\.)?([qv])(_proj|uery|alue)\.bias$", r".attn.\2_bias"),
     (r"\.(attention\.attention\.)?relative_position_bias\.(relative_position_bias_table)$",
-     r".attn.\2"), *BLOCK,
+     r".attn.\2"),
+    *BLOCK,
 )
 TNT = (  # the authors; a parameter that no computation uses is left out
-    ("^outer_tokens$", None), ("^outer_pos$", "patch_pos"), ("^inner_pos$", "pixel_pos"),
-    (r"^patch_embed\.", "pixel_embed."), ("proj_norm([12])", r"norm\1_proj"),
-    ("inner_norm1", "norm_in"), ("inner_attn", "attn_in"), ("inner_norm2", "norm_mlp_in"),
-    ("inner_mlp", "mlp_in"), ("outer_norm1", "norm_out"), ("outer_attn", "attn_out"),
-    ("outer_norm2", "norm_mlp"), ("outer_mlp", "mlp"),
+    ("^outer_tokens$", None),
+    ("^outer_pos$", "patch_pos"),
+    ("^inner_pos$", "pixel_pos"),
+    (r"^patch_embed\.", "pixel_embed."),
+    ("proj_norm([12])", r"norm\1_proj"),
+    ("inner_norm1", "norm_in"),
+    ("inner_attn", "attn_in"),
+    ("inner_norm2", "norm_mlp_in"),
+    ("inner_mlp", "mlp_in"),
+    ("outer_norm1", "norm_out"),
+    ("outer_attn", "attn_out"),
+    ("outer_norm2", "norm_mlp"),
+    ("outer_mlp", "mlp"),
 )
 
 # %% ../nbs/95_convert.ipynb #detr-tables
@@ -163,11 +198,15 @@ DETR = (  # the authors, Hugging Face before and since version 5
     (r"\bquery_position_embeddings\.", "query_embed."),
     (r"\bclass_labels_classifier\.", "class_embed."),
     (r"\b(bbox_predictor|bbox_embed)\.layers\.(\d)", lambda m: f"bbox_embed.{2 * int(m[2])}"),
-    (r"\b(en|de)coder\.layers\.", r"\1coder."), (r"\bdecoder\.(layer)?norm\.", "norm."),
-    (r"\.self_attn_layer_norm\.", ".norm1."), (r"\.encoder_attn_layer_norm\.", ".norm2."),
+    (r"\b(en|de)coder\.layers\.", r"\1coder."),
+    (r"\bdecoder\.(layer)?norm\.", "norm."),
+    (r"\.self_attn_layer_norm\.", ".norm1."),
+    (r"\.encoder_attn_layer_norm\.", ".norm2."),
     (r"(\bencoder\.\d+)\.final_layer_norm\.", r"\1.norm2."),
-    (r"\.final_layer_norm\.", ".norm3."), (r"\.encoder_attn\.", ".multihead_attn."),
-    (r"\.o_proj\.", ".out_proj."), (r"\.(mlp\.)?fc([12])\.", r".linear\2."),
+    (r"\.final_layer_norm\.", ".norm3."),
+    (r"\.encoder_attn\.", ".multihead_attn."),
+    (r"\.o_proj\.", ".out_proj."),
+    (r"\.(mlp\.)?fc([12])\.", r".linear\2."),
 )
 DETR_PANOPTIC = (  # what it adds: the authors, Hugging Face
     (r"\bbbox_attention\.([qk])_proj\.", r"bbox_attention.\1_linear."),
@@ -178,28 +217,45 @@ DETR_PANOPTIC = (  # what it adds: the authors, Hugging Face
     (r"\.fpn_stages\.(\d)\.fpn_adapter\.", r".adapters.\1."),
     (r"\.fpn_stages\.(\d)\.refine\.conv\.", lambda m: f".layers.{int(m[1]) + 2}."),
     (r"\.fpn_stages\.(\d)\.refine\.norm\.", lambda m: f".norms.{int(m[1]) + 2}."),
-    (r"\bmask_head\.(out_lay|output_conv)\.", "mask_head.output."), *DETR,
+    (r"\bmask_head\.(out_lay|output_conv)\.", "mask_head.output."),
+    *DETR,
 )
 AUTOFORMER = (  # the authors
-    (r"^patch_embed_super\.", "patch_embed."), (r"\.attn_layer_norm\.", ".norm1."),
+    (r"^patch_embed_super\.", "patch_embed."),
+    (r"\.attn_layer_norm\.", ".norm1."),
     (r"\.ffn_layer_norm\.", ".norm2."),
     (r"\.rel_pos_embed_([kv])\.embeddings_table_v$", r".rel_\1.vertical"),
     (r"\.rel_pos_embed_([kv])\.embeddings_table_h$", r".rel_\1.horizontal"),
 )
 MARIAN = (  # Hugging Face; positions are computed
-    ("embed_positions", None), (r"^model\.", ""), ("^final_logits_bias$", "output_bias"),
-    (r"^lm_head\.", "output."), (r"^encoder\.embed_tokens\.", "src_embed."),
-    (r"^decoder\.embed_tokens\.", "tgt_embed."), (r"\.fc([12])\.", r".feed_forward.linear\1."),
-    ("self_attn_layer_norm", "norm1"), ("encoder_attn_layer_norm", "norm2"),
-    ("encoder_attn", "multihead_attn"), (r"^(encoder\..*)final_layer_norm", r"\1norm2"),
+    ("embed_positions", None),
+    (r"^model\.", ""),
+    ("^final_logits_bias$", "output_bias"),
+    (r"^lm_head\.", "output."),
+    (r"^encoder\.embed_tokens\.", "src_embed."),
+    (r"^decoder\.embed_tokens\.", "tgt_embed."),
+    (r"\.fc([12])\.", r".feed_forward.linear\1."),
+    ("self_attn_layer_norm", "norm1"),
+    ("encoder_attn_layer_norm", "norm2"),
+    ("encoder_attn", "multihead_attn"),
+    (r"^(encoder\..*)final_layer_norm", r"\1norm2"),
     (r"^(decoder\..*)final_layer_norm", r"\1norm3"),
 )
-GPT2 = ((r"^transformer\.", ""), (r"\.attn\.(masked_)?bias$", None))  # Hugging Face
+GPT2 = (  # Hugging Face
+    (r"^transformer\.", ""),
+    (r"\.attn\.(masked_)?bias$", None),
+)
 LLAMA = (  # and Mistral, Qwen: Hugging Face; gate and value, and q, k, v are still apart
-    (r"^model\.", ""), (r"rotary_emb\.inv_freq$", None), (r"^embed_tokens\.", "wte."),
-    (r"^layers\.", "h."), (r"\.input_layernorm\.", ".ln_1."),
-    (r"\.post_attention_layernorm\.", ".ln_2."), (r"\.self_attn\.", ".attn."),
-    (r"\.o_proj\.", ".c_proj."), (r"\.down_proj\.", ".fc2."), (r"^norm\.", "ln_f."),
+    (r"^model\.", ""),
+    (r"rotary_emb\.inv_freq$", None),
+    (r"^embed_tokens\.", "wte."),
+    (r"^layers\.", "h."),
+    (r"\.input_layernorm\.", ".ln_1."),
+    (r"\.post_attention_layernorm\.", ".ln_2."),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.o_proj\.", ".c_proj."),
+    (r"\.down_proj\.", ".fc2."),
+    (r"^norm\.", "ln_f."),
 )
 TABLES = {"vit": VIT, "mae": MAE, "swin": SWIN, "swinv2": SWINV2, "tnt": TNT, "beit": BEIT,
           "detr": DETR, "detr_panoptic": DETR_PANOPTIC, "autoformer": AUTOFORMER}
@@ -229,11 +285,18 @@ def convert_state_dict(state_dict, family):
     """
     if family not in TABLES:
         raise ValueError(f"family ({family!r}) must be one of {', '.join(map(repr, TABLES))}")
-    named = fuse_qkv(rename_keys(state_dict, TABLES[family]), *FUSED.get(family, ()))
+    named = rename_keys(state_dict, TABLES[family])
+    if family in FUSED:
+        pattern, fused = FUSED[family]
+        named = fuse_qkv(named, pattern, fused)
+    else:
+        named = fuse_qkv(named)
     if "layers.0.downsample.reduction.weight" in named:  # in timm it begins the next stage
         later = (r"^layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[1]) + 1}.downsample")
         named = rename_keys(named, [later])
-    return drop_key_bias(named) if family == "swinv2" else named
+    if family == "swinv2":
+        named = drop_key_bias(named)
+    return named
 
 
 def drop_key_bias(named):
@@ -249,7 +312,9 @@ def drop_key_bias(named):
     dict of str to Tensor
         The same one.
     """
-    for key in [key for key in named if key.endswith("attn.qkv.bias")]:
+    fused_keys = [key for key in named if key.endswith("attn.qkv.bias")]
+    for key in fused_keys:
         query, _, value = named.pop(key).chunk(3)
-        named |= {key.replace("qkv.", "q_"): query, key.replace("qkv.", "v_"): value}
+        named[key.replace("qkv.", "q_")] = query
+        named[key.replace("qkv.", "v_")] = value
     return named

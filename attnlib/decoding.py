@@ -36,9 +36,12 @@ def next_log_probs(model, tokens, memory, src_mask=None, cache=None):
     Tensor, shape (B, vocab)
         Float32 or float64, in nats. Padding is no token to be produced: its entry is −inf.
     """
-    tokens = tokens if cache is None else tokens[:, -1:]
-    logits = model.decode(tokens, memory, src_mask, cache)[:, -1]  # (B, N, vocab) -> (B, vocab)
-    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+    if cache is not None:
+        tokens = tokens[:, -1:]  # the cache has the earlier ones
+    logits = model.decode(tokens, memory, src_mask, cache)  # (B, N) -> (B, N, vocab)
+    logits = logits[:, -1]  # -> (B, vocab), of the token after the last one
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_probs = logits.log_softmax(dim=-1)
     padding = torch.arange(log_probs.shape[1], device=log_probs.device) == model.pad_id
     return log_probs.masked_fill(padding, -torch.inf)
 
@@ -63,14 +66,15 @@ def generate(choose, model, src, max_length, *, bos_id=1, eos_id=2, use_cache=Tr
     ValueError
         If an argument is out of its range or a row of `src` is nothing but padding.
     """
-    check_decoding(model, src, max_length, bos_id, eos_id)
+    check_decoding(model, src, max_length, bos_id=bos_id, eos_id=eos_id)
     with torch.no_grad(), evaluation(model):
         memory, mask = model.encode(src)
         tokens = torch.full((len(src), 1), bos_id, device=src.device)
         cache = KVCache() if use_cache else None
         ended = torch.zeros(len(src), dtype=torch.bool, device=src.device)
         for _ in range(max_length):
-            token = choose(next_log_probs(model, tokens, memory, mask, cache))
+            log_probs = next_log_probs(model, tokens, memory, src_mask=mask, cache=cache)
+            token = choose(log_probs)  # (B, vocab) -> (B,)
             token = token.masked_fill(ended, model.pad_id)
             tokens = torch.cat([tokens, token[:, None]], dim=1)
             ended |= token == eos_id
@@ -106,8 +110,11 @@ def greedy(model, src, max_length, *, bos_id=1, eos_id=2, use_cache=True):
     ValueError
         If an argument is out of its range or a row of `src` is nothing but padding.
     """
-    return generate(lambda log_probs: log_probs.argmax(dim=-1), model, src, max_length,
-                    bos_id=bos_id, eos_id=eos_id, use_cache=use_cache)
+    def most_probable(log_probs):
+        return log_probs.argmax(dim=-1)
+
+    return generate(most_probable, model, src, max_length, bos_id=bos_id, eos_id=eos_id,
+                    use_cache=use_cache)
 
 # %% ../nbs/22_decoding.ipynb #checks
 def check_count(name, value):
@@ -157,7 +164,8 @@ def check_decoding(model, src, max_length, bos_id, eos_id, beam_size=1, length_p
     if abs(length_penalty) * math.log(max_length) > 80:  # float32 ends at exp(88)
         raise ValueError(f"length_penalty ({length_penalty}) is too large: max_length "
                          f"({max_length}) ** |length_penalty| must be below exp(80)")
-    vocab, pad_id = vocabulary_size(model), model.pad_id
+    vocab = vocabulary_size(model)
+    pad_id = model.pad_id
     for name, token in (("bos_id", bos_id), ("eos_id", eos_id)):
         if type(token) is not int or not 0 <= token < vocab:  # True is no token
             raise ValueError(f"{name} ({token!r}) must be a token, from 0 to {vocab - 1}")
@@ -190,8 +198,11 @@ class KVCache:
     """
 
     def __init__(self):
-        self.length, self.room, self.memory = 0, {}, {}
-        self.filled, self.sources = {}, {}
+        self.length = 0
+        self.filled = {}
+        self.room = {}
+        self.memory = {}
+        self.sources = {}
 
     def __len__(self):
         return self.length
@@ -213,21 +224,27 @@ class KVCache:
         """Put new keys and values (B, h, N, d) behind a layer's others; returns all of them."""
         past = self.tokens_of(layer)
         end = past + k.shape[2]
-        old = room = self.room.get(layer)
-        if old is not None and old.shape[1] != k.shape[0]:
-            raise ValueError(f"cache has {old.shape[1]} rows and cannot take {k.shape[0]}")
+        room = self.room.get(layer)  # (2, B, h, past and spare, d), or None
+        if room is not None and room.shape[1] != k.shape[0]:
+            raise ValueError(f"cache has {room.shape[1]} rows and cannot take {k.shape[0]}")
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             # a gradient needs the earlier ones as they were: nothing is written over
-            room = torch.stack([k, v])
-            room = room if old is None else torch.cat([old[:, :, :, :past], room], dim=3)
-            self.room[layer] = room
+            grown = torch.stack([k, v])  # (2, B, h, N, d)
+            if room is not None:
+                earlier = room[:, :, :, :past]
+                grown = torch.cat([earlier, grown], dim=3)  # -> (2, B, h, past + N, d)
+            self.room[layer] = grown
             self.filled[layer] = end
-            return room[0], room[1]
-        if old is None or end > old.shape[3]:
-            self.room[layer] = room = k.new_empty(2, *k.shape[:2], 2 * end, k.shape[3])
-            if past:
-                room[:, :, :, :past] = old[:, :, :, :past]
-        room[0, :, :, past:end], room[1, :, :, past:end] = k, v
+            return grown[0], grown[1]
+        if room is None or end > room.shape[3]:
+            rows, heads, _, width = k.shape
+            larger = k.new_empty(2, rows, heads, 2 * end, width)
+            if past > 0:
+                larger[:, :, :, :past] = room[:, :, :, :past]
+            room = larger
+            self.room[layer] = room
+        room[0, :, :, past:end] = k
+        room[1, :, :, past:end] = v
         self.filled[layer] = end
         return room[0, :, :, :end], room[1, :, :, :end]
 
@@ -264,12 +281,18 @@ def beam_step(scores, log_probs, eos_id):
     alive : int64 Tensor, shape (B, K)
         The places among these of the beams that live on.
     """
-    k, vocab = scores.shape[1], log_probs.shape[1]
-    total = scores[:, :, None] + log_probs.unflatten(0, (-1, k))  # (B K, V) -> (B, K, V)
-    score, place = total.flatten(1).topk(2 * k, dim=1)  # (B, K, V) -> (B, K V) -> (B, 2K)
-    beam, token = place // vocab, place % vocab
-    # A beam ends in one way only, so at least K of the 2K do not end. False sorts before True.
-    alive = (token == eos_id).int().sort(dim=1, stable=True).indices[:, :k]
+    k = scores.shape[1]
+    vocab = log_probs.shape[1]
+    log_probs = log_probs.unflatten(0, (-1, k))  # (B K, vocab) -> (B, K, vocab)
+    total = scores[:, :, None] + log_probs  # (B, K, 1) + (B, K, vocab)
+    total = total.flatten(1)  # -> (B, K vocab)
+    score, place = total.topk(2 * k, dim=1)  # -> (B, 2K) each
+    beam = place // vocab
+    token = place % vocab
+    # A beam ends in one way only, so at least K of the 2K do not end. They sort first.
+    ends = (token == eos_id).int()
+    order = ends.sort(dim=1, stable=True).indices  # (B, 2K)
+    alive = order[:, :k]
     return score, beam, token, alive
 
 # %% ../nbs/22_decoding.ipynb #beam-search
@@ -299,34 +322,48 @@ def beam_search(model, src, max_length, beam_size, *, length_penalty=1.0, bos_id
     ValueError
         If an argument is out of its range or a row of `src` is nothing but padding.
     """
-    check_decoding(model, src, max_length, bos_id, eos_id, beam_size, length_penalty)
+    check_decoding(model, src, max_length, bos_id=bos_id, eos_id=eos_id, beam_size=beam_size,
+                   length_penalty=length_penalty)
     row = torch.arange(len(src), device=src.device)[:, None]  # (B, 1)
     with torch.no_grad(), evaluation(model):
-        memory, mask = (x.repeat_interleave(beam_size, dim=0) for x in model.encode(src))
+        memory, mask = model.encode(src)
+        memory = memory.repeat_interleave(beam_size, dim=0)  # (B, M, d) -> (B K, M, d)
+        mask = mask.repeat_interleave(beam_size, dim=0)  # (B, 1, 1, M) -> (B K, 1, 1, M)
         cache = KVCache() if use_cache else None
         beams = torch.full((len(src), beam_size, 1), bos_id, device=src.device)  # (B, K, n)
         best = torch.full((len(src), max_length), model.pad_id, device=src.device)
-        scores = memory.new_full((len(src), beam_size), -torch.inf,
-                                 dtype=torch.promote_types(memory.dtype, torch.float32))
+        wide = torch.promote_types(memory.dtype, torch.float32)
+        scores = memory.new_full((len(src), beam_size), -torch.inf, dtype=wide)
         best_score = scores[:, 0].clone()
         scores[:, 0] = 0  # the K beams start equal: one of them counts
         for n in range(1, max_length + 1):
-            log_probs = next_log_probs(model, beams.flatten(0, 1), memory, mask, cache)
+            tokens = beams.flatten(0, 1)  # (B, K, n) -> (B K, n)
+            log_probs = next_log_probs(model, tokens, memory, src_mask=mask, cache=cache)
             score, beam, token, alive = beam_step(scores, log_probs, eos_id)
             grown = torch.cat([beams[row, beam], token[..., None]], dim=-1)  # (B, 2K, 1 + n)
+            # the best sequence that ends here; ends count among the K best
             goes_on = (token != eos_id) & (n < max_length)
-            value = (score / n**length_penalty).masked_fill(goes_on, -torch.inf)
-            value, place = value[:, :beam_size].max(dim=1)  # ends count among the K best
-            found, better = grown[row[:, 0], place, 1:], value > best_score
-            best_score = torch.where(better, value, best_score)
+            value = score / n**length_penalty  # (B, 2K)
+            value = value.masked_fill(goes_on, -torch.inf)
+            value_here, place = value[:, :beam_size].max(dim=1)  # (B,) each
+            found = grown[row[:, 0], place, 1:]  # (B, n)
+            better = value_here > best_score
+            best_score = torch.where(better, value_here, best_score)
             best[:, :n] = torch.where(better[:, None], found, best[:, :n])
-            scores, beams = score.gather(1, alive), grown[row, alive]  # (B, K), (B, K, 1 + n)
+            # the beams that go on
+            scores = score.gather(1, alive)  # (B, K)
+            beams = grown[row, alive]  # (B, K, 1 + n)
             longest = max_length if length_penalty > 0 else n + 1
-            if (best_score >= scores[:, 0] / longest**length_penalty).all():
+            reachable = scores[:, 0] / longest**length_penalty
+            if (best_score >= reachable).all():
                 break  # a live beam can only lose probability: none can overtake
             if use_cache:
-                cache.reorder((beam_size * row + beam.gather(1, alive)).flatten())
-    return best[:, : int((best != model.pad_id).sum(dim=1).max())], best_score
+                continued = beam.gather(1, alive)  # (B, K)
+                cache_rows = beam_size * row + continued  # (B, K)
+                cache.reorder(cache_rows.flatten())
+    lengths = (best != model.pad_id).sum(dim=1)
+    most = int(lengths.max())
+    return best[:, :most], best_score
 
 # %% ../nbs/22_decoding.ipynb #top-k-filter
 def top_k_filter(logits, k):
@@ -349,8 +386,10 @@ def top_k_filter(logits, k):
         If k is not an integer of at least 1.
     """
     check_count("top_k", k)
-    kept = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
-    cut = torch.ones_like(logits, dtype=torch.bool).scatter(-1, kept, False)
+    k = min(k, logits.shape[-1])
+    kept = logits.topk(k, dim=-1).indices
+    cut = torch.ones_like(logits, dtype=torch.bool)
+    cut = cut.scatter(-1, kept, False)
     return logits.masked_fill(cut, -torch.inf)
 
 # %% ../nbs/22_decoding.ipynb #top-p-filter
@@ -386,8 +425,10 @@ def top_p_filter(logits, p):
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     ordered = ordered.to(torch.promote_types(ordered.dtype, torch.float32))  # for a long sum
     sums = ordered.softmax(dim=-1).cumsum(dim=-1)
-    enough = F.pad(sums, (1, 0))[..., :-1] >= p  # the more probable tokens suffice without this
-    return logits.masked_fill(enough.scatter(-1, order, enough), -torch.inf)
+    sums_before = F.pad(sums, (1, 0))[..., :-1]  # of the more probable tokens alone
+    cut = sums_before >= p  # they suffice without this one
+    cut = cut.scatter(-1, order, cut)  # in the order of the vocabulary
+    return logits.masked_fill(cut, -torch.inf)
 
 # %% ../nbs/22_decoding.ipynb #sample
 def sample(model, src, max_length, *, temperature=1.0, top_k=None, top_p=None, generator=None,
@@ -427,9 +468,13 @@ def sample(model, src, max_length, *, temperature=1.0, top_k=None, top_p=None, g
 
     def choose(log_probs):
         z = (log_probs - log_probs.amax(dim=-1, keepdim=True)) / temperature
-        z = z if top_k is None else top_k_filter(z, top_k)
-        z = z if top_p is None else top_p_filter(z, top_p)
-        return torch.multinomial(z.softmax(dim=-1), 1, generator=generator)[:, 0]
+        if top_k is not None:
+            z = top_k_filter(z, top_k)
+        if top_p is not None:
+            z = top_p_filter(z, top_p)
+        probabilities = z.softmax(dim=-1)
+        token = torch.multinomial(probabilities, 1, generator=generator)  # (B, V) -> (B, 1)
+        return token[:, 0]
 
     return generate(choose, model, src, max_length, bos_id=bos_id, eos_id=eos_id,
                     use_cache=use_cache)

@@ -53,11 +53,15 @@ def sparse_mask(n, *, window, global_tokens=0, random_keys=0, causal=False, gene
             raise ValueError(f"{name} ({count}) must be between 0 and n ({n})")
     place = torch.arange(n)
     mask = (place[:, None] - place).abs() < window  # (n, 1) - (n,) -> (n, n)
-    mask[:global_tokens], mask[:, :global_tokens] = True, True
+    mask[:global_tokens] = True
+    mask[:, :global_tokens] = True
     if random_keys > 0:
-        drawn = torch.rand(n, n, generator=generator).argsort(1)[:, :random_keys]
+        shuffled = torch.rand(n, n, generator=generator).argsort(1)  # a row for each query
+        drawn = shuffled[:, :random_keys]  # (n, random_keys)
         mask.scatter_(1, drawn, True)
-    return mask.tril() if causal else mask
+    if causal:
+        mask = mask.tril()
+    return mask
 
 # %% ../nbs/54_efficient.ipynb #local-attention
 def check_lengths(q, k, v):
@@ -111,18 +115,30 @@ def local_attention(q, k, v, window, *, causal=True):
     check_count("window", window)
     if q.shape[-2] == 0:  # there are no blocks
         return attention(q, k, v)
-    n, w, after = q.shape[-2], window, 0 if causal else window
-    blocks = -(-n // w)
-    q, k, v = (F.pad(x, (0, 0, 0, blocks * w - n)) for x in (q, k, v))
-    q = q.unflatten(-2, (blocks, w))  # (..., N, d) -> (..., blocks, w, d)
-    k, v = (F.pad(x, (0, 0, w, after)).unfold(-2, 2 * w + after, w).mT
-            for x in (k, v))  # (..., N, d) -> (..., blocks, 2 w or 3 w, d)
+    n = q.shape[-2]
+    w = window
+    blocks = (n + w - 1) // w  # n / w, rounded up
+    padding = (0, 0, 0, blocks * w - n)
+    q = F.pad(q, padding)  # (..., N, d) -> (..., blocks w, d)
+    k = F.pad(k, padding)
+    v = F.pad(v, padding)
+    q = q.unflatten(-2, (blocks, w))  # -> (..., blocks, w, d)
+    # a block of queries sees the keys of the block before, its own, and, if not causal, the next
+    after = 0 if causal else w
+    seen = 2 * w + after
+    k = F.pad(k, (0, 0, w, after))  # -> (..., w + blocks w + after, d)
+    v = F.pad(v, (0, 0, w, after))
+    k = k.unfold(-2, seen, w).mT  # -> (..., blocks, d, seen) -> (..., blocks, seen, d)
+    v = v.unfold(-2, seen, w).mT
     place = torch.arange(-w, w + after, device=q.device)  # of keys, in the queries' block
-    apart = place - torch.arange(w, device=q.device)[:, None]  # j - i, (w, 2 w or 3 w)
-    start = w * torch.arange(blocks, device=q.device)[:, None, None]
-    inside = (place + start >= 0) & (place + start < n)  # (blocks, 1, 2 w or 3 w)
-    mask = inside & (apart > -w) & (apart < (1 if causal else w))
-    return attention(q, k, v, mask=mask).flatten(-3, -2)[..., :n, :]
+    apart = place - torch.arange(w, device=q.device)[:, None]  # j - i, (w, seen)
+    start = w * torch.arange(blocks, device=q.device)[:, None, None]  # (blocks, 1, 1)
+    inside = (place + start >= 0) & (place + start < n)  # (blocks, 1, seen)
+    latest = 0 if causal else w - 1
+    near = (apart > -w) & (apart <= latest)  # (w, seen)
+    x = attention(q, k, v, mask=inside & near)  # (..., blocks, w, d)
+    x = x.flatten(-3, -2)  # -> (..., blocks w, d)
+    return x[..., :n, :]
 
 # %% ../nbs/54_efficient.ipynb #axial-pooled
 def check_grid(x, grid):
@@ -156,11 +172,18 @@ def axial_attention(q, k, v, grid, axis):
     check_grid(q, grid)
     if axis not in (0, 1):
         raise ValueError(f"axis ({axis!r}) must be 0 or 1")
-    q, k, v = (x.unflatten(-2, grid) for x in (q, k, v))  # (..., H W, d) -> (..., H, W, d)
+    q = q.unflatten(-2, grid)  # (..., H W, d) -> (..., H, W, d)
+    k = k.unflatten(-2, grid)
+    v = v.unflatten(-2, grid)
     if axis == 1:
-        return attention(q, k, v).flatten(-3, -2)
-    q, k, v = (x.transpose(-3, -2) for x in (q, k, v))  # (..., H, W, d) -> (..., W, H, d)
-    return attention(q, k, v).transpose(-3, -2).flatten(-3, -2)
+        x = attention(q, k, v)  # (..., H, W, d)
+    else:
+        q = q.transpose(-3, -2)  # (..., H, W, d) -> (..., W, H, d)
+        k = k.transpose(-3, -2)
+        v = v.transpose(-3, -2)
+        x = attention(q, k, v)  # (..., W, H, d)
+        x = x.transpose(-3, -2)  # -> (..., H, W, d)
+    return x.flatten(-3, -2)  # -> (..., H W, d)
 
 
 def pooled_attention(q, k, v, grid, ratio):
@@ -189,9 +212,14 @@ def pooled_attention(q, k, v, grid, ratio):
     check_count("ratio", ratio)
     if grid[0] % ratio or grid[1] % ratio:
         raise ValueError(f"ratio ({ratio}) must divide both sides of grid {tuple(grid)}")
-    cells = (grid[0] // ratio, ratio, grid[1] // ratio, ratio)
-    k, v = (x.unflatten(-2, cells).mean((-4, -2)).flatten(-3, -2)
-            for x in (k, v))  # (..., H W, d) -> (..., H W / R², d)
+    rows, columns = grid
+    cells = (rows // ratio, ratio, columns // ratio, ratio)
+    k = k.unflatten(-2, cells)  # (..., H W, d) -> (..., H / R, R, W / R, R, d)
+    v = v.unflatten(-2, cells)
+    k = k.mean((-4, -2))  # -> (..., H / R, W / R, d)
+    v = v.mean((-4, -2))
+    k = k.flatten(-3, -2)  # -> (..., H W / R², d)
+    v = v.flatten(-3, -2)
     return attention(q, k, v)
 
 # %% ../nbs/54_efficient.ipynb #linformer
@@ -255,12 +283,17 @@ def segment_means(x, count, mask=None):
     check_count("count", count)
     if mask is not None:
         check_fits("mask", mask, (*x.shape[:-2], 1, x.shape[-2]))
-    dtype, (x,) = x.dtype, at_least_float32(x)
-    run = torch.arange(x.shape[-2], device=x.device) * count // x.shape[-2]  # (N,)
+    dtype = x.dtype
+    (x,) = at_least_float32(x)
+    n = x.shape[-2]
+    run = torch.arange(n, device=x.device) * count // n  # the run of each token, (N,)
     member = F.one_hot(run, count).T.to(x.dtype)  # (N, count) -> (count, N)
-    member = member if mask is None else member * mask
+    if mask is not None:
+        member = member * mask
     size = member.sum(-1, keepdim=True)  # (..., count, 1)
-    return (member @ x / size.clamp(min=1)).to(dtype), size[..., 0] > 0
+    means = member @ x / size.clamp(min=1)  # (..., count, d)
+    there = size[..., 0] > 0
+    return means.to(dtype), there
 
 
 def iterated_inverse(a, steps):
@@ -283,9 +316,11 @@ def iterated_inverse(a, steps):
         If `steps` is not an integer of at least 0.
     """
     check_naturals(steps=steps)
-    dtype, (a,) = a.dtype, at_least_float32(a)
+    dtype = a.dtype
+    (a,) = at_least_float32(a)
     one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    largest = a.sum(-2).amax(-1)[..., None, None]  # of each matrix on its own
+    largest = a.sum(-2).amax(-1)  # the largest sum of a column, of each matrix on its own
+    largest = largest[..., None, None]  # (...) -> (..., 1, 1)
     z = a.mT / largest.masked_fill(largest == 0, 1)  # a matrix of zeros is its own inverse
     for _ in range(steps):
         y = a @ z
@@ -329,14 +364,22 @@ def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
         raise ValueError(f"landmarks ({landmarks}) must be at most N ({q.shape[-2]})")
     if mask is not None:
         check_fits("mask", mask, (*leading, 1, q.shape[-2]))
-        q, k = (x.expand(*leading, *x.shape[-2:]) for x in (q, k))  # runs differ by the mask
-    dtype, (q, k, v) = v.dtype, at_least_float32(q, k, v)
-    (few_q, there), (few_k, _) = (segment_means(x, landmarks, mask) for x in (q, k))
-    a = attention_weights(few_q, few_k, mask=there[..., None, :]) * there[..., None]  # (m, m)
-    inverse = torch.linalg.pinv(a, rtol=1e-3) if iterations is None else (
-        iterated_inverse(a, iterations))
-    left = attention_weights(q, few_k, mask=there[..., None, :])  # (..., N, m)
-    return (left @ (inverse @ attention(few_q, k, v, mask=mask))).to(dtype)
+        q = q.expand(*leading, *q.shape[-2:])  # runs differ by the mask
+        k = k.expand(*leading, *k.shape[-2:])
+    dtype = v.dtype
+    q, k, v = at_least_float32(q, k, v)
+    few_q, there = segment_means(q, landmarks, mask)  # (..., m, d), (..., m)
+    few_k, _ = segment_means(k, landmarks, mask)
+    key_mask = there[..., None, :]  # (..., 1, m)
+    middle = attention_weights(few_q, few_k, mask=key_mask) * there[..., None]  # (..., m, m)
+    if iterations is None:
+        inverse = torch.linalg.pinv(middle, rtol=1e-3)
+    else:
+        inverse = iterated_inverse(middle, iterations)
+    left = attention_weights(q, few_k, mask=key_mask)  # (..., N, m)
+    right = attention(few_q, k, v, mask=mask)  # (..., m, d)
+    out = left @ (inverse @ right)  # (..., N, d)
+    return out.to(dtype)
 
 # %% ../nbs/54_efficient.ipynb #random-features
 def random_features(m, d, *, orthogonal=True, generator=None):
@@ -361,13 +404,16 @@ def random_features(m, d, *, orthogonal=True, generator=None):
     """
     check_count("m", m)
     check_count("d", d)
-    w = torch.randn(-(-m // d), d, d, generator=generator)
+    runs = (m + d - 1) // d  # m / d, rounded up
+    w = torch.randn(runs, d, d, generator=generator)
     if orthogonal:
         basis, r = torch.linalg.qr(w)
-        uniform = basis * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # of uniform direction
+        signs = r.diagonal(dim1=-2, dim2=-1).sign()  # (runs, d)
+        uniform = basis * signs[:, None]  # of uniform direction, (runs, d, d)
         lengths = torch.randn(w.shape, generator=generator).norm(dim=-1, keepdim=True)
         w = uniform.mT * lengths
-    return w.flatten(0, 1)[:m]
+    w = w.flatten(0, 1)  # (runs, d, d) -> (runs d, d)
+    return w[:m]
 
 # %% ../nbs/54_efficient.ipynb #linear
 def elu_features(x):
@@ -416,24 +462,34 @@ def linear_attention(q, k, v, *, feature_map=elu_features, causal=False, mask=No
     if mask is not None:
         check_fits("mask", mask, (*leading, 1, q.shape[-2]))
         mask = torch.atleast_2d(mask)  # (N,) -> (1, N)
-    dtype, (q, k, v), outs = v.dtype, at_least_float32(q, k, v), []
-    q, k = feature_map(q), feature_map(k)
-    k = k if mask is None else k * mask.mT  # (..., 1, N) -> (..., N, 1)
-    v = F.pad(v, (0, 1), value=1.0)  # its sum is the denominator
-    state = k.new_zeros(*k.shape[:-2], k.shape[-1], v.shape[-1]) if state is None else state
+    dtype = v.dtype
+    q, k, v = at_least_float32(q, k, v)
+    q = feature_map(q)  # (..., N, d) -> (..., N, m)
+    k = feature_map(k)
+    if mask is not None:
+        k = k * mask.mT  # (..., 1, N) -> (..., N, 1)
+    v = F.pad(v, (0, 1), value=1.0)  # (..., N, d_v + 1): the sum of ones is the denominator
+    if state is None:
+        state = k.new_zeros(*k.shape[:-2], k.shape[-1], v.shape[-1])
     if not causal:
         state = state + k.mT @ v  # (..., m, N) @ (..., N, d_v + 1)
         out = q @ state
     else:
-        parts = [x.split(chunk, -2) for x in (q, k, v)]
-        for q, k, v in zip(*parts):
-            outs.append(q @ state + (q @ k.mT).tril() @ v)
-            state = state + k.mT @ v
+        q_chunks = q.split(chunk, -2)
+        k_chunks = k.split(chunk, -2)
+        v_chunks = v.split(chunk, -2)
+        outs = []
+        for q_c, k_c, v_c in zip(q_chunks, k_chunks, v_chunks):  # (..., c, m or d_v + 1)
+            from_earlier = q_c @ state
+            from_chunk = (q_c @ k_c.mT).tril() @ v_c
+            outs.append(from_earlier + from_chunk)
+            state = state + k_c.mT @ v_c
         out = torch.cat(outs, -2)
     total = out[..., -1:]  # of each query's weights
     blind = total < torch.finfo(total.dtype).tiny  # sees nothing
     out = out[..., :-1] / total.masked_fill(blind, 1)  # no 0 / 0, not even in the gradient
-    return out.masked_fill(blind, 0).to(dtype), state
+    out = out.masked_fill(blind, 0)  # (..., N, d_v)
+    return out.to(dtype), state
 
 
 @torch.autocast("cpu", enabled=False)  # small weights are zero in float16
@@ -467,12 +523,18 @@ def performer_attention(q, k, v, w, *, causal=False, mask=None):
         raise ValueError(f"w of shape {tuple(w.shape)} must be (m, {q.shape[-1]}), "
                          "as wide as q and k")
     q, k = at_least_float32(q, k)
-    w, q, k = w.to(q), *(x * x.shape[-1] ** -0.25 for x in (q, k))
+    w = w.to(q)
+    scale = q.shape[-1] ** -0.25
+    q = q * scale
+    k = k * scale
     half = w.square().sum(-1) / 2  # (m,)
     q = q @ w.mT + half  # (..., N, d) @ (d, m) -> (..., N, m)
     k = k @ w.mT - half - k.square().sum(-1, keepdim=True) / 2  # -|k - w|² / 2
     q = (q - q.amax(-1, keepdim=True)).exp()
-    return linear_attention(q, k.exp(), v, feature_map=lambda x: x, causal=causal, mask=mask)[0]
+    k = k.exp()
+    # q and k are features already
+    out, _ = linear_attention(q, k, v, feature_map=lambda x: x, causal=causal, mask=mask)
+    return out
 
 # %% ../nbs/54_efficient.ipynb #delta
 @torch.autocast("cpu", enabled=False)  # the sums stay in float32
@@ -508,16 +570,26 @@ def delta_attention(q, k, v, beta, *, state=None, chunk=64):
     if beta.shape != k.shape[:-1]:
         raise ValueError(f"beta of shape {tuple(beta.shape)} must be {tuple(k.shape[:-1])}, "
                          "a number for each key")
-    dtype, (q, k, v, beta), outs = v.dtype, at_least_float32(q, k, v, beta), []
-    state = k.new_zeros(*k.shape[:-2], k.shape[-1], v.shape[-1]) if state is None else state
-    parts = [x.split(chunk, -2) for x in (q, k, v, beta[..., None])]
-    for q, k, v, rate in zip(*parts):
-        mix = (rate * (k @ k.mT)).tril(-1)  # (..., c, c); ones on the diagonal are implied
-        written = torch.linalg.solve_triangular(mix, rate * (v - k @ state), upper=False,
+    dtype = v.dtype
+    q, k, v, beta = at_least_float32(q, k, v, beta)
+    if state is None:
+        state = k.new_zeros(*k.shape[:-2], k.shape[-1], v.shape[-1])
+    q_chunks = q.split(chunk, -2)
+    k_chunks = k.split(chunk, -2)
+    v_chunks = v.split(chunk, -2)
+    beta_chunks = beta[..., None].split(chunk, -2)  # (..., c, 1) each
+    outs = []
+    for q_c, k_c, v_c, beta_c in zip(q_chunks, k_chunks, v_chunks, beta_chunks):
+        mix = (beta_c * (k_c @ k_c.mT)).tril(-1)  # (..., c, c); its diagonal of ones is implied
+        wanted = beta_c * (v_c - k_c @ state)  # (..., c, d_v)
+        written = torch.linalg.solve_triangular(mix, wanted, upper=False,
                                                 unitriangular=True)  # (..., c, d_v)
-        outs.append(q @ state + (q @ k.mT).tril() @ written)
-        state = state + k.mT @ written
-    return torch.cat(outs, -2).to(dtype), state
+        from_earlier = q_c @ state
+        from_chunk = (q_c @ k_c.mT).tril() @ written
+        outs.append(from_earlier + from_chunk)
+        state = state + k_c.mT @ written
+    out = torch.cat(outs, -2)  # (..., N, d_v)
+    return out.to(dtype), state
 
 # %% ../nbs/54_efficient.ipynb #lsh
 def lsh_attention(q, k, v, buckets, rounds=1, *, causal=False, mask=None, generator=None):
@@ -562,7 +634,13 @@ def lsh_attention(q, k, v, buckets, rounds=1, *, causal=False, mask=None, genera
         x = x.unsqueeze(-3) @ turn  # (..., 1, N, d) @ (r, d, b / 2) -> (..., r, N, b / 2)
         return torch.cat([x, -x], -1).argmax(-1)  # (..., r, N)
 
-    near = (bucket(q)[..., :, None] == bucket(k)[..., None, :]).any(-3)  # (..., N, N)
-    near = near | torch.eye(q.shape[-2], dtype=torch.bool, device=q.device)
-    near = near if mask is None else near & mask
-    return attention(q, k, v, mask=near.tril() if causal else near)
+    q_bucket = bucket(q)[..., :, None]  # (..., r, N, 1)
+    k_bucket = bucket(k)[..., None, :]  # (..., r, 1, N)
+    near = (q_bucket == k_bucket).any(-3)  # (..., r, N, N) -> (..., N, N)
+    itself = torch.eye(q.shape[-2], dtype=torch.bool, device=q.device)
+    near = near | itself
+    if mask is not None:
+        near = near & mask
+    if causal:
+        near = near.tril()
+    return attention(q, k, v, mask=near)

@@ -45,7 +45,8 @@ class SwiGLU(nn.Module):
     def __init__(self, in_features, hidden_features=None, drop=0.0, bias=True, device=None,
                  dtype=None):
         super().__init__()
-        hidden_features = in_features if hidden_features is None else hidden_features
+        if hidden_features is None:
+            hidden_features = in_features
         check_counts(in_features=in_features, hidden_features=hidden_features)
         check_rates(drop=drop)
         if hidden_features % 2:
@@ -59,7 +60,10 @@ class SwiGLU(nn.Module):
     def forward(self, x):
         """Tokens (..., in_features) to tokens."""
         gate, value = self.fc1(x).chunk(2, dim=-1)  # (..., in) -> twice (..., hidden / 2)
-        return self.drop(self.fc2(self.drop(F.silu(gate) * value)))  # -> (..., in)
+        x = F.silu(gate) * value  # (..., hidden / 2)
+        x = self.drop(x)
+        x = self.fc2(x)  # -> (..., in)
+        return self.drop(x)
 
 # %% ../nbs/35_modern.ipynb #rotary-2d
 def apply_rotary_2d(x, rows, columns, *, base=100.0):
@@ -87,8 +91,9 @@ def apply_rotary_2d(x, rows, columns, *, base=100.0):
         raise ValueError(f"x of shape {tuple(x.shape)} must have a last axis that 4 divides: "
                          "pairs for rows and as many for columns")
     first, second = x.chunk(2, dim=-1)  # (..., N, d) -> twice (..., N, d / 2)
-    return torch.cat([apply_rotary(first, rows, base=base),
-                      apply_rotary(second, columns, base=base)], dim=-1)
+    turned_by_row = apply_rotary(first, rows, base=base)
+    turned_by_column = apply_rotary(second, columns, base=base)
+    return torch.cat([turned_by_row, turned_by_column], dim=-1)  # -> (..., N, d)
 
 # %% ../nbs/35_modern.ipynb #rotary-attention
 class RotaryAttention(Attention):
@@ -106,23 +111,33 @@ class RotaryAttention(Attention):
 
     def __init__(self, patch_embed, num_prefix_tokens, *args, **options):
         super().__init__(*args, **options)
-        vars(self)["patch_embed"] = patch_embed  # is asked for the grid, and is no part of this
+        # it is asked for the grid, but is a part of the model, not of this module
+        object.__setattr__(self, "patch_embed", patch_embed)
         self.num_prefix_tokens = num_prefix_tokens
 
     def turn(self, x):
         """Queries or keys (B, h, k + N, d), those of the N patches turned."""
-        prefix, x = x.tensor_split([self.num_prefix_tokens], dim=2)
-        sides = (torch.arange(n, device=x.device) for n in self.patch_embed.grid_size)
-        rows, columns = torch.meshgrid(*sides, indexing="ij")  # (H', W') each
-        return torch.cat([prefix, apply_rotary_2d(x, rows.flatten(), columns.flatten())], dim=2)
+        prefix, patches = x.tensor_split([self.num_prefix_tokens], dim=2)  # (B, h, k or N, d)
+        height, width = self.patch_embed.grid_size
+        rows, columns = torch.meshgrid(
+            torch.arange(height, device=x.device), torch.arange(width, device=x.device),
+            indexing="ij")  # (H', W') each
+        patches = apply_rotary_2d(patches, rows.flatten(), columns.flatten())  # (B, h, N, d)
+        return torch.cat([prefix, patches], dim=2)  # -> (B, h, k + N, d)
 
     def forward(self, x):
         """Tokens (B, k + N, dim) to tokens."""
-        qkv = self.qkv(x).chunk(3, dim=-1)  # (B, k + N, 3 dim) -> three times (B, k + N, dim)
-        q, k, v = (split_heads(part, self.num_heads) for part in qkv)  # (B, h, k + N, d) each
-        q, k = self.turn(self.q_norm(q)), self.turn(self.k_norm(k))
-        x = attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
-        return self.proj_drop(self.proj(merge_heads(x)))
+        q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, k + N, dim) each
+        q = split_heads(q, self.num_heads)  # (B, k + N, dim) -> (B, h, k + N, d)
+        k = split_heads(k, self.num_heads)
+        v = split_heads(v, self.num_heads)
+        q = self.turn(self.q_norm(q))
+        k = self.turn(self.k_norm(k))
+        dropout_p = self.attn_drop if self.training else 0.0
+        x = attention(q, k, v, dropout_p=dropout_p)  # (B, h, k + N, d)
+        x = merge_heads(x)  # -> (B, k + N, dim)
+        x = self.proj(x)
+        return self.proj_drop(x)
 
 # %% ../nbs/35_modern.ipynb #use-rotary
 def use_rotary(model):
@@ -155,9 +170,9 @@ def use_rotary(model):
         if not is_plain(block.attn, Attention, RotaryAttention):
             raise ValueError(f"model has a hook on blocks.{i}.attn, or another class than "
                              "Attention there; both would be lost")
-        if model.embed_dim // block.attn.num_heads % 4:
-            raise ValueError(f"model has heads of width "
-                             f"{model.embed_dim // block.attn.num_heads}; 4 must divide it")
+        head_width = model.embed_dim // block.attn.num_heads
+        if head_width % 4:
+            raise ValueError(f"model has heads of width {head_width}; 4 must divide it")
     for block in model.blocks:
         old = block.attn
         new = RotaryAttention(
@@ -167,7 +182,8 @@ def use_rotary(model):
             setattr(new, name, layer)  # the layers themselves, as trainable as they are
         new.training = old.training
         block.attn = new
-    nn.init.zeros_(model.pos_embed.requires_grad_(False))
+    model.pos_embed.requires_grad_(False)
+    nn.init.zeros_(model.pos_embed)
     return model
 
 # %% ../nbs/35_modern.ipynb #quick-gelu
@@ -182,11 +198,13 @@ class QuickGELU(nn.Module):
 DINOV2 = dict(img_size=518, patch_size=14, num_classes=0, init_values=1e-5)
 GIANT = dict(embed_dim=1536, depth=40, num_heads=24, mlp_ratio=2 * 2.66667, mlp_layer=SwiGLU)
 for size in ("small", "base", "large", "giant"):
-    for middle, registers in (("", {}), ("_reg4", dict(reg_tokens=4, no_embed_class=True))):
-        name = f"vit_{size}_patch14{middle}_dinov2"
-        shape = GIANT if size == "giant" else SIZES[size]
-        register_model(name, VisionTransformer, hub=f"timm/{name}.lvd142m",
-                       **DINOV2 | shape | registers)
+    shape = GIANT if size == "giant" else SIZES[size]
+    options = DINOV2 | shape
+    name = f"vit_{size}_patch14_dinov2"
+    register_model(name, VisionTransformer, hub=f"timm/{name}.lvd142m", **options)
+    name = f"vit_{size}_patch14_reg4_dinov2"
+    register_model(name, VisionTransformer, hub=f"timm/{name}.lvd142m", reg_tokens=4,
+                   no_embed_class=True, **options)
 
 CLIP = dict(pre_norm=True, norm_layer=nn.LayerNorm)  # ε is PyTorch's 1e-5
 QUICK = dict(mlp_layer=partial(Mlp, act_layer=QuickGELU))

@@ -17,12 +17,14 @@ from .attention import attention, attention_weights
 # %% ../nbs/11_multihead.ipynb #split-heads
 def split_heads(x, num_heads):
     """Cut the columns of tokens x into `num_heads` heads: (B, N, h·d) -> (B, h, N, d)."""
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # -> (B, N, h, d) -> (B, h, N, d)
+    x = x.unflatten(-1, (num_heads, -1))  # (B, N, h d) -> (B, N, h, d)
+    return x.transpose(1, 2)  # -> (B, h, N, d)
 
 
 def merge_heads(x):
     """Put the heads of x side by side; undoes `split_heads`: (B, h, N, d) -> (B, N, h·d)."""
-    return x.transpose(1, 2).flatten(2)  # (B, h, N, d) -> (B, N, h, d) -> (B, N, h d)
+    x = x.transpose(1, 2)  # (B, h, N, d) -> (B, N, h, d)
+    return x.flatten(2)  # -> (B, N, h d)
 
 # %% ../nbs/11_multihead.ipynb #check-heads
 def check_heads(num_heads, **widths):
@@ -42,7 +44,8 @@ def check_heads(num_heads, **widths):
     for name, size in dict(num_heads=num_heads, **widths).items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} ({size!r}) must be at least 1, and an integer")
-    name, width = next(iter(widths.items()))
+    name = list(widths)[0]
+    width = widths[name]
     if width % num_heads:
         raise ValueError(f"{name} ({width}) must be divisible by num_heads ({num_heads})")
 
@@ -72,18 +75,26 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(self, embed_dim, num_heads, *, kdim=None, vdim=None, bias=True, dropout=0.0):
         super().__init__()
-        kdim, vdim = (embed_dim if width is None else width for width in (kdim, vdim))
+        if kdim is None:
+            kdim = embed_dim
+        if vdim is None:
+            vdim = embed_dim
         check_heads(num_heads, embed_dim=embed_dim, kdim=kdim, vdim=vdim)
         if not isinstance(dropout, Real) or not 0 <= dropout < 1:
             raise ValueError(f"dropout ({dropout!r}) must be in [0, 1)")
-        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
-        self.kdim, self.vdim, self.fused = kdim, vdim, kdim == vdim == embed_dim
-        if self.fused:  # torch's names for W^Q, W^K and W^V of all heads
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.kdim = kdim
+        self.vdim = vdim
+        self.fused = kdim == vdim == embed_dim
+        # torch's names for W^Q, W^K and W^V of all heads: one matrix if all are equally wide
+        if self.fused:
             self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim))
         else:
-            for name, width in (("q", embed_dim), ("k", kdim), ("v", vdim)):
-                weight = nn.Parameter(torch.empty(embed_dim, width))
-                self.register_parameter(f"{name}_proj_weight", weight)
+            self.q_proj_weight = nn.Parameter(torch.empty(embed_dim, embed_dim))
+            self.k_proj_weight = nn.Parameter(torch.empty(embed_dim, kdim))
+            self.v_proj_weight = nn.Parameter(torch.empty(embed_dim, vdim))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim)) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         for name, parameter in self.named_parameters():
@@ -94,16 +105,26 @@ class MultiHeadAttention(nn.Module):
 
     def project(self, *inputs):
         """Queries and, if so many are given, keys and values: (B, N, width) -> (B, h, N, d)."""
-        for name, x, width in zip(("query", "key", "value"), inputs,
-                                  (self.embed_dim, self.kdim, self.vdim)):
+        names = ("query", "key", "value")
+        widths = (self.embed_dim, self.kdim, self.vdim)
+        for name, x, width in zip(names, inputs, widths):
             if x.ndim != 3 or x.shape[-1] != width:
                 raise ValueError(f"{name} of shape {tuple(x.shape)} must be "
                                  f"(B, tokens, {width})")
-        weights = (self.in_proj_weight.chunk(3) if self.fused else
-                   (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight))
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return [split_heads(F.linear(x, weight, bias), self.num_heads)
-                for x, weight, bias in zip(inputs, weights, biases)]
+        if self.fused:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_bias is None:
+            biases = (None, None, None)
+        else:
+            biases = self.in_proj_bias.chunk(3)
+        projected = []
+        for x, weight, bias in zip(inputs, weights, biases):
+            x = F.linear(x, weight, bias)  # (B, N, width) -> (B, N, embed_dim)
+            x = split_heads(x, self.num_heads)  # -> (B, h, N, d)
+            projected.append(x)
+        return projected
 
     def forward(self, query, key=None, value=None, *, mask=None, bias=None):
         """Attend from `query` to `key` and average `value`: a Tensor (B, N, embed_dim).
@@ -121,13 +142,19 @@ class MultiHeadAttention(nn.Module):
         bias : float Tensor, broadcastable to (B, h, N, M), optional
             Added to the logits.
         """
-        key = query if key is None else key
-        q, k, v = self.project(query, key, key if value is None else value)  # (B, h, N or M, d)
+        if key is None:
+            key = query
+        if value is None:
+            value = key
+        q, k, v = self.project(query, key, value)  # (B, h, N, d), twice (B, h, M, d)
         dropout_p = self.dropout if self.training else 0.0
-        heads = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p)  # (B, h, N, d)
-        return self.out_proj(merge_heads(heads))  # -> (B, N, h d) -> (B, N, embed_dim)
+        x = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p)  # (B, h, N, d)
+        x = merge_heads(x)  # -> (B, N, h d)
+        return self.out_proj(x)  # -> (B, N, embed_dim)
 
     def attention_maps(self, query, key=None, *, mask=None, bias=None):
         """The weights of every head for these inputs, without dropout: (B, h, N, M)."""
-        q, k = self.project(query, query if key is None else key)
+        if key is None:
+            key = query
+        q, k = self.project(query, key)
         return attention_weights(q, k, mask=mask, bias=bias)

@@ -50,10 +50,12 @@ def position_angles(positions, dim, *, base=10000.0):
     if positions.dtype in (torch.bfloat16, torch.float16):
         raise TypeError(
             f"positions of dtype {positions.dtype} must be integers, float32 or float64")
-    positions = positions.cpu() if positions.device.type == "mps" else positions
+    if positions.device.type == "mps":
+        positions = positions.cpu()
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
     frequencies = base**-exponents  # ω_i, (dim / 2)
-    return positions[..., None].double() * frequencies  # (..., 1) * (dim / 2) -> (..., dim / 2)
+    positions = positions[..., None].double()  # (...) -> (..., 1)
+    return positions * frequencies  # (..., 1) * (dim / 2) -> (..., dim / 2)
 
 # %% ../nbs/12_position.ipynb #sinusoidal
 def sinusoidal_encoding(length, dim, *, offset=0, base=10000.0, device=None,
@@ -86,9 +88,11 @@ def sinusoidal_encoding(length, dim, *, offset=0, base=10000.0, device=None,
     """
     if length < 0:
         raise ValueError(f"length ({length}) must be at least 0")
-    angles = position_angles(torch.arange(offset, offset + length), dim, base=base)
+    positions = torch.arange(offset, offset + length)
+    angles = position_angles(positions, dim, base=base)  # (length, dim / 2)
     pairs = torch.stack((angles.sin(), angles.cos()), dim=-1)  # (length, dim / 2, 2)
-    return pairs.flatten(-2).to(device=device, dtype=dtype)  # -> (length, dim)
+    encoding = pairs.flatten(-2)  # -> (length, dim)
+    return encoding.to(device=device, dtype=dtype)
 
 # %% ../nbs/12_position.ipynb #learned
 class LearnedPositionalEmbedding(nn.Module):
@@ -131,11 +135,11 @@ class LearnedPositionalEmbedding(nn.Module):
         if x.shape[-1] != embed_dim:
             raise ValueError(f"x of width {x.shape[-1]} must have the width of the table, "
                              f"embed_dim ({embed_dim})")
-        first, end = offset, offset + x.shape[-2]
-        if first < 0 or end > max_length:
+        end = offset + x.shape[-2]
+        if offset < 0 or end > max_length:
             inside = f"0 to {max_length - 1} (max_length - 1)"
-            raise ValueError(f"x at the positions {first} to {end - 1} must lie in {inside}")
-        return x + self.weight[first:end]  # (..., N, C) + (N, C)
+            raise ValueError(f"x at the positions {offset} to {end - 1} must lie in {inside}")
+        return x + self.weight[offset:end]  # (..., N, C) + (N, C)
 
 # %% ../nbs/12_position.ipynb #relative-positions
 def relative_positions(n, m=None, *, device=None):
@@ -160,12 +164,14 @@ def relative_positions(n, m=None, *, device=None):
     ValueError
         If `m` is less than `n`.
     """
-    m = n if m is None else m
+    if m is None:
+        m = n
     if m < n:
         raise ValueError(
             f"m ({m}) must be at least n ({n}): the queries are the last n of the m positions")
-    positions = torch.arange(m, device=device)
-    return positions - positions[m - n :, None]  # (m) - (n, 1) -> (n, m)
+    keys = torch.arange(m, device=device)
+    queries = keys[m - n :, None]  # (n, 1)
+    return keys - queries  # (m) - (n, 1) -> (n, m)
 
 # %% ../nbs/12_position.ipynb #bucket
 def relative_position_bucket(relative_position, *, bidirectional=True, num_buckets=32,
@@ -202,21 +208,28 @@ def relative_position_bucket(relative_position, *, bidirectional=True, num_bucke
         raise TypeError(f"relative_position of dtype {dtype} must be of an integer dtype")
     check_counts(num_buckets=num_buckets, max_distance=max_distance)
     relative_position = relative_position.long()  # -128 has no opposite in 8 bits
-    one_way = num_buckets // 2 if bidirectional else num_buckets
-    exact = one_way // 2
+    directions = 2 if bidirectional else 1
+    one_way = num_buckets // directions  # buckets of a direction
+    exact = one_way // 2  # of which so many are for one distance each
     if exact < 1:
-        raise ValueError(
-            f"num_buckets ({num_buckets}) must be at least {4 if bidirectional else 2}")
+        raise ValueError(f"num_buckets ({num_buckets}) must be at least {2 * directions}")
     if max_distance <= exact:
         raise ValueError(
             f"max_distance ({max_distance}) must exceed the number of exact buckets ({exact})")
+    # the distances at which the buckets 1, 2, ... start: one by one, then evenly in logarithms
+    exact_starts = torch.arange(1, exact + 1)
     steps = torch.arange(1, one_way - exact, dtype=torch.float64) / (one_way - exact)
-    # an integer start stays itself
-    starts = (exact * (max_distance / exact) ** steps - 1e-9).ceil().long()
-    starts = torch.cat([torch.arange(1, exact + 1), starts]).to(relative_position.device)
-    distance = relative_position.abs() if bidirectional else (-relative_position).clamp(min=0)
+    wide_starts = exact * (max_distance / exact) ** steps
+    wide_starts = (wide_starts - 1e-9).ceil().long()  # an integer start stays itself
+    starts = torch.cat([exact_starts, wide_starts]).to(relative_position.device)
+    if bidirectional:
+        distance = relative_position.abs()
+    else:
+        distance = (-relative_position).clamp(min=0)
     bucket = torch.bucketize(distance, starts, right=True)  # counts the starts up to it
-    return bucket + (relative_position > 0) * one_way if bidirectional else bucket
+    if bidirectional:
+        bucket = bucket + (relative_position > 0) * one_way
+    return bucket
 
 # %% ../nbs/12_position.ipynb #relative-bias
 class RelativePositionBias(nn.Module):
@@ -257,7 +270,8 @@ class RelativePositionBias(nn.Module):
         """The bias (h, n, m) of `m` keys and `n` queries, the last `n` of the `m` positions."""
         offsets = relative_positions(n, m, device=self.relative_attention_bias.weight.device)
         buckets = relative_position_bucket(offsets, **self.buckets)  # (n, m)
-        return self.relative_attention_bias(buckets).permute(2, 0, 1)  # (n, m, h) -> (h, n, m)
+        bias = self.relative_attention_bias(buckets)  # (n, m) -> (n, m, h)
+        return bias.permute(2, 0, 1)  # -> (h, n, m)
 
 # %% ../nbs/12_position.ipynb #alibi
 def alibi_slopes(num_heads, *, device=None, dtype=torch.float32):
@@ -312,8 +326,10 @@ def alibi_bias(num_heads, n, m=None, *, device=None, dtype=torch.float32):
     """
     distance = relative_positions(n, m, device=device).abs()  # (n, m)
     wide = torch.promote_types(dtype, torch.float32)
-    slopes = alibi_slopes(num_heads, device=device, dtype=wide)[:, None, None]  # (h, 1, 1)
-    return (-slopes * distance).to(dtype)
+    slopes = alibi_slopes(num_heads, device=device, dtype=wide)  # (h,)
+    slopes = slopes[:, None, None]  # -> (h, 1, 1)
+    bias = -slopes * distance  # (h, n, m)
+    return bias.to(dtype)
 
 # %% ../nbs/12_position.ipynb #sincos-2d
 def sincos_2d(height, width, dim, *, device=None, dtype=torch.float32):
@@ -345,8 +361,8 @@ def sincos_2d(height, width, dim, *, device=None, dtype=torch.float32):
         raise ValueError(f"dim ({dim!r}) must be positive and divisible by 4: "
                          "sine and cosine of row and column")
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    # angles of all cells, (height * width, dim / 4) each
-    x, y = (position_angles(t.flatten(), dim // 2) for t in (columns, rows))
+    x = position_angles(columns.flatten(), dim // 2)  # of all cells, (height * width, dim / 4)
+    y = position_angles(rows.flatten(), dim // 2)
     encoding = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1)
     return encoding.to(device=device, dtype=dtype)  # (height * width, dim)
 
@@ -374,7 +390,9 @@ def rotate_halves(x, cos, sin):
     _check_broadcast("cos", cos, pairs, "one for each pair of x")
     _check_broadcast("sin", sin, pairs, "one for each pair of x")
     first, second = x.chunk(2, dim=-1)  # (..., N, d) -> twice (..., N, d / 2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    return torch.cat((turned_first, turned_second), dim=-1)  # -> (..., N, d)
 
 
 def rotate_pairs(x, angles):
@@ -407,7 +425,8 @@ def rotate_pairs(x, angles):
     turn = turn.to(device=x.device, dtype=torch.promote_types(dtype, torch.complex64))
     z = x.to(dtype).unflatten(-1, (-1, 2))  # (..., N, d) -> (..., N, d / 2, 2)
     z = torch.complex(z[..., 0], z[..., 1])  # -> (..., N, d / 2), whatever x's memory layout
-    return torch.view_as_real(z * turn).flatten(-2).to(x.dtype)  # -> (..., N, d)
+    turned = torch.view_as_real(z * turn)  # -> (..., N, d / 2, 2)
+    return turned.flatten(-2).to(x.dtype)  # -> (..., N, d)
 
 
 def _check_pairs(x):
@@ -458,5 +477,7 @@ def apply_rotary(x, positions, *, base=10000.0, interleaved=True):
     if interleaved:
         return rotate_pairs(x, angles)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (y.to(x.device, dtype) for y in (angles.cos(), angles.sin()))
-    return rotate_halves(x.to(dtype), cos, sin).to(x.dtype)
+    cos = angles.cos().to(x.device, dtype)
+    sin = angles.sin().to(x.device, dtype)
+    turned = rotate_halves(x.to(dtype), cos, sin)
+    return turned.to(x.dtype)

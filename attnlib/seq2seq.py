@@ -62,11 +62,15 @@ class RecurrentEncoder(nn.Module):
         _check_tokens("src", src, self.embed.num_embeddings)
         mask = src != self.embed.padding_idx  # (B, M)
         _check_padding("src", mask, self.embed.padding_idx)
-        packed = pack_padded_sequence(self.embed(src), mask.sum(-1).cpu(), batch_first=True,
-                                      enforce_sorted=False)
-        states, last = self.gru(packed)  # last: (2, B, hidden)
-        states, _ = pad_packed_sequence(states, batch_first=True, total_length=src.shape[1])
-        return states, last.transpose(0, 1).flatten(1), mask  # (2, B, hidden) -> (B, 2 hidden)
+        embedded = self.embed(src)  # (B, M) -> (B, M, embed)
+        lengths = mask.sum(-1).cpu()  # (B,)
+        packed = pack_padded_sequence(embedded, lengths, batch_first=True, enforce_sorted=False)
+        packed_states, last = self.gru(packed)  # last: (2, B, hidden), one for each direction
+        states, _ = pad_packed_sequence(packed_states, batch_first=True,
+                                        total_length=src.shape[1])  # (B, M, 2 hidden)
+        summary = last.transpose(0, 1)  # (2, B, hidden) -> (B, 2, hidden)
+        summary = summary.flatten(1)  # -> (B, 2 hidden)
+        return states, summary, mask
 
 # %% ../nbs/20_seq2seq.ipynb #check-tokens
 def _check_token(name, token, vocab_size):
@@ -84,15 +88,17 @@ def _check_tokens(name, tokens, vocab_size):
         raise ValueError(f"{name} of shape {tuple(tokens.shape)} must have 2 axes, "
                          "(sentences, tokens), and a sentence")
     if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        low, high = tokens.min().item(), tokens.max().item()
+        low = tokens.min().item()
+        high = tokens.max().item()
         raise ValueError(
             f"{name} has tokens from {low} to {high}; they must be from 0 to {vocab_size - 1}")
 
 
 def _check_padding(name, mask, padding_idx):
     """Raise unless each row of `mask` (B, M), True on tokens, has some, and padding behind."""
-    if not mask.any(-1).all():
-        row = mask.any(-1).long().argmin().item()
+    has_token = mask.any(-1)  # (B, M) -> (B,)
+    if not has_token.all():
+        row = has_token.long().argmin().item()  # the first row without one
         raise ValueError(f"{name} has no token in row {row}; "
                          "every sentence must have at least one before its padding")
     if (mask[:, 1:] & ~mask[:, :-1]).any():
@@ -131,7 +137,8 @@ class RecurrentDecoder(nn.Module):
 
     def first_state(self, summary):
         """s_0 = tanh(W_s ←h_1): (B, 2 * hidden_dim) -> (B, hidden_dim)."""
-        return self.start(summary.chunk(2, dim=-1)[1]).tanh()
+        _, backward = summary.chunk(2, dim=-1)  # last states of both directions, (B, hidden)
+        return self.start(backward).tanh()
 
     def step(self, tokens, state, memory):
         """One step, from y_{i-1} and s_{i-1} to the logits of y_i.
@@ -149,14 +156,22 @@ class RecurrentDecoder(nn.Module):
         state : Tensor, shape (B, hidden_dim)
         weights : Tensor, shape (B, M), or None without attention
         """
-        states, context, mask = memory
-        weights = None
-        if self.attend is not None:
-            weights = self.attend.attention_weights(state[:, None], states, mask[:, None])
-            context, weights = (weights @ states)[:, 0], weights[:, 0]  # of the one query
+        states, summary, mask = memory
+        if self.attend is None:
+            weights = None
+            context = summary  # (B, 2 hidden)
+        else:
+            query = state[:, None]  # (B, hidden) -> (B, 1, hidden)
+            weights = self.attend.attention_weights(query, states, mask[:, None])  # (B, 1, M)
+            context = weights @ states  # (B, 1, M) @ (B, M, 2 hidden) -> (B, 1, 2 hidden)
+            weights = weights[:, 0]  # -> (B, M)
+            context = context[:, 0]  # -> (B, 2 hidden)
         y = self.embed(tokens)  # (B, embed)
-        state = self.cell(torch.cat([y, context], dim=-1), state)
-        return self.readout(torch.cat([state, y, context], dim=-1)), state, weights
+        cell_input = torch.cat([y, context], dim=-1)  # (B, embed + 2 hidden)
+        state = self.cell(cell_input, state)  # (B, hidden)
+        features = torch.cat([state, y, context], dim=-1)  # (B, hidden + embed + 2 hidden)
+        logits = self.readout(features)  # (B, vocab)
+        return logits, state, weights
 
     def forward(self, tgt, memory):
         """All steps, each after the true token.
@@ -165,16 +180,21 @@ class RecurrentDecoder(nn.Module):
         (B, N, vocab_size) and weights (B, N, M), or None without attention.
         """
         _check_tokens("tgt", tgt, self.embed.num_embeddings)
-        if len(tgt) != len(memory[1]) or tgt.shape[1] == 0:
+        _, summary, _ = memory
+        if len(tgt) != len(summary) or tgt.shape[1] == 0:
             raise ValueError(f"tgt of shape {tuple(tgt.shape)} must have a row for each of the "
-                             f"{len(memory[1])} sentences in memory, and at least one column")
-        state, logits, weights = self.first_state(memory[1]), [], []
+                             f"{len(summary)} sentences in memory, and at least one column")
+        state = self.first_state(summary)
+        all_logits = []
+        all_weights = []
         for tokens in tgt.unbind(1):  # a loop that no attention removes: s_i needs s_{i-1}
-            logit, state, weight = self.step(tokens, state, memory)
-            logits.append(logit)
-            weights.append(weight)
-        weights = None if self.attend is None else torch.stack(weights, dim=1)
-        return torch.stack(logits, dim=1), weights
+            logits, state, weights = self.step(tokens, state, memory)
+            all_logits.append(logits)
+            all_weights.append(weights)
+        logits = torch.stack(all_logits, dim=1)  # N times (B, vocab) -> (B, N, vocab)
+        if self.attend is None:
+            return logits, None
+        return logits, torch.stack(all_weights, dim=1)  # N times (B, M) -> (B, N, M)
 
 # %% ../nbs/20_seq2seq.ipynb #model
 class Seq2Seq(nn.Module):
@@ -214,7 +234,8 @@ class Seq2Seq(nn.Module):
 
         From tokens src (B, M) and tgt (B, N) to logits (B, N, tgt_vocab).
         """
-        return self._decode(src, tgt)[0]
+        logits, _ = self._decode(src, tgt)
+        return logits
 
     def attention_maps(self, src, tgt):
         """How the step after each token of tgt (B, N) attends to src (B, M).
@@ -224,14 +245,16 @@ class Seq2Seq(nn.Module):
         if self.decoder.attend is None:
             raise ValueError("attention (False) must be True for attention_maps: "
                              "the plain decoder has no weights")
-        return self._decode(src, tgt)[1]
+        _, weights = self._decode(src, tgt)
+        return weights
 
     def _decode(self, src, tgt):
         if len(src) != len(tgt) or tgt.shape[-1] == 0:
             shapes = f"src of shape {tuple(src.shape)} and tgt of shape {tuple(tgt.shape)}"
             raise ValueError(
                 f"{shapes} must have equally many rows, and tgt at least one column")
-        return self.decoder(tgt, self.encoder(src))
+        memory = self.encoder(src)
+        return self.decoder(tgt, memory)
 
     @torch.no_grad()
     def greedy(self, src, max_length, *, start=1, end=2):
@@ -256,17 +279,23 @@ class Seq2Seq(nn.Module):
             If a number is out of range or src does not fit.
         """
         check_counts(max_length=max_length)
-        decoder, padding = self.decoder, self.decoder.embed.padding_idx
-        for name, token in (("start", start), ("end", end)):
-            _check_token(name, token, decoder.embed.num_embeddings)
+        decoder = self.decoder
+        padding = decoder.embed.padding_idx
+        vocab_size = decoder.embed.num_embeddings
+        _check_token("start", start, vocab_size)
+        _check_token("end", end, vocab_size)
         memory = self.encoder(src)
-        state, tokens = decoder.first_state(memory[1]), src.new_full((len(src),), start)
-        output, done = [], torch.zeros_like(tokens, dtype=torch.bool)
+        _, summary, _ = memory
+        state = decoder.first_state(summary)
+        tokens = src.new_full((len(src),), start)
+        done = torch.zeros_like(tokens, dtype=torch.bool)
+        output = []
         while len(output) < max_length and not done.all():
             logits, state, _ = decoder.step(tokens, state, memory)
             if end != padding:
                 logits[:, padding] = -torch.inf  # no token to be written
-            tokens = logits.argmax(-1).masked_fill(done, padding)  # (B,)
+            tokens = logits.argmax(-1)  # (B, vocab) -> (B,)
+            tokens = tokens.masked_fill(done, padding)
             output.append(tokens)
             done = done | (tokens == end)
         return torch.stack(output, dim=1)

@@ -42,11 +42,14 @@ class SelfAttention(MultiHeadAttention):
 
     def project(self, *inputs, offset=0):
         """As in `MultiHeadAttention`; the first token is at position `offset`."""
-        q, k, *v = super().project(*inputs)  # (B, h, N, d) each
+        heads = super().project(*inputs)  # queries, keys, ...: (B, h, N, d) each
         if self.rotary:
-            positions = torch.arange(offset, offset + q.shape[2], device=q.device)
-            q, k = apply_rotary(q, positions), apply_rotary(k, positions)
-        return [q, k, *v]
+            queries, keys = heads[:2]
+            end = offset + queries.shape[2]
+            positions = torch.arange(offset, end, device=queries.device)
+            heads[0] = apply_rotary(queries, positions)
+            heads[1] = apply_rotary(keys, positions)
+        return heads
 
     def forward(self, x, mask=None, bias=None, cache=None, layer=0):
         """Tokens (B, N, embed_dim) to tokens; earlier ones are in the `cache`, if given."""
@@ -54,7 +57,9 @@ class SelfAttention(MultiHeadAttention):
         q, k, v = self.project(x, x, x, offset=past)
         if cache is not None:
             k, v = cache.update(layer, k, v)  # (B, h, N, d) -> (B, h, earlier + N, d)
-        return self.out_proj(merge_heads(attention(q, k, v, mask=mask, bias=bias)))
+        x = attention(q, k, v, mask=mask, bias=bias)  # (B, h, N, d)
+        x = merge_heads(x)  # -> (B, N, h d)
+        return self.out_proj(x)  # -> (B, N, embed_dim)
 
 # %% ../nbs/21_transformer.ipynb #cross-attention
 class CrossAttention(MultiHeadAttention):
@@ -67,19 +72,22 @@ class CrossAttention(MultiHeadAttention):
         and have gradients or need none.
         """
         known = cache is not None and cache.sources.get(layer) is memory
-        if known and torch.is_grad_enabled() and not cache.memory[layer][0].requires_grad:
-            known = not (memory.requires_grad or self.in_proj_weight.requires_grad)
+        if known and torch.is_grad_enabled():
+            known_keys, _ = cache.memory[layer]
+            if not known_keys.requires_grad:
+                known = not (memory.requires_grad or self.in_proj_weight.requires_grad)
         if known:
             (q,) = self.project(x)  # (B, h, N, d)
             k, v = cache.memory[layer]
         else:
             q, k, v = self.project(x, memory, memory)  # (B, h, N, d), twice (B, h, M, d)
         if cache is not None:
-            cache.memory[layer] = k, v
+            cache.memory[layer] = (k, v)
             cache.sources[layer] = memory
         dropout_p = self.dropout if self.training else 0.0
-        heads = attention(q, k, v, mask=mask, dropout_p=dropout_p)
-        return self.out_proj(merge_heads(heads))
+        x = attention(q, k, v, mask=mask, dropout_p=dropout_p)  # (B, h, N, d)
+        x = merge_heads(x)  # -> (B, N, h d)
+        return self.out_proj(x)  # -> (B, N, C)
 
 # %% ../nbs/21_transformer.ipynb #feed-forward
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "swish": F.silu}
@@ -117,7 +125,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x):
         """Tokens (..., d_model) to tokens."""
-        return self.linear2(self.activation(self.linear1(x)))  # (B, N, d) -> d_ff -> d
+        x = self.linear1(x)  # (..., d_model) -> (..., dim_feedforward)
+        x = self.activation(x)
+        return self.linear2(x)  # -> (..., d_model)
 
 # %% ../nbs/21_transformer.ipynb #encoder-layer
 class EncoderLayer(nn.Module):
@@ -137,15 +147,18 @@ class EncoderLayer(nn.Module):
         check_rates(dropout=dropout)
         self.self_attn = SelfAttention(d_model, nhead, rotary)
         self.feed_forward = FeedForward(d_model, dim_feedforward, activation)
-        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.norm1 = nn.LayerNorm(d_model)
+        self.norm2 = nn.LayerNorm(d_model)
         self.dropout = nn.Dropout(dropout)
         self.norm_first = norm_first
 
     def residual(self, x, norm, f, *inputs):
         """x + f(LN(x)) with the norm first, LN(x + f(x)) otherwise."""
         if self.norm_first:
-            return x + self.dropout(f(norm(x), *inputs))
-        return norm(x + self.dropout(f(x, *inputs)))
+            change = f(norm(x), *inputs)
+            return x + self.dropout(change)
+        change = f(x, *inputs)
+        return norm(x + self.dropout(change))
 
     def forward(self, x, mask=None, bias=None):
         """Tokens (B, N, d_model) to tokens; mask and bias broadcast to (B, h, N, N)."""
@@ -170,7 +183,8 @@ class DecoderLayer(nn.Module):
         check_rates(dropout=dropout)
         self.self_attn = SelfAttention(d_model, nhead, rotary)
         self.feed_forward = FeedForward(d_model, dim_feedforward, activation)
-        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.norm1 = nn.LayerNorm(d_model)
+        self.norm2 = nn.LayerNorm(d_model)
         self.dropout = nn.Dropout(dropout)
         self.norm_first = norm_first
         self.multihead_attn = CrossAttention(d_model, nhead)
@@ -179,8 +193,10 @@ class DecoderLayer(nn.Module):
     def residual(self, x, norm, f, *inputs):
         """x + f(LN(x)) with the norm first, LN(x + f(x)) otherwise."""
         if self.norm_first:
-            return x + self.dropout(f(norm(x), *inputs))
-        return norm(x + self.dropout(f(x, *inputs)))
+            change = f(norm(x), *inputs)
+            return x + self.dropout(change)
+        change = f(x, *inputs)
+        return norm(x + self.dropout(change))
 
     def forward(self, x, memory, mask=None, memory_mask=None, bias=None, cache=None, layer=0):
         """Tokens (B, N, d_model) and memory (B, M, d_model) to tokens.
@@ -213,7 +229,9 @@ class Encoder(nn.Module):
         """Tokens (B, N, d_model) to tokens."""
         for layer in self.layers:
             x = layer(x, mask, bias)
-        return x if self.norm is None else self.norm(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x
 
 
 class Decoder(Encoder):
@@ -224,10 +242,13 @@ class Decoder(Encoder):
         if cache is not None:
             cache.rewind()
         for i, layer in enumerate(self.layers):
-            x = layer(x, memory, mask, memory_mask, bias, cache, i)
+            x = layer(x, memory, mask=mask, memory_mask=memory_mask, bias=bias, cache=cache,
+                      layer=i)
         if cache is not None:
             cache.advance(x.shape[1])  # not before all layers have read all of x
-        return x if self.norm is None else self.norm(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x
 
 # %% ../nbs/21_transformer.ipynb #positions
 POSITIONS = ("sinusoidal", "learned", "relative", "alibi", "rotary", "none")
@@ -253,7 +274,8 @@ class Positions(nn.Module):
         super().__init__()
         if scheme not in POSITIONS:
             raise ValueError(f"position ({scheme!r}) must be one of {POSITIONS}")
-        self.scheme, self.nhead = scheme, nhead
+        self.scheme = scheme
+        self.nhead = nhead
         if scheme == "sinusoidal":
             table = sinusoidal_encoding(max_length, d_model, dtype=torch.get_default_dtype())
             self.register_buffer("table", table)
@@ -283,13 +305,15 @@ class Positions(nn.Module):
         Raises ValueError if a token stands where the table has no row.
         """
         if self.scheme == "sinusoidal":
-            first, end = offset, offset + x.shape[1]
-            if first < 0 or end > len(self.table):
+            end = offset + x.shape[1]
+            if offset < 0 or end > len(self.table):
                 inside = f"0 to {len(self.table) - 1} (max_length - 1)"
-                raise ValueError(f"x at the positions {first} to {end - 1} must lie in "
+                raise ValueError(f"x at the positions {offset} to {end - 1} must lie in "
                                  f"{inside}")
-            return x + self.rows(first, end)
-        return self.learned(x, offset=offset) if self.scheme == "learned" else x
+            return x + self.rows(offset, end)  # (B, N, d_model) + (N, d_model)
+        if self.scheme == "learned":
+            return self.learned(x, offset=offset)
+        return x
 
     def bias(self, stack, n, m, device, dtype=torch.float32):
         """What n queries add to their logits for m keys: (h, n, m), or None.
@@ -300,7 +324,10 @@ class Positions(nn.Module):
         if self.scheme == "alibi":
             wide = torch.promote_types(dtype, torch.float32)
             return alibi_bias(self.nhead, n, m, device=device, dtype=wide)
-        return getattr(self, stack)(n, m) if self.scheme == "relative" else None
+        if self.scheme == "relative":
+            relative_bias = self.encoder if stack == "encoder" else self.decoder
+            return relative_bias(n, m)
+        return None
 
 # %% ../nbs/21_transformer.ipynb #checks
 def check_settings(pad_id, dropout, vocabularies, layers):
@@ -430,9 +457,10 @@ def tie(layer, table):
         It is changed.
     table : Module
     """
-    weights = getattr(layer, "weight", None), getattr(table, "weight", None)
-    if all(isinstance(weight, nn.Parameter) for weight in weights):
-        layer.weight = table.weight
+    own = getattr(layer, "weight", None)
+    shared = getattr(table, "weight", None)
+    if isinstance(own, nn.Parameter) and isinstance(shared, nn.Parameter):
+        layer.weight = shared
 
 
 def tie_embeddings(model, incompatible_keys=None):
@@ -491,11 +519,12 @@ def check_padding(name, tokens, pad_id):
     """
     if not can_read(tokens):
         return
-    padding = tokens == pad_id
-    bad = (padding[:, :-1] & ~padding[:, 1:]).any(dim=1)
-    if bad.any():
+    padding = tokens == pad_id  # (B, N)
+    padding_before_token = padding[:, :-1] & ~padding[:, 1:]  # (B, N - 1)
+    bad_rows = padding_before_token.any(dim=1)  # (B,)
+    if bad_rows.any():
         raise ValueError(f"{name} has padding ({pad_id}) before a token in row "
-                         f"{int(bad.nonzero()[0])}; padding must stand after the tokens")
+                         f"{int(bad_rows.nonzero()[0])}; padding must stand after the tokens")
 
 # %% ../nbs/21_transformer.ipynb #evaluation
 _open_blocks = {}  # part: number of open `evaluation` blocks, and its mode before the first
@@ -515,7 +544,8 @@ def evaluation(model, parts=None):
     parts : list of Module, optional
         ``list(model.modules())``, for a caller that opens many blocks.
     """
-    parts = list(model.modules()) if parts is None else parts
+    if parts is None:
+        parts = list(model.modules())
     with _lock:
         if not any(part.training or part in _open_blocks for part in parts):
             parts = []  # there is nothing to change or to restore
@@ -573,31 +603,43 @@ class Transformer(nn.Module):
                  norm_first=False, final_norm=None, max_length=1024, pad_id=0,
                  tie_weights=True, output_bias=False, position="sinusoidal"):
         super().__init__()
-        shared = tgt_vocab is None and tie_weights
-        tgt_vocab = src_vocab if tgt_vocab is None else tgt_vocab
-        check_settings(pad_id, dropout, dict(src_vocab=src_vocab, tgt_vocab=tgt_vocab),
-                       dict(num_encoder_layers=num_encoder_layers,
-                            num_decoder_layers=num_decoder_layers))
+        shares_embedding = tgt_vocab is None and tie_weights
+        if tgt_vocab is None:
+            tgt_vocab = src_vocab
+        vocabularies = dict(src_vocab=src_vocab, tgt_vocab=tgt_vocab)
+        depths = dict(num_encoder_layers=num_encoder_layers,
+                      num_decoder_layers=num_decoder_layers)
+        check_settings(pad_id, dropout, vocabularies=vocabularies, layers=depths)
         check_counts(d_model=d_model, nhead=nhead, max_length=max_length)
-        self.d_model, self.max_length, self.pad_id = d_model, max_length, pad_id
+        self.d_model = d_model
+        self.max_length = max_length
+        self.pad_id = pad_id
+        self.src_vocab_size = src_vocab
+        self.vocab_size = tgt_vocab
         self.src_embed = nn.Embedding(src_vocab, d_model)
-        device = "meta" if shared else None  # of a matrix that another one replaces below
+        # a matrix that tie_embeddings replaces by another one is on "meta": it has no values
+        device = "meta" if shares_embedding else None
         self.tgt_embed = nn.Embedding(tgt_vocab, d_model, device=device)
         self.output = nn.Linear(d_model, tgt_vocab, bias=False, device="meta")
         if not tie_weights:
             self.output.weight = nn.Embedding(tgt_vocab, d_model).weight
-        self.shares_embedding, self.ties_output = shared, tie_weights
+        self.shares_embedding = shares_embedding
+        self.ties_output = tie_weights
         tie_embeddings(self)
-        self.src_vocab_size, self.vocab_size = src_vocab, tgt_vocab
         self.output_bias = nn.Parameter(torch.zeros(tgt_vocab)) if output_bias else None
         self.positions = Positions(position, d_model, nhead, max_length)
-        layer = (d_model, nhead, dim_feedforward, dropout, activation, norm_first,
-                 position == "rotary")
-        encoder = [EncoderLayer(*layer) for _ in range(num_encoder_layers)]
-        decoder = [DecoderLayer(*layer) for _ in range(num_decoder_layers)]
-        last = norm_first if final_norm is None else final_norm
-        self.encoder = Encoder(encoder, nn.LayerNorm(d_model) if last else None)
-        self.decoder = Decoder(decoder, nn.LayerNorm(d_model) if last else None)
+        options = dict(dim_feedforward=dim_feedforward, dropout=dropout, activation=activation,
+                       norm_first=norm_first, rotary=position == "rotary")
+        encoder_layers = [EncoderLayer(d_model, nhead, **options)
+                          for _ in range(num_encoder_layers)]
+        decoder_layers = [DecoderLayer(d_model, nhead, **options)
+                          for _ in range(num_decoder_layers)]
+        if final_norm is None:
+            final_norm = norm_first
+        encoder_norm = nn.LayerNorm(d_model) if final_norm else None
+        decoder_norm = nn.LayerNorm(d_model) if final_norm else None
+        self.encoder = Encoder(encoder_layers, encoder_norm)
+        self.decoder = Decoder(decoder_layers, decoder_norm)
         self.dropout = nn.Dropout(dropout)
         self.init_weights()
         self.register_load_state_dict_pre_hook(check_tied)
@@ -615,8 +657,9 @@ class Transformer(nn.Module):
 
     def embed(self, tokens, table, offset=0):
         """√d_model E[token] + position, the first at `offset`: (B, N) -> (B, N, d_model)."""
-        x = math.sqrt(self.d_model) * table(tokens)
-        return self.dropout(self.positions.add(x, offset))
+        x = math.sqrt(self.d_model) * table(tokens)  # (B, N) -> (B, N, d_model)
+        x = self.positions.add(x, offset)
+        return self.dropout(x)
 
     def encode(self, src):
         """The memory (B, M, d_model) of source tokens (B, M), and its mask (B, 1, 1, M).
@@ -624,12 +667,15 @@ class Transformer(nn.Module):
         The mask hides padding: it is False there. Padding must stand after the tokens of its
         row; this is checked on the CPU.
         """
-        check_tokens("src", src, self.src_vocab_size, self.max_length)
+        check_tokens("src", src, vocab=self.src_vocab_size, max_length=self.max_length)
         check_padding("src", src, self.pad_id)
-        mask = (src != self.pad_id)[:, None, None, :]  # (B, M) -> (B, 1, 1, M)
-        x = self.embed(src, self.src_embed)  # (B, M, d_model)
-        bias = self.positions.bias("encoder", src.shape[1], src.shape[1], x.device, x.dtype)
-        return self.encoder(x, mask, bias), mask
+        is_token = src != self.pad_id
+        mask = is_token[:, None, None, :]  # (B, M) -> (B, 1, 1, M)
+        x = self.embed(src, self.src_embed)  # (B, M) -> (B, M, d_model)
+        m = src.shape[1]
+        bias = self.positions.bias("encoder", m, m, device=x.device, dtype=x.dtype)
+        memory = self.encoder(x, mask, bias)  # (B, M, d_model)
+        return memory, mask
 
     def decode(self, tgt, memory, src_mask=None, cache=None):
         """Logits (B, N, tgt_vocab) of the token that follows each of the target tokens (B, N).
@@ -639,19 +685,23 @@ class Transformer(nn.Module):
         belongs to row i of the cache. Keys and values of the memory are computed again if it is
         not the tensor of the call before.
         """
-        past, n = 0 if cache is None else len(cache), tgt.shape[-1]
-        check_tokens("tgt", tgt, self.vocab_size, self.max_length, past)
+        past = 0 if cache is None else len(cache)
+        n = tgt.shape[-1]
+        check_tokens("tgt", tgt, vocab=self.vocab_size, max_length=self.max_length, offset=past)
         check_rows(tgt, memory)
         mask = "causal" if n > 1 else None  # one token may attend to all
-        x = self.embed(tgt, self.tgt_embed, past)
-        bias = self.positions.bias("decoder", n, past + n, x.device, x.dtype)
-        x = self.decoder(x, memory, mask, src_mask, bias, cache)
-        logits = self.output(x)  # (B, N, d) -> (B, N, vocab)
-        return logits if self.output_bias is None else logits + self.output_bias
+        x = self.embed(tgt, self.tgt_embed, offset=past)  # (B, N) -> (B, N, d_model)
+        bias = self.positions.bias("decoder", n, past + n, device=x.device, dtype=x.dtype)
+        x = self.decoder(x, memory, mask=mask, memory_mask=src_mask, bias=bias, cache=cache)
+        logits = self.output(x)  # (B, N, d_model) -> (B, N, tgt_vocab)
+        if self.output_bias is not None:
+            logits = logits + self.output_bias
+        return logits
 
     def forward(self, src, tgt):
         """Logits (B, N, tgt_vocab) for source tokens (B, M) and target tokens (B, N)."""
-        return self.decode(tgt, *self.encode(src))
+        memory, src_mask = self.encode(src)
+        return self.decode(tgt, memory, src_mask)
 
     def attention_maps(self, src, tgt):
         """The weights of all layers in evaluation mode.
@@ -661,8 +711,10 @@ class Transformer(nn.Module):
         """
         with evaluation(self), record_attention() as maps:
             self(src, tgt)
-        n = len(self.encoder.layers)  # then self- and cross-attention take turns
-        return {"encoder": maps[:n], "decoder": maps[n::2], "cross": maps[n + 1 :: 2]}
+        depth = len(self.encoder.layers)
+        decoder_maps = maps[depth:]  # self- and cross-attention take turns
+        return {"encoder": maps[:depth], "decoder": decoder_maps[0::2],
+                "cross": decoder_maps[1::2]}
 
 # %% ../nbs/21_transformer.ipynb #label-smoothing
 def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
@@ -696,9 +748,12 @@ def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
     if not 0 <= smoothing <= 1:
         raise ValueError(f"smoothing ({smoothing}) must be in [0, 1]")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for a long sum
-    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction="sum",
-                           ignore_index=pad_id, label_smoothing=smoothing)
-    return loss, (targets != pad_id).sum()
+    logits = logits.flatten(0, -2)  # (B, N, vocab) -> (B N, vocab)
+    flat_targets = targets.flatten().long()  # (B, N) -> (B N,)
+    loss = F.cross_entropy(logits, flat_targets, reduction="sum", ignore_index=pad_id,
+                           label_smoothing=smoothing)
+    count = (targets != pad_id).sum()
+    return loss, count
 
 # %% ../nbs/21_transformer.ipynb #from-torch
 def layer_from_torch(layer, rotary=False):
@@ -742,8 +797,10 @@ def layer_from_torch(layer, rotary=False):
     gpus = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=gpus):  # the weights that it starts with are not kept
         ours = layer_class(
-            layer.self_attn.embed_dim, heads, layer.linear1.out_features, layer.dropout1.p,
-            layer.activation, layer.norm_first, rotary).to(layer.linear1.weight)
+            layer.self_attn.embed_dim, heads, dim_feedforward=layer.linear1.out_features,
+            dropout=layer.dropout1.p, activation=layer.activation, norm_first=layer.norm_first,
+            rotary=rotary)
+        ours = ours.to(layer.linear1.weight)  # its device and dtype
     for name, part in layer.named_children():
         if name.startswith("norm"):
             setattr(ours, name, copy.deepcopy(part))  # an eps is not among the weights
@@ -789,12 +846,14 @@ def from_torch(module, src_vocab, tgt_vocab=None, **options):
             raise TypeError(f"{name} ({options[name]!r}) is no option of from_torch, which has "
                             f"{', '.join(known)}")
     rotary = options.get("position") == "rotary"
-    encoder = [layer_from_torch(layer, rotary) for layer in module.encoder.layers]
-    decoder = [layer_from_torch(layer, rotary) for layer in module.decoder.layers]
-    rates = [layer.dropout.p for layer in (*encoder, *decoder)]
+    encoder_layers = [layer_from_torch(layer, rotary) for layer in module.encoder.layers]
+    decoder_layers = [layer_from_torch(layer, rotary) for layer in module.decoder.layers]
+    all_layers = encoder_layers + decoder_layers
+    dropout = all_layers[0].dropout.p if all_layers else 0.0
     model = Transformer(
-        src_vocab, tgt_vocab, module.d_model, module.nhead, num_encoder_layers=0,
-        num_decoder_layers=0, dropout=rates[0] if rates else 0.0, **options)
-    model.encoder = Encoder(encoder, copy.deepcopy(module.encoder.norm))
-    model.decoder = Decoder(decoder, copy.deepcopy(module.decoder.norm))
-    return model.to(next(module.parameters())).train()
+        src_vocab, tgt_vocab, d_model=module.d_model, nhead=module.nhead, num_encoder_layers=0,
+        num_decoder_layers=0, dropout=dropout, **options)
+    model.encoder = Encoder(encoder_layers, copy.deepcopy(module.encoder.norm))
+    model.decoder = Decoder(decoder_layers, copy.deepcopy(module.decoder.norm))
+    model = model.to(next(module.parameters()))  # its device and dtype
+    return model.train()

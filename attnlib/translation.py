@@ -26,8 +26,11 @@ from .transformer import Transformer, label_smoothing_loss
 
 # %% ../nbs/23_translation.ipynb #directions
 DIRECTIONS = [(a, b) for a in LANGUAGES for b in LANGUAGES if a != b]  # 12 · 11 = 132
-HELD_OUT = [(a, LANGUAGES[(i + k) % len(LANGUAGES)])
-            for i, a in enumerate(LANGUAGES) for k in (1, 6)]
+HELD_OUT = []  # each language to the next one, and to the sixth after it
+for place, language in enumerate(LANGUAGES):
+    for distance in (1, 6):
+        other = LANGUAGES[(place + distance) % len(LANGUAGES)]
+        HELD_OUT.append((language, other))
 
 
 def tag(language):
@@ -57,8 +60,11 @@ def number_tokenizer(numbers, vocab_size, languages=LANGUAGES):
     -------
     tokenizers.Tokenizer
     """
-    texts = [text for language in languages for text in number_words(numbers, language)]
-    return train_bpe(texts, vocab_size, extra=[tag(language) for language in LANGUAGES])
+    texts = []
+    for language in languages:
+        texts += number_words(numbers, language)
+    tags = [tag(language) for language in LANGUAGES]
+    return train_bpe(texts, vocab_size, extra=tags)
 
 # %% ../nbs/23_translation.ipynb #table
 def number_table(tokenizer, numbers, languages=LANGUAGES):
@@ -86,8 +92,11 @@ def number_table(tokenizer, numbers, languages=LANGUAGES):
 
 def trim(tokens):
     """The `tokens` (B, N) without the columns at the end that are padding in every row."""
-    used = (tokens != PAD).any(0).nonzero()
-    return tokens[:, : int(used.max()) + 1 if len(used) else 0]
+    used = (tokens != PAD).any(0).nonzero()  # columns with a token
+    length = 0
+    if len(used) > 0:
+        length = int(used.max()) + 1
+    return tokens[:, :length]
 
 # %% ../nbs/23_translation.ipynb #batches
 def direction_batches(tokenizer, table, directions, *, batch_size, seed=0, shared=True,
@@ -122,12 +131,14 @@ def direction_batches(tokenizer, table, directions, *, batch_size, seed=0, share
         If there is no direction, or not a number for each.
     """
     check_side(tag_on)
+    count = table.shape[1]
     least = 1 if shared else len(directions)
-    if len(directions) == 0 or table.shape[1] < least:
-        raise ValueError(f"table has {table.shape[1]} numbers for {len(directions)} "
+    if len(directions) == 0 or count < least:
+        raise ValueError(f"table has {count} numbers for {len(directions)} "
                          "directions; there must be one direction or more, and a number for "
                          f"{'all' if shared else 'each'}")
-    count = table.shape[1] if shared else table.shape[1] // len(directions)
+    if not shared:
+        count = count // len(directions)  # of each direction
     source = torch.tensor([LANGUAGES.index(a) for a, _ in directions])
     target = torch.tensor([LANGUAGES.index(b) for _, b in directions])
     tags = torch.tensor([tokenizer.token_to_id(tag(b)) for _, b in directions])
@@ -136,8 +147,10 @@ def direction_batches(tokenizer, table, directions, *, batch_size, seed=0, share
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         number = torch.randint(count, (batch_size,), generator=generator)
         pick = torch.randint(len(directions), (batch_size,), generator=generator)
-        number = number if shared else number * len(directions) + pick
-        src, tgt = table[source[pick], number], table[target[pick], number]  # (B, longest) each
+        if not shared:
+            number = number * len(directions) + pick
+        src = table[source[pick], number]  # (B, longest)
+        tgt = table[target[pick], number]
         if tag_on == "source":
             src = torch.cat([src[:, :1], tags[pick, None], src[:, 1:]], 1)  # (B, 1 + longest)
         else:
@@ -168,7 +181,8 @@ def translation_loss(model, batch):
         As of `label_smoothing_loss`.
     """
     src, tgt = batch
-    return label_smoothing_loss(model(src, tgt[:, :-1]), tgt[:, 1:], pad_id=model.pad_id)
+    logits = model(src, tgt[:, :-1])  # (B, N - 1, vocab)
+    return label_smoothing_loss(logits, tgt[:, 1:], pad_id=model.pad_id)
 
 # %% ../nbs/23_translation.ipynb #translate-numbers
 def translate_numbers(model, tokenizer, texts, language, *, max_length=100,
@@ -203,7 +217,10 @@ def translate_numbers(model, tokenizer, texts, language, *, max_length=100,
     if isinstance(texts, str):
         raise TypeError(f"texts ({texts!r}) must be a sequence of str; a single text goes into "
                         "a list")
-    wanted = [language] * len(texts) if isinstance(language, str) else list(language)
+    if isinstance(language, str):
+        wanted = [language] * len(texts)
+    else:
+        wanted = list(language)
     if len(wanted) != len(texts):
         raise ValueError(f"language has {len(wanted)} languages for {len(texts)} texts; it "
                          "must be one str, or one for each text")
@@ -212,14 +229,16 @@ def translate_numbers(model, tokenizer, texts, language, *, max_length=100,
     tags = [tag(name) for name in wanted]
     device = next(model.parameters()).device
     if tag_on == "source":
-        out = greedy(model, encode(tokenizer, texts, prefix=tags).to(device), max_length)
+        src = encode(tokenizer, texts, prefix=tags).to(device)
+        out = greedy(model, src, max_length)
         return decode(tokenizer, out.cpu())
     said = [""] * len(texts)
     for start in dict.fromkeys(tags):  # one start token at a time
         rows = [i for i, own in enumerate(tags) if own == start]
         src = encode(tokenizer, [texts[i] for i in rows]).to(device)
         out = greedy(model, src, max_length, bos_id=tokenizer.token_to_id(start))
-        for i, text in zip(rows, decode(tokenizer, out.cpu())):
+        translations = decode(tokenizer, out.cpu())
+        for i, text in zip(rows, translations):
             said[i] = text
     return said
 
@@ -257,19 +276,33 @@ def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500,
     check_count("batch_size", batch_size)
     if len(directions) == 0:
         raise ValueError("directions must be one or more, not 0")
-    hits = {pair: [] for pair in directions}
-    asked = [(n, *directions[i % len(directions)]) for i, n in enumerate(numbers)]
+    asked = []  # (number, source, target)
+    for i, number in enumerate(numbers):
+        source, target = directions[i % len(directions)]
+        asked.append((number, source, target))
+    answers = {pair: [] for pair in directions}  # (right, right in another language)
     for first in range(0, len(asked), batch_size):
         batch = asked[first : first + batch_size]
-        names = [{b: number_words([n], b)[0] for b in LANGUAGES} for n, _, _ in batch]
-        sources = [own[a] for own, (_, a, _) in zip(names, batch)]
-        targets = [b for _, _, b in batch]
+        names = []  # of each number: its name in every language
+        sources = []
+        targets = []
+        for number, source, target in batch:
+            own_names = {b: number_words([number], b)[0] for b in LANGUAGES}
+            names.append(own_names)
+            sources.append(own_names[source])
+            targets.append(target)
         said = translate_numbers(model, tokenizer, sources, targets, tag_on=tag_on)
-        for (_, a, b), own, text in zip(batch, names, said):
-            right = text == own[b]
-            hits[a, b].append((right, not right and text in own.values()))
-    return {pair: tuple(sum(column) / len(own) for column in zip(*own))
-            for pair, own in hits.items() if own}
+        for (_, source, target), own_names, text in zip(batch, names, said):
+            right = text == own_names[target]
+            elsewhere = not right and text in own_names.values()
+            answers[source, target].append((right, elsewhere))
+    shares = {}
+    for pair, own in answers.items():
+        if own:
+            share_right = sum(right for right, _ in own) / len(own)
+            share_elsewhere = sum(elsewhere for _, elsewhere in own) / len(own)
+            shares[pair] = (share_right, share_elsewhere)
+    return shares
 
 # %% ../nbs/23_translation.ipynb #number-scores
 def number_scores(model, tokenizer, numbers, directions, *, tag_on="source"):
@@ -287,16 +320,24 @@ def number_scores(model, tokenizer, numbers, directions, *, tag_on="source"):
         "elsewhere", the shares named right and named right in another language, as means over
         directions; "directions", both for each.
     """
-    known = {language for pair in directions for language in pair}
-    zero_shot = [(a, b) for a, b in DIRECTIONS if {a, b} <= known and (a, b) not in directions]
+    known = set()
+    for pair in directions:
+        known.update(pair)
+    zero_shot = []
+    for a, b in DIRECTIONS:
+        if a in known and b in known and (a, b) not in directions:
+            zero_shot.append((a, b))
     scores = {}
     for name, part in (("supervised", directions), ("zero_shot", zero_shot)):
         found = {}
         if part:
             found = direction_accuracy(model, tokenizer, numbers, part, tag_on=tag_on)
         if found:
-            right, elsewhere = (sum(column) / len(found) for column in zip(*found.values()))
-            each = {f"{a}-{b}": [round(x, 4) for x in own] for (a, b), own in found.items()}
+            right = sum(share for share, _ in found.values()) / len(found)
+            elsewhere = sum(share for _, share in found.values()) / len(found)
+            each = {}
+            for (a, b), shares in found.items():
+                each[f"{a}-{b}"] = [round(share, 4) for share in shares]
             scores[name] = {"numbers": len(numbers), "right": right, "elsewhere": elsewhere,
                             "directions": each}
     return scores
@@ -337,15 +378,17 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
     drawn = dict.fromkeys(draw_numbers(2 * tests, limit, seed=seed + 1))
     held_out = [n for n in drawn if n >= 1000][:tests]
     seen = draw_numbers(numbers, limit, seed=seed + 2, exclude=held_out)
-    valid = draw_numbers(500, limit, seed=seed + 3, exclude=[n for n in [*held_out, *seen]
-                                                             if n >= 1000])
+    taken = [n for n in [*held_out, *seen] if n >= 1000]
+    valid = draw_numbers(500, limit, seed=seed + 3, exclude=taken)
     known = [b for b in LANGUAGES if any(b in pair for pair in directions)]
     tokenizer = number_tokenizer(seen[:3000], vocab_size, known)
     table = number_table(tokenizer, seen, known)
     batches = direction_batches(tokenizer, table, directions, batch_size=batch_size, seed=seed)
     with seeded(seed):
-        model = Transformer(vocab_size, None, d_model, max(1, d_model // 48), layers, layers,
-                            4 * d_model, dropout=0.0, norm_first=True, max_length=128)
+        model = Transformer(
+            vocab_size, d_model=d_model, nhead=max(1, d_model // 48),
+            num_encoder_layers=layers, num_decoder_layers=layers, dim_feedforward=4 * d_model,
+            dropout=0.0, norm_first=True, max_length=128)
 
     def evaluate(model):
         scores = number_scores(model, tokenizer, valid, directions)
@@ -358,7 +401,8 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
                     d_model=d_model, layers=layers, batch_size=batch_size, lr=lr, seed=seed,
                     parameters=sum(p.numel() for p in model.parameters()))
     scores = number_scores(model, tokenizer, held_out, directions)
-    return model.eval(), tokenizer, {"settings": settings, "history": history, **scores}
+    record = {"settings": settings, "history": history, **scores}
+    return model.eval(), tokenizer, record
 
 # %% ../nbs/23_translation.ipynb #kinds
 @cache
@@ -381,7 +425,10 @@ def number_pieces(language):
     for large in (*thousands, *millions):
         numbers += [large, large + 1]
     names = number_words(numbers, language)
-    return {word for name in names for word in re.split("[ ,-]+", name)}
+    pieces = set()
+    for name in names:
+        pieces.update(re.split("[ ,-]+", name))
+    return pieces
 
 
 def is_in(text, language):
@@ -392,7 +439,7 @@ def is_in(text, language):
     bool
     """
     pieces = number_pieces(language)
-    longest = max(map(len, pieces))
+    longest = max(len(piece) for piece in pieces)
 
     def spelled(word):
         ends = [0]  # where the beginnings end that are put together from pieces
@@ -402,7 +449,7 @@ def is_in(text, language):
         return ends[-1] == len(word)
 
     words = [word for word in re.split("[ ,-]+", text) if word]
-    return bool(words) and all(map(spelled, words))
+    return len(words) > 0 and all(spelled(word) for word in words)
 
 
 @cache
@@ -419,9 +466,15 @@ def own_tokens(tokenizer, languages):
     dict of str to set
     """
     numbers = [*range(1000), *range(1000, 10**6, 4321)]
-    used = {b: set(encode(tokenizer, number_words(numbers, b)).flatten().tolist())
-            for b in languages}
-    return {b: used[b].difference(*(used[a] for a in languages if a != b)) for b in languages}
+    used = {}
+    for language in languages:
+        tokens = encode(tokenizer, number_words(numbers, language))  # (numbers, longest)
+        used[language] = set(tokens.flatten().tolist())
+    own = {}
+    for language in languages:
+        others = [used[other] for other in languages if other != language]
+        own[language] = used[language].difference(*others)
+    return own
 
 
 def answer_kind(tokenizer, text, number, source, target, languages=LANGUAGES):
@@ -452,8 +505,11 @@ def answer_kind(tokenizer, text, number, source, target, languages=LANGUAGES):
         if is_in(text, language):
             return f"in {language}"
     tokens = set(encode(tokenizer, [text])[0].tolist())
-    parts = [own & tokens for own in own_tokens(tokenizer, tuple(languages)).values()]
-    return "mixed" if sum(map(bool, parts)) > 1 else "none"
+    mixed = 0  # languages of which the text has tokens
+    for own in own_tokens(tokenizer, tuple(languages)).values():
+        if own & tokens:
+            mixed += 1
+    return "mixed" if mixed > 1 else "none"
 
 # %% ../nbs/23_translation.ipynb #sparse-numbers
 def sparse_numbers(count, nonzero, *, seed=0):
@@ -483,9 +539,11 @@ def sparse_numbers(count, nonzero, *, seed=0):
     if not isinstance(nonzero, int) or not 1 <= nonzero <= 9:
         raise ValueError(f"nonzero ({nonzero}) must be from 1 to 9")
     generator = torch.Generator().manual_seed(seed)
-    places = torch.rand(count, 9, generator=generator).argsort(1)[:, :nonzero]  # all different
+    shuffled = torch.rand(count, 9, generator=generator).argsort(1)  # the 9 places, in each row
+    places = shuffled[:, :nonzero]  # all different
     digits = torch.randint(1, 10, (count, nonzero), generator=generator)
-    return (digits * 10**places).sum(1).tolist()
+    numbers = (digits * 10**places).sum(1)  # (count, nonzero) -> (count,)
+    return numbers.tolist()
 
 # %% ../nbs/23_translation.ipynb #length-run
 def length_run(position, *, longest=5, steps=1500, numbers=30_000, tests=300, d_model=64,
@@ -513,27 +571,45 @@ def length_run(position, *, longest=5, steps=1500, numbers=30_000, tests=300, d_
         "accuracy", a list with the share of exactly right names for 1, ..., 9 digits, and the
         settings.
     """
-    tests = {k: list(dict.fromkeys(sparse_numbers(tests, k, seed=1000 + k)))
-             for k in range(1, 10)}
-    every = [n for own in tests.values() for n in own]
-    hidden = {n for n in every if n >= 1000}
-    seen = [n for k in range(1, longest + 1)
-            for n in sparse_numbers(numbers // longest, k, seed=seed * 100 + k)
-            if n not in hidden]
-    english, german = number_words(seen, "en"), number_words(seen, "de")
+    test_numbers = {}  # of each number of digits
+    all_tests = []
+    for digits in range(1, 10):
+        drawn = sparse_numbers(tests, digits, seed=1000 + digits)
+        test_numbers[digits] = list(dict.fromkeys(drawn))  # each number once
+        all_tests += test_numbers[digits]
+    hidden = {n for n in all_tests if n >= 1000}
+    seen = []
+    for digits in range(1, longest + 1):
+        drawn = sparse_numbers(numbers // longest, digits, seed=seed * 100 + digits)
+        seen += [n for n in drawn if n not in hidden]
+    english = number_words(seen, "en")
+    german = number_words(seen, "de")
     tokenizer = train_bpe([*english, *german], 150)
     with seeded(seed):
-        model = Transformer(150, None, d_model, 4, 2, 2, 2 * d_model, dropout=0.0,
-                            norm_first=True, max_length=128, position=position)
+        model = Transformer(
+            150, d_model=d_model, nhead=4, num_encoder_layers=2, num_decoder_layers=2,
+            dim_feedforward=2 * d_model, dropout=0.0, norm_first=True, max_length=128,
+            position=position)
     pairs = epochs(encode(tokenizer, english), encode(tokenizer, german), batch_size=64,
                    seed=seed)
-    fit(model, translation_loss, lambda step: tuple(map(trim, pairs(step))), steps=steps,
-        lr=3e-3, warmup=steps // 10, weight_decay=0.0, every=steps, seed=seed,
-        accelerator=accelerator)
-    src = encode(tokenizer, number_words(every, "en")).to(next(model.parameters()).device)
-    said = dict(zip(every, decode(tokenizer, greedy(model, src, 120).cpu())))
-    right = {n: said[n] == number_words([n], "de")[0] for n in every}
-    accuracy = [round(sum(right[n] for n in own) / len(own), 4) for own in tests.values()]
+
+    def batches(step):
+        src, tgt = pairs(step)
+        return trim(src), trim(tgt)
+
+    fit(model, translation_loss, batches, steps=steps, lr=3e-3, warmup=steps // 10,
+        weight_decay=0.0, every=steps, seed=seed, accelerator=accelerator)
+    src = encode(tokenizer, number_words(all_tests, "en"))
+    src = src.to(next(model.parameters()).device)
+    out = greedy(model, src, 120)
+    said = decode(tokenizer, out.cpu())
+    right = {}
+    for number, text in zip(all_tests, said):
+        right[number] = text == number_words([number], "de")[0]
+    accuracy = []
+    for own in test_numbers.values():
+        share = sum(right[number] for number in own) / len(own)
+        accuracy.append(round(share, 4))
     return dict(position=position, longest=longest, steps=steps, numbers=len(seen),
                 d_model=d_model, seed=seed, accuracy=accuracy)
 
@@ -585,22 +661,30 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
         raise ImportError('sacrebleu is missing: pip install "attnlib[notebooks]"') from error
     texts = {split: multi30k(split, folder) for split in ("train", "valid", "test")}
     tokenizer = train_bpe([*texts["train"][0], *texts["train"][1]], vocab_size)
-    pairs = {split: [encode(tokenizer, own) for own in texts[split]]
-             for split in ("train", "valid")}
+    pairs = {}  # sources and targets
+    for split in ("train", "valid"):
+        english, german = texts[split]
+        pairs[split] = (encode(tokenizer, english), encode(tokenizer, german))
     settings = dict(steps=steps, vocab_size=tokenizer.get_vocab_size(), d_model=d_model,
                     layers=layers, dropout=dropout, batch_size=batch_size, lr=lr, seed=seed)
     with seeded(seed):
         model = Transformer(
-            settings["vocab_size"], None, d_model, max(1, d_model // 64), layers, layers,
-            4 * d_model, dropout=dropout, norm_first=True, max_length=256)
-    batches = epochs(*pairs["train"], batch_size=batch_size, seed=seed)
+            settings["vocab_size"], d_model=d_model, nhead=max(1, d_model // 64),
+            num_encoder_layers=layers, num_decoder_layers=layers, dim_feedforward=4 * d_model,
+            dropout=dropout, norm_first=True, max_length=256)
+    untrimmed = epochs(*pairs["train"], batch_size=batch_size, seed=seed)
+
+    def batches(step):
+        src, tgt = untrimmed(step)
+        return trim(src), trim(tgt)
+
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(checkpoint or Path(temporary) / "run.json")
         best = path.with_name(f"{path.stem}-best.json")
         if not path.exists():  # this run is new, and what lies there belongs to another run
             best.unlink(missing_ok=True)
-        history = fit(model, translation_loss, lambda step: tuple(map(trim, batches(step))),
-                      steps=steps, lr=lr, warmup=steps // 10, every=min(every, steps),
+        history = fit(model, translation_loss, batches, steps=steps, lr=lr,
+                      warmup=steps // 10, every=min(every, steps),
                       evaluate=keep_best(best, *pairs["valid"]), checkpoint=checkpoint,
                       seed=seed, accelerator=accelerator)
         lowest = lowest_row(history)
@@ -611,12 +695,15 @@ def multi30k_run(folder=None, *, steps=20_000, vocab_size=8000, d_model=256, lay
                              "belong to one run")
         model.load_state_dict(weights)
     english, german = texts["test"]
-    said, metric = translate(model, tokenizer, english, beam_size=beam_size), sacrebleu.BLEU()
+    said = translate(model, tokenizer, english, beam_size=beam_size)
+    metric = sacrebleu.BLEU()
     bleu = metric.corpus_score(said, [german]).score
+    examples = []
+    for source, translation, reference in zip(english[:5], said, german):
+        examples.append([source, translation, reference])
     record = {"settings": settings | dict(beam_size=beam_size), "history": history,
               "best_step": lowest["step"], "bleu": bleu,
-              "signature": str(metric.get_signature()),
-              "examples": [list(row) for row in zip(english[:5], said, german)]}
+              "signature": str(metric.get_signature()), "examples": examples}
     return model.eval(), tokenizer, record
 
 
@@ -632,7 +719,11 @@ def lowest_row(history):
     -------
     dict
     """
-    return min(history, key=lambda row: (math.isnan(row["valid"]), row["valid"]))
+    def rank(row):
+        loss = row["valid"]
+        return math.isnan(loss), loss  # False comes before True
+
+    return min(history, key=rank)
 
 
 def keep_best(path, src, tgt, batch_size=256):
@@ -654,12 +745,19 @@ def keep_best(path, src, tgt, batch_size=256):
         From a model to {"valid": loss}.
     """
     def evaluate(model):
-        device, found = next(model.parameters()).device, []
-        for batch in zip(src.split(batch_size), tgt.split(batch_size)):
-            found.append(translation_loss(model, [trim(x).to(device) for x in batch]))
-        total, count = (sum(column) for column in zip(*found))
+        device = next(model.parameters()).device
+        total = 0
+        count = 0
+        for some_src, some_tgt in zip(src.split(batch_size), tgt.split(batch_size)):
+            batch = (trim(some_src).to(device), trim(some_tgt).to(device))
+            batch_loss, batch_count = translation_loss(model, batch)
+            total = total + batch_loss
+            count = count + batch_count
         loss = (total / count).item()
-        before = load_checkpoint(path)[1]["loss"] if path.exists() else math.nan
+        before = math.nan
+        if path.exists():
+            _, state = load_checkpoint(path)
+            before = state["loss"]
         if math.isnan(before) or loss < before:
             save_checkpoint(path, model.state_dict(), {"step": 0, "loss": loss})
         return {"valid": loss}
@@ -701,18 +799,26 @@ def translate(model, tokenizer, texts, *, beam_size=4, length_penalty=1.0, max_l
     if batch_size < 1:
         raise ValueError(f"batch_size ({batch_size}) must be at least 1")
     marian = hasattr(tokenizer, "eos_token_id")  # then the decoder starts from padding
-    ends = dict(bos_id=model.pad_id, eos_id=tokenizer.eos_token_id) if marian else {}
-    order, said = sorted(range(len(texts)), key=lambda i: len(texts[i])), [""] * len(texts)
+    ends = {}
+    if marian:
+        ends = dict(bos_id=model.pad_id, eos_id=tokenizer.eos_token_id)
+    device = next(model.parameters()).device
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    said = [""] * len(texts)
     for first in range(0, len(texts), batch_size):
         rows = order[first : first + batch_size]
         batch = [texts[i] for i in rows]
-        src = (tokenizer(batch, return_tensors="pt", padding=True).input_ids if marian
-               else encode(tokenizer, batch)).to(next(model.parameters()).device)
-        out, _ = beam_search(model, src, max_length, beam_size, length_penalty=length_penalty,
-                             **ends)
-        read = (tokenizer.batch_decode(out, skip_special_tokens=True) if marian
-                else decode(tokenizer, out.cpu()))
-        for i, text in zip(rows, read):
+        if marian:
+            src = tokenizer(batch, return_tensors="pt", padding=True).input_ids
+        else:
+            src = encode(tokenizer, batch)
+        out, _ = beam_search(model, src.to(device), max_length, beam_size,
+                             length_penalty=length_penalty, **ends)
+        if marian:
+            translations = tokenizer.batch_decode(out, skip_special_tokens=True)
+        else:
+            translations = decode(tokenizer, out.cpu())
+        for i, text in zip(rows, translations):
             said[i] = text
     return said
 
@@ -742,16 +848,20 @@ def from_marian(config, state_dict):
     for name, value in wanted.items():
         if getattr(config, name, value) != value:
             raise ValueError(f"{name} ({getattr(config, name)!r}) of config must be {value!r}")
-    shared = config.share_encoder_decoder_embeddings
+    tgt_vocab = None  # one vocabulary for both languages
+    if not config.share_encoder_decoder_embeddings:
+        tgt_vocab = config.decoder_vocab_size
     model = Transformer(
-        config.vocab_size, None if shared else config.decoder_vocab_size, config.d_model,
-        config.encoder_attention_heads, config.encoder_layers, config.decoder_layers,
-        config.encoder_ffn_dim, config.dropout, config.activation_function,
+        config.vocab_size, tgt_vocab, d_model=config.d_model,
+        nhead=config.encoder_attention_heads, num_encoder_layers=config.encoder_layers,
+        num_decoder_layers=config.decoder_layers, dim_feedforward=config.encoder_ffn_dim,
+        dropout=config.dropout, activation=config.activation_function,
         max_length=config.max_position_embeddings, pad_id=config.pad_token_id,
-        output_bias=True, tie_weights=getattr(config, "tie_word_embeddings", True),
-    ).to(next(iter(state_dict.values())))
-    sines = model.positions.table.unflatten(1, (-1, 2))  # (length, d_model / 2, 2)
-    weights = {"positions.table": sines.mT.flatten(1), **marian_weights(state_dict)}
+        output_bias=True, tie_weights=getattr(config, "tie_word_embeddings", True))
+    model = model.to(next(iter(state_dict.values())))  # its device and dtype
+    pairs = model.positions.table.unflatten(1, (-1, 2))  # (length, d_model / 2, 2)
+    sines_first = pairs.mT.flatten(1)  # -> (length, 2, d_model / 2) -> (length, d_model)
+    weights = {"positions.table": sines_first, **marian_weights(state_dict)}
     model.load_state_dict(weights, strict=True)
     return model
 
@@ -773,7 +883,8 @@ def marian_weights(state_dict):
     weights["output_bias"] = weights["output_bias"].flatten()  # (1, vocab) -> (vocab,)
     shared = weights.pop("shared.weight", None)
     for name in ("src_embed.weight", "tgt_embed.weight", "output.weight"):
-        weights.setdefault(name, weights.get("tgt_embed.weight", shared))
+        if name not in weights:
+            weights[name] = weights.get("tgt_embed.weight", shared)
     return weights
 
 # %% ../nbs/23_translation.ipynb #load-marian
@@ -805,7 +916,8 @@ def load_marian(source):
     except ModuleNotFoundError as error:
         raise ImportError(
             f'{error.name} is missing: pip install "attnlib[notebooks]"') from error
-    folder, files = Path(source), ("config.json", "vocab.json", "source.spm", "target.spm")
+    folder = Path(source)
+    files = ("config.json", "vocab.json", "source.spm", "target.spm")
     if not folder.is_dir():
         wanted = ["*.json", *files, "model.safetensors", "pytorch_model.bin"]
         try:
