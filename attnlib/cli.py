@@ -314,7 +314,8 @@ def beside_timm(name, batch=1, rounds=9, device="cpu"):
     theirs = theirs.to(device)
     x = torch.randn(batch, *size).to(device)
     with torch.inference_mode():
-        off = (ours(x) - theirs(x)).abs().max().item()
+        differences = ours(x) - theirs(x)
+        off = differences.abs().max().item()
         if not off < 1e-3:
             raise ValueError(f"name ({name!r}): the logits differ by {off:.1e} from timm's")
         calls = {"attnlib": partial(ours, x), "timm": partial(theirs, x)}

@@ -858,7 +858,8 @@ def from_marian(config, state_dict):
         dropout=config.dropout, activation=config.activation_function,
         max_length=config.max_position_embeddings, pad_id=config.pad_token_id,
         output_bias=True, tie_weights=getattr(config, "tie_word_embeddings", True))
-    model = model.to(next(iter(state_dict.values())))  # its device and dtype
+    some_weight = next(iter(state_dict.values()))
+    model = model.to(some_weight)  # its device and dtype
     pairs = model.positions.table.unflatten(1, (-1, 2))  # (length, d_model / 2, 2)
     sines_first = pairs.mT.flatten(1)  # -> (length, 2, d_model / 2) -> (length, d_model)
     weights = {"positions.table": sines_first, **marian_weights(state_dict)}
