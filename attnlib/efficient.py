@@ -123,7 +123,8 @@ def local_attention(q, k, v, window, *, causal=True):
     k = F.pad(k, padding)
     v = F.pad(v, padding)
     q = q.unflatten(-2, (blocks, w))  # -> (..., blocks, w, d)
-    # a block of queries sees the keys of the block before, its own, and, if not causal, the next
+    # a block of queries sees its own keys, those of the block before, and, if not causal, of
+    # the next
     after = 0 if causal else w
     seen = 2 * w + after
     k = F.pad(k, (0, 0, w, after))  # -> (..., w + blocks w + after, d)
