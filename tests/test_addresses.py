@@ -16,11 +16,11 @@ import attnlib
 ROOT = Path(__file__).parent.parent
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 REPOSITORY, BOOK = URLS["Repository"], URLS["Book"]
-PROSE = "README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff _config.yml index.md"
+PROSE = "README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff _config.yml book/index.md"
 FILES = [
     *(ROOT / name for name in PROSE.split()),
     *sorted((ROOT / "nbs").glob("*.ipynb")),
-    *sorted((ROOT / "api").glob("*.md")),
+    *sorted((ROOT / "book" / "api").glob("*.md")),
     *sorted((ROOT / ".github").rglob("*.yml")),
 ]
 

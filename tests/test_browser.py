@@ -46,8 +46,8 @@ FLAGS = [
 def listed(entry):
     """The pages below an entry of _toc.yml."""
     pages = [entry["file"]] if "file" in entry else []
-    if entry.get("glob") == "api/*":
-        pages = [f"api/{chapter.module}" for chapter in chapters.modules()]
+    if entry.get("glob") == "book/api/*":
+        pages = [f"book/api/{chapter.module}" for chapter in chapters.modules()]
     return pages + [
         page
         for key in ("chapters", "sections")
@@ -155,7 +155,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="session")
 def site():
     """The address of the pages, served from this machine."""
-    if not (BOOK / "index.html").exists():
+    if not (BOOK / "book" / "index.html").exists():
         missing(
             f"no book in {BOOK}: build it with `make book`, or set ATTNLIB_BOOK to the folder "
             "of its pages"
@@ -546,7 +546,8 @@ def test_a_docstring_unfolds(site, browser):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(
-    "name", ["index", "nbs/92_plot", "glossary", "theorems", "speeds", "search"]
+    "name",
+    ["book/index", "nbs/92_plot", "book/glossary", "book/theorems", "book/speeds", "search"],
 )
 def test_axe_finds_no_serious_violation(site, browser, name, scheme):
     """One page of each kind with its colours, which take most of a minute on a chapter."""
@@ -615,7 +616,7 @@ def test_page_404_works_at_any_depth(site, browser, width):
         family = page.locator("article h1").evaluate("e => getComputedStyle(e).fontFamily")
         assert family.startswith("system-ui")  # of book.css
         page.locator("article a", has_text="first page").click()
-        assert page.url == f"{book}index.html"
+        assert page.url == f"{book}book/index.html"
         page.goto(lost)
         page.locator("article a", has_text="search").click()
         page.locator("main input[type=search]").fill("softmax")
@@ -639,7 +640,7 @@ def test_page_loads_what_it_needs(site, name):
     formulas = bool(page.select(".math"))
     assert {"startup.js" in scripts, "formulas.js" in scripts} == {formulas}
     late = [image.get("loading") == "lazy" for image in page.select("article img")]
-    assert late == [name != "index"] * len(late)
+    assert late == [name != "book/index"] * len(late)
 
 
 def test_formulas_in_view_come_first(site, browser):
@@ -661,7 +662,7 @@ def test_formulas_in_view_come_first(site, browser):
 
 def test_map_of_ideas_shows_what_the_focused_chapter_builds_on(site, browser):
     page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto(f"{site}index.html")
+    page.goto(f"{site}book/index.html")
     page.locator("nav.ideas a[data-idea='33_swinv2']").focus()
     lit = page.locator("nav.ideas path.lit")
     assert {path.get_attribute("data-from") for path in lit.all()} >= {"32_swin"}
@@ -691,7 +692,7 @@ def test_head_describes_the_page(site, name):
     [
         ("Saturation", "nbs/10_attention.html#thm-saturation"),
         ("Gumbel", "nbs/41_beit.html#thm-gumbel"),
-        ("number of heads", "glossary.html#h-number-of-heads"),
+        ("number of heads", "book/glossary.html#h-number-of-heads"),
     ],
 )
 def test_search_finds_theorems_and_symbols_by_name(site, browser, words, wanted):
@@ -713,16 +714,16 @@ def test_search_finds_a_function(site, browser):
 
 
 def test_first_page_leads_to_every_notebook(opened):
-    links = set(opened("index")["links"])
-    wanted = [*NOTEBOOKS, *(page for page in PAGES if page.startswith("api/"))]
+    links = set(opened("book/index")["links"])
+    wanted = [*NOTEBOOKS, *(page for page in PAGES if page.startswith("book/api/"))]
     assert [
-        page for page in wanted if f"{opened('index')['site']}{page}.html" not in links
+        page for page in wanted if f"{opened('book/index')['site']}{page}.html" not in links
     ] == []
 
 
 def test_example_on_the_first_page_runs():
     code = re.search(
-        r"```python\n(.*?)```", (ROOT / "index.md").read_text(encoding="utf-8"), re.DOTALL
+        r"```python\n(.*?)```", (ROOT / "book" / "index.md").read_text("utf-8"), re.DOTALL
     )[1]
     exec(code, {})
 
@@ -831,10 +832,10 @@ def test_buttons_are_large_enough_for_a_finger(phone):
     assert [box for box in boxes if box and min(box["height"], box["width"]) < 36] == []
 
 
-@pytest.mark.parametrize("name", ["index", "search"])
+@pytest.mark.parametrize("name", ["book/index", "search"])
 def test_the_glass_stands_beside_the_words_of_a_search(phone, name):
     page = phone(name)
-    if name == "index":
+    if name == "book/index":
         page.locator("button.search-button__button:visible").first.tap()
     form = page.locator("form.bd-search:visible").first
     glass, field = form.locator("svg").bounding_box(), form.locator("input").bounding_box()
@@ -925,7 +926,7 @@ def test_what_is_wider_than_the_paper_is_seen(browser):
 
 @pytest.mark.parametrize("chapter", chapters.modules(), ids=lambda chapter: chapter.module)
 def test_each_name_is_linked_to_its_chapter_and_back(chapter):
-    pages = [BOOK / f"{name}.html" for name in (f"api/{chapter.module}", chapter.page)]
+    pages = [BOOK / f"{name}.html" for name in (f"book/api/{chapter.module}", chapter.page)]
     if not all(page.exists() for page in pages):
         missing(f"no {pages[0]}: make book")
     reference, page = (path.read_text(encoding="utf-8") for path in pages)
@@ -935,7 +936,7 @@ def test_each_name_is_linked_to_its_chapter_and_back(chapter):
         link = re.search(r'In the chapter: <a[^>]* href="\.\./([^"#]+)#?([^"]*)"', after)
         assert at and link[1] == f"{chapter.page}.html", name
         assert not link[2] or f'id="{link[2]}"' in page, name
-        assert f'href="../api/{chapter.module}.html#{entry}"' in page, name
+        assert f'href="../book/api/{chapter.module}.html#{entry}"' in page, name
 
 
 def soup(name):
@@ -943,19 +944,19 @@ def soup(name):
 
 
 def test_names_in_docstrings_are_links_and_other_words_code(site):
-    links = {a["href"] for a in soup("api/swinv2").select("a:has(> code.py-obj)")}
+    links = {a["href"] for a in soup("book/api/swinv2").select("a:has(> code.py-obj)")}
     assert {"swin.html#attnlib.swin.SwinBlock", "#attnlib.swinv2.log_coordinates"} <= links
     for chapter in chapters.modules():
-        words = soup(f"api/{chapter.module}").select("code.py-obj")
+        words = soup(f"book/api/{chapter.module}").select("code.py-obj")
         assert [word.text for word in words if word.parent.name != "a"] == [], chapter.module
 
 
 def test_words_of_the_glossary_lead_to_it_from_running_text(site):
-    entries, used = {dt["id"] for dt in soup("glossary").select("dl.glossary dt")}, set()
+    entries, used = {dt["id"] for dt in soup("book/glossary").select("dl.glossary dt")}, set()
     apart = "h1, h2, h3, h4, pre, code, table, blockquote, figcaption, .caption, .chapter-box"
     for name in NOTEBOOKS:
         links = soup(name).select("a.glossary-term")
-        targets = [link["href"].removeprefix("../glossary.html#") for link in links]
+        targets = [link["href"].removeprefix("../book/glossary.html#") for link in links]
         assert (
             len(links) <= terms.MOST
             and len(set(targets)) == len(targets)
@@ -970,5 +971,5 @@ def test_words_of_the_glossary_lead_to_it_from_running_text(site):
 @pytest.mark.parametrize("name", CHAPTERS)
 def test_the_box_of_a_chapter_leads_to_the_notation(site, name):
     links = [a["href"] for a in soup(name).select(".chapter-box a")]
-    assert "../glossary.html#notation" in links
-    assert len(soup("glossary").find_all(id="notation")) == 1
+    assert "../book/glossary.html#notation" in links
+    assert len(soup("book/glossary").find_all(id="notation")) == 1

@@ -33,7 +33,7 @@ def test_the_first_picture_stands_on_the_card():
 
 
 def test_pictures_say_how_large_they_are():
-    page = finding.ROOT / "_static" / "page.png"
+    page = finding.ROOT / "book" / "_static" / "page.png"
     sized = finding.with_sizes(BODY, {"page.png": page, "other.png": page})
     assert 'src="../_images/page.png" width="1280" height="1010"' in sized
     assert sized.count("width=") == 1  # nothing is known of the other

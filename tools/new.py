@@ -31,7 +31,7 @@ def main():
     (ROOT / "nbs" / f"{chapter}.ipynb").write_text(text, encoding="utf-8")
     print(f"nbs/{chapter}.ipynb is a copy of the template. Still to be written:")
     print(f"  a line `- file: nbs/{chapter}` in _toc.yml")
-    print("  what the chapter needs and gives, in _ext/ideas.yml")
+    print("  what the chapter needs and gives, in book/_ext/ideas.yml")
     print(f"  its tests, in tests/test_{chapter[3:]}.py")
 
 

@@ -1,7 +1,7 @@
 """The tables of the README, all of them: `python -m tools.readme` makes them again.
 
 A table stands between two comments that say what makes it: the commands come from the Makefile,
-the models from the registry, and the chapters from _ext/chapters.py. A test compares the
+the models from the registry, and the chapters from book/_ext/chapters.py. A test compares the
 README with them, and finds a table without a maker.
 """
 
@@ -14,7 +14,7 @@ from attnlib.cli import REPORTED, TOP1
 from attnlib.models import MODELS, list_models
 
 ROOT = Path(__file__).resolve().parent.parent
-chapters = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))
+chapters = runpy.run_path(str(ROOT / "book" / "_ext" / "chapters.py"))
 
 
 def commands(root=ROOT):

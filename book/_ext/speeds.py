@@ -70,12 +70,12 @@ def listed(root):
 
 
 def fill_in(app, docname, source):
-    if docname == "speeds":
+    if docname == "book/speeds":
         source[0] = source[0].replace(HERE, listed(app.srcdir))
 
 
 def read_again(app, env, added, changed, removed):
-    return {"speeds"} & set(env.found_docs)
+    return {"book/speeds"} & set(env.found_docs)
 
 
 def setup(app):

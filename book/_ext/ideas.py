@@ -17,8 +17,9 @@ from typing import NamedTuple
 import networkx
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
-parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]  # the order of the book
+ROOT = Path(__file__).resolve().parents[2]
+EXT = ROOT / "book" / "_ext"
+parts = runpy.run_path(str(EXT / "chapters.py"))["parts"]  # the order of the book
 HERE = "<!-- map -->\n"
 HEAD = re.compile(r"# .+\n\n> .+\n?")
 RECORD = "benchmarks/results/pages.json"
@@ -41,7 +42,7 @@ class Idea(NamedTuple):
 
 def entries(root=ROOT):
     """ideas.yml as it is: {name of the notebook: entry}."""
-    return yaml.safe_load((root / "_ext" / "ideas.yml").read_text("utf-8"))
+    return yaml.safe_load((root / "book" / "_ext" / "ideas.yml").read_text("utf-8"))
 
 
 def read(root=ROOT):
@@ -199,7 +200,7 @@ def draw(found):
         x, y = where[name]
         items.append(
             f'<li style="--x:{x / 10:.1f}%;--y:{y / len(rows):.1f}%">'
-            f'<a href="{idea.page}.html" data-idea="{name}">'
+            f'<a href="../{idea.page}.html" data-idea="{name}">'
             f"<b>{idea.number}. {escape(idea.title)}</b> "
             f"<span>{escape(idea.gives)}</span></a></li>"
         )
@@ -215,7 +216,7 @@ def draw(found):
 def change(app, docname, source):
     """Boxes into notebooks, the map into the first page, as they are read."""
     root, name = Path(app.srcdir), docname.split("/")[-1]
-    if docname == "index":
+    if docname == "book/index":
         source[0] = source[0].replace(HERE, draw(read(root)))
     elif docname.startswith("nbs/") and name in (found := read(root)):
         notebook = json.loads(source[0])

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import imagesize
 from sphinx.domains import Domain, ObjType
 
-ROOT = Path(__file__).resolve().parent.parent
-parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]
+ROOT = Path(__file__).resolve().parents[2]
+parts = runpy.run_path(str(ROOT / "book" / "_ext" / "chapters.py"))["parts"]
 BOX = re.compile(r"(?ms)^:::\{prf:(?!proof)\w+\}[ ]*([^\n]*)\n:label:[ ]*(\S+)$")
 KINDS = ("theorem", "proposition", "lemma", "corollary", "definition", "example")
 HERE = "<!-- theorems -->\n"
@@ -41,12 +41,12 @@ def words(markdown):
 
 def described(root=ROOT):
     """{page: its description} of the chapters and the pages of their modules."""
-    found = {"index": ABOUT}
+    found = {"book/index": ABOUT}
     for _, some in parts(root):
         for chapter in some:
             found[chapter.page] = words(chapter.summary)
             if chapter.module:
-                found[f"api/{chapter.module}"] = (
+                found[f"book/api/{chapter.module}"] = (
                     f"attnlib.{chapter.module}: {words(chapter.summary)}"
                 )
     return found
@@ -119,7 +119,7 @@ def listed(root=ROOT):
     """The list of all statements for theorems.md."""
     lines = []
     for page, boxes in statements(root):
-        lines += ["", f"## {{doc}}`{page}`", ""]
+        lines += ["", f"## {{doc}}`/{page}`", ""]
         lines += [f"- {{prf:ref}}`{label}`: {title}" for title, label in boxes]
     return "\n".join(lines) + "\n"
 
@@ -147,12 +147,16 @@ def begin(app):
 
 
 def fill_in(app, docname, source):
-    if docname == "theorems":
+    if docname == "book/theorems":
         source[0] = source[0].replace(HERE, listed(Path(app.srcdir)))
 
 
 def lost_page(app):
-    yield "404", {"title": "No such page", "body": LOST.format(home="index.html")}, "page.html"
+    yield (
+        "404",
+        {"title": "No such page", "body": LOST.format(home="book/index.html")},
+        "page.html",
+    )
 
 
 def from_the_top(html, base):
@@ -170,7 +174,7 @@ def lead_home(app, problem):
 
 
 def read_again(app, env, added, changed, removed):
-    return {"theorems"} & set(env.found_docs)
+    return {"book/theorems"} & set(env.found_docs)
 
 
 def write_sitemap(app, problem):

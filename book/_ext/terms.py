@@ -12,7 +12,7 @@ from typing import NamedTuple
 from docutils import nodes
 from sphinx import addnodes
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MOST = 15  # links in a chapter
 LOOSE = {"bias", "decoder", "mask", "window"}  # words that the book also uses in another sense
 ENTRY = re.compile(r"(?m)^(\S[^\n]*)\n((?:  \S[^\n]*\n)+)")
@@ -36,7 +36,7 @@ class Term(NamedTuple):
 
 def entries(root=ROOT):
     """{word in lower case: Term} of glossary.md."""
-    text = (root / "glossary.md").read_text(encoding="utf-8")
+    text = (root / "book" / "glossary.md").read_text(encoding="utf-8")
     block, found = text.split("```{glossary}\n")[1].split("```")[0], {}
     for line, about in ENTRY.findall(block):
         pages = tuple(re.findall(r"\{doc\}`/?(nbs/\w+)`", about))
@@ -114,7 +114,7 @@ def link(doctree, known, address):
 def link_words(app, doctree, docname):
     if docname.startswith("nbs/"):
         objects = app.env.get_domain("std").objects
-        page = app.builder.get_relative_uri(docname, "glossary")
+        page = app.builder.get_relative_uri(docname, "book/glossary")
         known = entries(Path(app.srcdir))
         known = {word: term for word, term in known.items() if docname not in term.pages}
         link(doctree, known, lambda entry: f"{page}#{objects['term', entry][1]}")
@@ -122,7 +122,7 @@ def link_words(app, doctree, docname):
 
 def read_again(app, env, added, changed, removed):
     """All chapters, when the glossary has changed."""
-    changes = "glossary" in added | changed
+    changes = "book/glossary" in added | changed
     return {page for page in env.found_docs if changes and page.startswith("nbs/")}
 
 
