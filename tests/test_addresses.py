@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -40,6 +41,14 @@ def test_every_address_is_the_address(path):
 def test_the_book_points_to_the_repository():
     config = yaml.safe_load((ROOT / "_config.yml").read_text())
     assert config["repository"]["url"] == REPOSITORY
+
+
+def test_the_page_for_a_wrong_address_starts_from_the_book():
+    config = yaml.safe_load((ROOT / "_config.yml").read_text())["sphinx"]["config"]
+    base = urlsplit(BOOK).path + "/"
+    assert config["notfound_urls_prefix"] == base
+    assert f'<base href="{base}" />' in config["notfound_context"]["metatags"]
+    assert config["ogp_site_url"] == f"{BOOK}/"
 
 
 def test_citation_carries_version_and_address():

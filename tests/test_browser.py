@@ -111,7 +111,6 @@ SEARCHES = """() => [
 # the longest line of each cell that scrolls sideways; what is folded is opened first
 CUT = """() => {
   document.querySelectorAll("details").forEach(fold => fold.open = true);
-  document.querySelectorAll("pre").forEach(pre => pre.style.contentVisibility = "visible");
   const hidden = "toggle-hidden";
   document.querySelectorAll(`.${hidden}`).forEach(fold => fold.classList.remove(hidden));
   const cells = [...document.querySelectorAll("div.cell_input pre")];
