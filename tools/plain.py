@@ -54,7 +54,7 @@ MATH = re.compile(
     r"(?s)```.*?```|`[^`\n]+`|\$\$(?P<display>.+?)\$\$(?:[ ]*\((?P<label>[\w-]+)\))?"
     r"|(?<!\\)\$(?P<inline>[^$\n]+)\$"
 )
-ROLE = re.compile(r"\{(doc|ref|eq|prf:ref|cite:t|cite:p)\}`([^`]+)`")
+ROLE = re.compile(r"\{(doc|ref|eq|prf:ref|cite:t|cite:p|term)\}`([^`]+)`")
 MARK = re.compile(r"(?s)(```\{solution-(?:start|end)\}.*?```)")
 START, END = re.compile(r"```\{solution-start\}[ ]*(\S+)"), "```{solution-end}"
 
@@ -161,6 +161,8 @@ class Names:
         if role.startswith("cite"):
             return self.cite(role, target)
         text, _, inner = target.rpartition("<")
+        if role == "term":
+            return text.strip() or target
         name = (inner.rstrip(">") if text else target).split("/")[-1]
         if role == "doc":
             if (ROOT / "book" / f"{name}.md").exists():  # a page of text, such as the glossary
