@@ -38,8 +38,8 @@ $(VENV)/pdf.stamp: pyproject.toml constraints.txt | $(BIN)/python
 pdf: book $(VENV)/pdf.stamp ## print the book into _build/pdf/attnlib.pdf, with Chromium
 	$(BIN)/python -m tools.pdf
 
-lighthouse: book ## scores of Lighthouse for the first page and the heaviest, on a quiet machine; needs npx and Chromium
-	$(BIN)/python -m tools.lighthouse --runs 3
+lighthouse: book ## Lighthouse on the first page and the heaviest chapters, on a quiet machine; needs npx and Chrome
+	npx --yes @lhci/cli@0.15 autorun --config=tools/lighthouserc.json
 
 serve: book ## render the book and serve it on localhost
 	$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory $(BOOK)
@@ -50,11 +50,8 @@ run: $(VENV)/test.stamp ## export, execute notebooks in place, clean them; NB=10
 	$(BIN)/python -m tools.readme
 	$(BIN)/python -m tools.stubs
 
-new: $(VENV)/test.stamp ## make an empty chapter: NB=56_name
+new: $(VENV)/test.stamp ## copy the template of a chapter: NB=56_name
 	$(BIN)/python -m tools.new $(NB)
-	$(BIN)/nbdev-export
-	$(BIN)/python -m tools.readme
-	$(BIN)/python -m tools.stubs
 
 lint: $(VENV)/test.stamp ## the rules that need no run: ruff, and notebooks as `make run` leaves them
 	$(BIN)/ruff check .
@@ -73,7 +70,6 @@ bench: $(VENV)/test.stamp ## time the library beside its peers and record the re
 	$(BIN)/python -m benchmarks.vision --models swinv2_tiny_window8_256 --name swinv2 --batch 4 --repeats $(ROUNDS) --out benchmarks/results
 	$(BIN)/python -m benchmarks.vision --models tnt_s_patch16_224 --name tnt --batch 4 --repeats $(ROUNDS) --out benchmarks/results
 	$(BIN)/python -m benchmarks.inference --repeats $(ROUNDS) --compile --out benchmarks/results
-	$(BIN)/python -m tools.readme
 
 gpu: ## on a CUDA machine, with its own PyTorch and no network: check, time and record everything; PART=swin for a part
 	$(PYTHON) -m benchmarks.gpu $(if $(PART),--part $(PART))

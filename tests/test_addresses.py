@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -16,11 +17,11 @@ import attnlib
 ROOT = Path(__file__).parent.parent
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 REPOSITORY, BOOK = URLS["Repository"], URLS["Book"]
-PROSE = "README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff _config.yml index.md"
+PROSE = "README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff _config.yml book/index.md"
 FILES = [
     *(ROOT / name for name in PROSE.split()),
     *sorted((ROOT / "nbs").glob("*.ipynb")),
-    *sorted((ROOT / "api").glob("*.md")),
+    *sorted((ROOT / "book" / "api").glob("*.md")),
     *sorted((ROOT / ".github").rglob("*.yml")),
 ]
 
@@ -40,6 +41,14 @@ def test_every_address_is_the_address(path):
 def test_the_book_points_to_the_repository():
     config = yaml.safe_load((ROOT / "_config.yml").read_text())
     assert config["repository"]["url"] == REPOSITORY
+
+
+def test_the_page_for_a_wrong_address_starts_from_the_book():
+    config = yaml.safe_load((ROOT / "_config.yml").read_text())["sphinx"]["config"]
+    base = urlsplit(BOOK).path + "/"
+    assert config["notfound_urls_prefix"] == base
+    assert f'<base href="{base}" />' in config["notfound_context"]["metatags"]
+    assert config["ogp_site_url"] == f"{BOOK}/"
 
 
 def test_citation_carries_version_and_address():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+import autoformer_reference
 from attnlib import autoformer
 from attnlib.attention import attention_backend
 from attnlib.autoformer import (
@@ -38,7 +39,6 @@ from attnlib.autoformer import (
 from attnlib.cost import count_operations
 from attnlib.models import create_model, load_pretrained
 from helpers import close, images
-from tools import autoformer_reference
 
 SPACE = Space((16, 24, 32), (1, 2, 3), (1, 2, 3), (0.5, 1, 2))
 DIMS = dict(img_size=12, patch_size=4, num_classes=5, head_dim=8, max_distance=2)

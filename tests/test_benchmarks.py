@@ -9,17 +9,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from attnlib.cost import count_operations
-from attnlib.inference import forward_short
-from attnlib.models import create_model
 from benchmarks import common, gpu, runs, vision
-from tools import speed_table
 
 ROOT = Path(__file__).parent.parent
 GPU = [sys.executable, "-m", "benchmarks.gpu"]
@@ -52,78 +47,6 @@ def record(tmp_path_factory):
 
 def command_line(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--device", "cpu", *arguments])
-
-
-def test_the_readme_has_the_records():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert speed_table.updated(readme) == readme, "run `python -m tools.speed_table`"
-    assert "| ViT-S" in speed_table.table()
-
-
-def test_the_table_says_tie_where_nothing_is_shown():
-    """Quartiles around 1; else the median ratio, marked where the medians contradict it."""
-
-    def say(ours, rows, which="plain"):
-        rivals = [
-            dict(name=name, ms=ms, ratio=ratio, quartiles=quartiles, optimized=fast)
-            for name, ms, ratio, quartiles, fast in rows
-        ]
-        own = {
-            name: dict(name=name, ms=ms, ratio=1, quartiles=[1, 1]) for name, ms in ours.items()
-        }
-        return speed_table.cell([*own.values(), *rivals], which)
-
-    plain = {"attnlib": 9.0}
-    fast = dict(ratio=0.5, quartiles=[0.4, 0.6])
-    said = "0.90 (0.85–0.95, timm)"
-    assert say(plain, [("timm", 10.0, 0.9, [0.85, 0.95], None)]) == said
-    said = "1.10 (1.05–1.20, timm)"
-    assert say(plain, [("timm", 8.0, 1.1, [1.05, 1.2], None)]) == said
-    said = "tie (0.85–1.00, timm)"
-    assert say(plain, [("timm", 10.0, 0.9, [0.85, 1.0], None)]) == said
-    assert say(plain, [("timm", 8.9, 0.9, [0.85, 1.0], None)]) == said
-    said = "0.90† (0.85–0.95, timm)"
-    assert say(plain, [("timm", 8.9, 0.9, [0.85, 0.95], None)]) == said
-    nearest = [("a", 10.0, 0.9, [0.8, 0.95], None), ("b", 9.5, 0.95, [0.9, 0.97], None)]
-    assert say(plain, nearest) == "0.95 (0.90–0.97, b)"
-    both, rivals = plain | {"attnlib, optimized": 5.0}, [("a", 10.0, 0.9, [0.8, 0.95], fast)]
-    assert say(both, rivals) == "0.90 (0.80–0.95, a)"
-    assert say(both, rivals, "optimized") == "0.50 (0.40–0.60, a)"
-    assert say(plain, [("a", 10.0, 0.9, [0.8, 0.95], None)], "optimized") == ""
-    assert say(plain, []) == ""
-
-
-def test_the_table_names_skipped_work_rounds_and_contradictions(monkeypatch, tmp_path):
-    row = dict(mode="float32", batch=8, compiled=False, ratio=1, quartiles=[1, 1], rounds=5)
-    row |= {"pass": "forward", "optimized": dict(ratio=0.7, quartiles=[0.6, 0.8])}
-    rows = [row | {"library": "attnlib", "ms": 11.0}]
-    rows += [row | {"library": "attnlib, optimized", "ms": 7.0}]
-    rows += [row | {"library": "timm", "ms": 10.0, "ratio": 0.9, "quartiles": [0.85, 0.95]}]
-    record = {"device": "a processor", "threads": 2, "skipped": "One row.", "rows": rows}
-    (tmp_path / "vit_cpu.json").write_text(json.dumps(record))
-    monkeypatch.setattr(speed_table, "RECORDS", tmp_path)
-    table = speed_table.table()
-    assert table.startswith("**a processor**, 2 threads, 5 rounds\n\n| ")
-    assert "| ViT-S, forward, batch 8 | 0.90† (0.85–0.95, timm) |  |  |\n" in table
-    assert "\n| ViT-S, forward, batch 8, optimized [1] | 0.70 (0.60–0.80, timm) |" in table
-    assert "\n[1] One row. Billion operations an image: ViT-S 8.62 of 9.20.\n" in table
-    assert table.endswith(f"\n\n{speed_table.DAGGER}\n")
-    for other in rows:
-        del other["rounds"]
-    rows[2]["ms"] = 12.0
-    (tmp_path / "vit_cpu.json").write_text(json.dumps({"device": "b", "rows": rows}))
-    table = speed_table.table()
-    assert table.startswith("**b**\n\n| ") and "†" not in table and "[1]" not in table
-
-
-@pytest.mark.parametrize("title", speed_table.SKIPPED)
-def test_the_skipped_work_is_what_the_counter_counts(title):
-    name = {"ViT-S": "vit_small_patch16_224", "TNT-S": "tnt_s_patch16_224"}[title]
-    model, x = create_model(name).eval(), torch.randn(1, 3, 224, 224)
-    with torch.no_grad():
-        whole = count_operations(model, x).flops
-        rest = count_operations(partial(forward_short, model), x).flops
-    assert (whole, rest) == speed_table.SKIPPED[title]
 
 
 def test_turns_are_taken_in_a_new_order_each_round():
@@ -305,7 +228,7 @@ def test_a_machine_without_jupyter_can_start():
 import sys
 sys.modules.update(dict.fromkeys({missing.split()}))
 import pytest
-import benchmarks.gpu, tools.speed_table
+import benchmarks.gpu
 files = benchmarks.gpu.CHECKS + benchmarks.gpu.KERNELS
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--collect-only", *files]))
 """

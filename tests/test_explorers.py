@@ -264,7 +264,7 @@ def test_the_directive_makes_a_figure():
     (figure,) = box.children
     assert box["ids"] == ["explorer-saturation"] and directive.has_explorer(parsed(text))
     assert figure["classes"] == ["explorer", "explorer-saturation"]
-    assert figure[0]["uri"] == "/_static/explorers/saturation.png"
+    assert figure[0]["uri"] == "/book/_static/explorers/saturation.png"
     assert (figure[0]["alt"], figure[1].astext()) == ("Bars.", "Move it.")
     assert not directive.has_explorer(parsed("Nothing moves."))
 

@@ -1,41 +1,35 @@
-"""Descriptions, cards, the list of statements: what leads a reader to a page."""
+"""Descriptions, the list of statements: what leads a reader to a page."""
 
+import json
 import re
+import shutil
 
 import chapters
 import finding
+import speed
 from tools import plain
 
 
 def test_every_chapter_is_described_by_its_own_sentence():
-    found = finding.described()
+    found = set()
     for chapter in chapters.modules():
-        text = found[chapter.page]
+        source = (chapters.ROOT / f"{chapter.page}.ipynb").read_text("utf-8")
+        metadata = json.loads(finding.described(source))["metadata"]
+        text = metadata["og:description"]
         assert 40 <= len(text) <= 300 and not re.search(r"[`${}]", text), chapter.page
-    assert len(set(found.values())) == len(found)
+        assert metadata["myst"]["html_meta"]["description"] == text
+        found.add(text)
+    assert len(found) == len(chapters.modules())
     assert finding.words("{doc}`windows <32_swin>` of $M$ `tokens`") == "windows of M tokens"
 
 
-def test_a_card_is_escaped_and_whole():
-    card = finding.tags('A "title"', "x < y", "https://a/b.html", "https://a/p.png", "A curve")
-    assert "&quot;title&quot;" in card and "x &lt; y" in card
-    for name in ("og:title", "og:description", "og:url", "og:image", "og:image:alt"):
-        assert f'"{name}"' in card
-
-
-BODY = """<img alt="Lines" src="../_images/lines.svg" /><img alt="&lt;A&gt; matrix" class="wide"
- src="../_images/page.png" style="width: 100%;" />"""
-
-
-def test_the_first_picture_stands_on_the_card():
-    assert finding.first_picture(BODY) == ("_images/page.png", "<A> matrix")
-    assert finding.first_picture("<p>No picture.</p>") == finding.COVER
-
-
-def test_pictures_say_how_large_they_are():
-    page = finding.ROOT / "_static" / "page.png"
-    sized = finding.with_sizes(BODY, {"page.png": page, "other.png": page})
-    assert 'src="../_images/page.png" width="1280" height="1010"' in sized
+def test_pictures_say_how_large_they_are(tmp_path):
+    (tmp_path / "_images").mkdir()
+    (tmp_path / "nbs").mkdir()
+    shutil.copy(chapters.ROOT / "book" / "_static" / "page.png", tmp_path / "_images")
+    page = '<img alt="a" src="../_images/page.png" /><img src="../_images/other.png" />'
+    sized = speed.with_sizes(page, tmp_path / "nbs")
+    assert '<img width="1280" height="1010" alt="a" src="../_images/page.png" />' in sized
     assert sized.count("width=") == 1  # nothing is known of the other
 
 

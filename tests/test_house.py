@@ -257,7 +257,7 @@ def library():
 
 def repository():
     """(path, code) of tests, tools, benchmarks and what makes the pages."""
-    for folder in ("tests", "tools", "benchmarks", "_ext", "_static"):
+    for folder in ("tests", "tools", "benchmarks", "book/_ext", "book/_static"):
         for path in sorted((ROOT / folder).glob("*.py")):
             yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
 

@@ -86,7 +86,9 @@ def test_box_and_map_hold_every_idea():
         text = plain.source(copy["cells"][0])
         assert "> **You will be able to**" in text and f"- {idea.able[0]}" in text
         assert all(FOUND[other].title in text for other in idea.needs)
-    assert picture.count("<path") >= len(FOUND) - 1
+        links = re.findall(rf'data-idea="{name}".*?</li>', picture)
+        for other in idea.needs:
+            assert f'href="../{FOUND[other].page}.html"' in links[0]
 
 
 def test_minutes_leave_out_the_exercises():

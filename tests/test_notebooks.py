@@ -80,7 +80,7 @@ def test_every_notebook_is_a_chapter():
 
 def test_the_readme_lists_the_chapters():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert chapters.updated(readme) == readme, "run `python _ext/chapters.py`"
+    assert chapters.updated(readme) == readme, "run `python -m tools.readme`"
 
 
 def test_the_example_in_the_readme_runs():

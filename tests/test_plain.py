@@ -115,6 +115,11 @@ def test_formulas_that_a_reader_would_miss_are_seen():
     assert not doubtful("> $$x \\tag{1}$$\n>\n> for $x$, and `$x`")
 
 
+def test_a_word_of_the_glossary_is_its_plain_word():
+    text = "The {term}`softmax` of {term}`logits <logit>`."
+    assert plain.markdown(text, KNOWN) == "The softmax of logits."
+
+
 def test_tex_for_markdown_means_the_same():
     written = plain.for_markdown("\\{a_i\\,\\mid\\, i<n\\}^* \\\\\n\\operatorname*{max}_j")
     assert written == (

@@ -30,7 +30,7 @@ from attnlib.practice import prepared
 from attnlib.recipes import translator
 
 ROOT = Path(__file__).resolve().parent.parent
-STATIC = ROOT / "_static"
+STATIC = ROOT / "book" / "_static"
 FOLDER = STATIC / "explorers"
 EXPLORERS = """
 saturation sinusoids rotary shift-mask patches heads crossover beams

@@ -245,7 +245,7 @@ def contents(site, leaves):
             part = leaf.part
             lines.append(f'<li class="part">{html.escape(part)}</li>')
         for level, text, place in leaf.headings:
-            if level == 1 or (level == 2 and not leaf.name.startswith("api/")):
+            if level == 1 or (level == 2 and not leaf.name.startswith("book/api/")):
                 where = place if level == 2 else ""
                 lines.append(line(site, leaf, level + leaf.depth, text, where))
     return "\n".join(lines)

@@ -41,8 +41,9 @@ import yaml
 from pybtex.database import parse_file
 
 ROOT = Path(__file__).resolve().parent.parent
-parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]  # the order of the book
-ideas = runpy.run_path(str(ROOT / "_ext" / "ideas.py"))  # what each chapter gives and needs
+EXT = ROOT / "book" / "_ext"
+parts = runpy.run_path(str(EXT / "chapters.py"))["parts"]  # the order of the book
+ideas = runpy.run_path(str(EXT / "ideas.py"))  # what each chapter gives and needs
 BOOK = yaml.safe_load((ROOT / "_config.yml").read_text("utf-8"))["html"]["baseurl"]
 BOX = re.compile(r"(?ms)^:::\{(prf:\w+|exercise)\}[ ]*([^\n]*)\n(.*?)^:::[ ]*$")
 EXPLORER = re.compile(r"(?ms)^:::\{explorer\}[ ]*(\S+)\n:alt:[ ]*([^\n]+)\n(.*?)^:::[ ]*$")
@@ -53,7 +54,7 @@ MATH = re.compile(
     r"(?s)```.*?```|`[^`\n]+`|\$\$(?P<display>.+?)\$\$(?:[ ]*\((?P<label>[\w-]+)\))?"
     r"|(?<!\\)\$(?P<inline>[^$\n]+)\$"
 )
-ROLE = re.compile(r"\{(doc|ref|eq|prf:ref|cite:t|cite:p)\}`([^`]+)`")
+ROLE = re.compile(r"\{(doc|ref|eq|prf:ref|cite:t|cite:p|term)\}`([^`]+)`")
 MARK = re.compile(r"(?s)(```\{solution-(?:start|end)\}.*?```)")
 START, END = re.compile(r"```\{solution-start\}[ ]*(\S+)"), "```{solution-end}"
 
@@ -135,7 +136,8 @@ def citations():
         )
         address = f.get("url") or (arxiv and f"https://arxiv.org/abs/{arxiv}")
         address = address or (f.get("doi") and f"https://doi.org/{f['doi']}")
-        found[key] = last_names(entry), f.get("year", ""), address or f"{BOOK}bibliography.html"
+        address = address or f"{BOOK}book/bibliography.html"
+        found[key] = last_names(entry), f.get("year", ""), address
     return found
 
 
@@ -159,10 +161,12 @@ class Names:
         if role.startswith("cite"):
             return self.cite(role, target)
         text, _, inner = target.rpartition("<")
+        if role == "term":
+            return text.strip() or target
         name = (inner.rstrip(">") if text else target).split("/")[-1]
         if role == "doc":
-            if (ROOT / f"{name}.md").exists():  # a page of text, such as the glossary
-                return f"[{text.strip() or name}]({BOOK}{name}.html)"
+            if (ROOT / "book" / f"{name}.md").exists():  # a page of text, such as the glossary
+                return f"[{text.strip() or name}]({BOOK}book/{name}.html)"
             chapter = self.pages[name]
             return f"[{text.strip() or chapter.title}]({BOOK}{chapter.page}.html)"
         called, address = self.labels[name]

@@ -1,8 +1,8 @@
 """The tables of the README, all of them: `python -m tools.readme` makes them again.
 
 A table stands between two comments that say what makes it: the commands come from the Makefile,
-the models from the registry, the chapters from _ext/chapters.py and the speeds from
-tools/speed_table.py. A test compares the README with them, and finds a table without a maker.
+the models from the registry, and the chapters from book/_ext/chapters.py. A test compares the
+README with them, and finds a table without a maker.
 """
 
 import re
@@ -12,10 +12,9 @@ from pathlib import Path
 import attnlib.panoptic  # noqa: F401  which registers its models, and `attnlib` the others
 from attnlib.cli import REPORTED, TOP1
 from attnlib.models import MODELS, list_models
-from tools import speed_table
 
 ROOT = Path(__file__).resolve().parent.parent
-chapters = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))
+chapters = runpy.run_path(str(ROOT / "book" / "_ext" / "chapters.py"))
 
 
 def commands(root=ROOT):
@@ -62,7 +61,7 @@ def updated(text):
         begin, end = f"<!-- {name}: made by tools/readme.py -->\n", f"<!-- /{name} -->"
         before, rest = text.split(begin)
         text = before + begin + make() + end + rest.split(end, 1)[1]
-    return speed_table.updated(chapters["updated"](text))
+    return chapters["updated"](text)
 
 
 def unmade(text):

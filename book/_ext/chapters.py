@@ -4,8 +4,7 @@ A chapter is a line in _toc.yml and a notebook with a title, a sentence about it
 As an extension of Sphinx this file writes a page of the library for every module, and puts the
 chapters where index.md and api/index.md say `<!-- chapters -->`. It links each name of the
 library to the section of the chapter that defines it, the definition there to the name's entry
-in the reference, and the names that docstrings mention to theirs. `python _ext/chapters.py`
-puts the chapters into the README.
+in the reference, and the names that docstrings mention to theirs.
 """
 
 import ast
@@ -20,9 +19,10 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.util.nodes import make_refnode
 
-ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- chapters: made by _ext/chapters.py -->\n", "<!-- /chapters -->"
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- chapters: made by book/_ext/chapters.py -->\n", "<!-- /chapters -->"
 HERE = "<!-- chapters -->\n"
+API = "book/api"  # the folder of the library's pages
 
 PAGE = """# attnlib.{module}
 
@@ -91,8 +91,9 @@ def first_page(root=ROOT):
             lines += ["", f"### {caption}", ""]
             for chapter in chapters:
                 start = f"{chapter.number}." if chapter.number else "-"
-                text = f"{start} {{doc}}`{chapter.page}`: {chapter.summary.rstrip('.')}"
-                lines.append(f"{text} ({{doc}}`{chapter.module} <api/{chapter.module}>`).")
+                text = f"{start} {{doc}}`/{chapter.page}`: {chapter.summary.rstrip('.')}"
+                module = f"{{doc}}`{chapter.module} </{API}/{chapter.module}>`"
+                lines.append(f"{text} ({module}).")
     return "\n".join(lines) + "\n"
 
 
@@ -141,26 +142,29 @@ def write_pages(app, config):
     for chapter in modules(root):
         names = public_names(root / "attnlib" / f"{chapter.module}.py")
         listed = "\n".join(f"      {name}" for name in names)
-        page = root / "api" / f"{chapter.module}.md"
+        page = root / API / f"{chapter.module}.md"
         text = PAGE.format(module=chapter.module, page=chapter.page, names=listed)
         if not page.exists() or page.read_text(encoding="utf-8") != text:
             page.write_text(text, encoding="utf-8")
         wanted.add(page.name)
-    for page in (root / "api").glob("*.md"):
+        former = f"api/{chapter.module}"
+        config.redirects[former] = f"../{API}/{chapter.module}.html"
+    config.redirects["api/index"] = f"../{API}/index.html"
+    for page in (root / API).glob("*.md"):
         if page.name not in wanted:
             page.unlink()
 
 
 def fill_in(app, docname, source):
     """Put the chapters where a page asks for them."""
-    lists = {"index": first_page, "api/index": library}
+    lists = {"book/index": first_page, f"{API}/index": library}
     if docname in lists:
         source[0] = source[0].replace(HERE, lists[docname](Path(app.srcdir)))
 
 
 def read_again(app, env, added, changed, removed):
     """The pages that list chapters: a notebook may have another title."""
-    return {"index", "api/index"}
+    return {"book/index", f"{API}/index"}
 
 
 # --- from the reference to the chapters, and back ---------------------------------------------
@@ -199,7 +203,7 @@ modules_once = cache(modules)  # a build asks for each of its pages
 def link_to_chapters(app, doctree, docname):
     """Below each class and function of the reference, where the book makes it."""
     for chapter in modules_once(Path(app.srcdir)):
-        if docname == f"api/{chapter.module}":
+        if docname == f"{API}/{chapter.module}":
             numbers = definitions(chapter.page, Path(app.srcdir))
             anchors = list(app.env.tocs[chapter.page].findall(nodes.reference))
             start = app.builder.get_relative_uri(docname, chapter.page)
@@ -224,7 +228,8 @@ def link_to_reference(app, pagename, templatename, context, doctree):
     for chapter in modules_once(Path(app.srcdir)):
         if pagename == chapter.page and "body" in context:
             source = Path(app.srcdir) / "attnlib" / f"{chapter.module}.py"
-            wanted, page = set(public_names(source)), context["pathto"](f"api/{chapter.module}")
+            wanted = set(public_names(source))
+            page = context["pathto"](f"{API}/{chapter.module}")
 
             def link(found):
                 start, name = found.groups()
@@ -273,8 +278,3 @@ def setup(app):
     app.connect("doctree-resolved", link_to_chapters)
     app.connect("html-page-context", link_to_reference)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
-
-
-if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")

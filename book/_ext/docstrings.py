@@ -10,7 +10,6 @@ import re
 CODE = re.compile(r"(?<=<pre>).*?(?=</pre>)", re.DOTALL)
 TAG = re.compile(r"<[^>]*>")
 FOLD = '<details class="docstring" style="--indent: {}ch"><summary aria-label="{}"></summary>'
-FOLDED = re.compile(r'(<details class="docstring".*?</summary>).*?</details>', re.DOTALL)
 
 
 def details(lines):
@@ -42,11 +41,6 @@ def folded(html):
         return "\n".join(lines)
 
     return CODE.sub(fold, html)
-
-
-def rows(code):
-    """How many lines a box of code shows while its docstrings are folded, after the first."""
-    return FOLDED.sub(r"\1" + "\n", code).count("\n")
 
 
 def fold_docstrings(app, pagename, templatename, context, doctree):

@@ -6,9 +6,7 @@ The last step of the build rewrites the pages, whoever wrote their parts:
   draws two thousand. The drawings are taken from that script.
 - The index of the search is loaded where one searches, MathJax where formulas are.
 - Scripts wait until the page is read (`defer`), pictures of chapters until they are near.
-- A box of code says how many lines it has, so that its place is known before it is laid out.
-- What stands beside the text is known from its first line on, else the column moves as the page
-  arrives.
+- Pictures say how large they are, so that text does not move as they arrive.
 
 _static/formulas.js has MathJax set formulas in small steps, those in view first.
 """
@@ -16,7 +14,7 @@ _static/formulas.js has MathJax set formulas in small steps, those in view first
 import re
 from pathlib import Path
 
-from docstrings import rows
+import imagesize
 
 FORMULAS = "formulas.js"
 ICONS = Path("_static", "scripts", "fontawesome.js")
@@ -31,8 +29,8 @@ SOURCE = re.compile(r'\bsrc="(?:[^"]*/)?([^"/?]+)(?:\?[^"]*)?"')
 SEARCHING = ("searchtools.js", "language_data.js", "searchindex.js")
 SETTING = re.compile(r"window\.(\w+) = ")
 LATER = re.compile(r"\bDOCUMENTATION_OPTIONS\.")
+SIZED = re.compile(r'<img\b[^>]*\bsrc="([./]*_images/[^":?#]+)"')
 ARTICLE = re.compile(r"<article\b.*</article>", re.DOTALL)
-CODE = re.compile(r"<pre>(.*?)</pre>", re.DOTALL)
 PICTURE = re.compile(r"<img\b(?![^>]*\bloading=)")
 
 
@@ -99,26 +97,31 @@ def with_late_pictures(html):
     return ARTICLE.sub(late, html)
 
 
-def with_known_places(html):
-    """The page with classes for code and contents, and the lines of each box of code."""
-    classes = {"article-container": "cell_input", "content": "bd-sidebar-secondary"}
-    for name, part in classes.items():
-        if part in html:
-            html = html.replace(f'class="bd-{name}"', f'class="bd-{name} with-{part}"')
-    return CODE.sub(lambda f: f'<pre style="--lines: {rows(f[1])}">{f[1]}</pre>', html)
+def with_sizes(html, folder):
+    """The page whose pictures say how large they are; the addresses start from a folder."""
+
+    def sized(found):
+        path = folder / found[1]
+        width, height = imagesize.get(path) if path.is_file() else (-1, -1)
+        if width < 0 or "width=" in found[0]:
+            return found[0]
+        return f'<img width="{width}" height="{height}"' + found[0].removeprefix("<img")
+
+    return SIZED.sub(sized, html)
 
 
-def lighter(html, name, drawing):
-    """The HTML of the page `name` without what it need not load or wait for."""
+def lighter(html, path, drawing):
+    """The HTML of the page at `path` without what it need not load or wait for."""
     html = with_drawings(html, drawing)
-    unneeded = set() if name == "search.html" else set(SEARCHING)
+    unneeded = set() if path.name == "search.html" else set(SEARCHING)
     if not ICON.search(html):
         unneeded.add(ICONS.name)
     if not MATH.search(html):
         unneeded |= {"startup.js", FORMULAS, "MathJax"}
-    if name != "index.html":  # which begins with a picture
+    if path.name != "index.html":  # which begins with a picture
         html = with_late_pictures(html)
-    return with_known_places(with_waiting_scripts(html, unneeded))
+    html = with_sizes(html, path.parent)
+    return with_waiting_scripts(html, unneeded)
 
 
 def lighten(app, problem):
@@ -129,7 +132,7 @@ def lighten(app, problem):
             path = out / f"{page}.html"
             if path.exists():
                 html = path.read_text("utf-8")
-                if (found := lighter(html, path.name, drawing)) != html:
+                if (found := lighter(html, path, drawing)) != html:
                     path.write_text(found, "utf-8")
 
 

@@ -16,7 +16,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.parsers.rst.directives.images import Figure
 
-SCRIPT, PICTURES = "explorers.js", "_static/explorers"
+SCRIPT, PICTURES = "explorers.js", "book/_static/explorers"
 
 
 class Explorer(Figure):

@@ -110,20 +110,7 @@ def free_references(app, pagename, templatename, context, doctree):
     context["body"] = context.get("body", "").replace(role, '<div class="citation-list">')
 
 
-def drop_scripts_from_every_page(app, config):
-    """Jupyter Book adds each script below _static to each page.
-
-    Sphinx asks for MathJax where there are formulas, `explorers` and `speed` for their scripts.
-    """
-    config.html_js_files = [
-        name
-        for name in config.html_js_files
-        if not str(name).startswith(("mathjax/", "explorers", "formulas"))
-    ]
-
-
 def setup(app):
-    app.connect("config-inited", drop_scripts_from_every_page)
     app.connect("source-read", read_notebook)
     app.connect("doctree-resolved", tidy_boxes)
     app.connect("html-page-context", show_lone_buttons, priority=600)

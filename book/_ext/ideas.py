@@ -10,15 +10,14 @@ import json
 import re
 import runpy
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import networkx
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
-parts = runpy.run_path(str(ROOT / "_ext" / "chapters.py"))["parts"]  # the order of the book
+ROOT = Path(__file__).resolve().parents[2]
+EXT = ROOT / "book" / "_ext"
+parts = runpy.run_path(str(EXT / "chapters.py"))["parts"]  # the order of the book
 HERE = "<!-- map -->\n"
 HEAD = re.compile(r"# .+\n\n> .+\n?")
 RECORD = "benchmarks/results/pages.json"
@@ -26,7 +25,6 @@ NOTATION = (
     "\n\n**Notation**: {ref}`symbols <notation>` and {ref}`words <words>` of all chapters."
 )
 WORDS, LINES = 150, 30  # that a reader takes in within a minute: of text, of code
-WIDE = 5  # boxes that fit beside each other
 
 
 class Idea(NamedTuple):
@@ -41,7 +39,7 @@ class Idea(NamedTuple):
 
 def entries(root=ROOT):
     """ideas.yml as it is: {name of the notebook: entry}."""
-    return yaml.safe_load((root / "_ext" / "ideas.yml").read_text("utf-8"))
+    return yaml.safe_load((root / "book" / "_ext" / "ideas.yml").read_text("utf-8"))
 
 
 def read(root=ROOT):
@@ -128,85 +126,31 @@ def add(cells, name, found, fence, more=""):
 # --- the map ----------------------------------------------------------------------------------
 
 
-def rows_of(graph):
-    """Rows of few nodes, each below all that it needs; what others wait for comes first."""
-    deep = {}
-    for node in reversed(list(networkx.topological_sort(graph))):
-        deep[node] = 1 + max((deep[n] for n in graph.successors(node)), default=0)
-    rows, placed = [], set()
-    while len(placed) < len(graph):
-        ready = [n for n in graph if n not in placed and placed >= set(graph.predecessors(n))]
-        rows.append(sorted(ready, key=lambda n: -deep[n])[:WIDE])
-        placed |= set(rows[-1])
-    return rows
+def boxed(name, found):
+    """Write a chapter's box on the map: its link, its idea, and the chapters it builds on."""
+    idea = found[name]
+    lines = [f'<li><a href="../{idea.page}.html" data-idea="{name}">']
+    lines.append(f"<b>{idea.number}. {escape(idea.title)}</b></a> ")
+    lines.append(f"<span>{escape(idea.gives)}</span>")
+    needs = []
+    for other in idea.needs:
+        if other in found:
+            page, title, number = found[other][:3]
+            needs.append(f'<a href="../{page}.html" title="{escape(title)}">{number}</a>')
+    if needs:
+        lines.append(f" <small>builds on {', '.join(needs)}</small>")
+    return "".join(lines) + "</li>"
 
 
-def layers(graph):
-    """Rows of nodes from the ideas that need nothing downwards.
-
-    An edge that passes over rows gets a stand-in (a tuple) in each, so that lines bend around
-    boxes. Each row is sorted by the mean place of what its nodes hang on, a few times.
-    """
-    rows = rows_of(graph)
-    level = {node: i for i, row in enumerate(rows) for node in row}
-    paths = []
-    for a, b in graph.edges:
-        bends = [(a, b, i) for i in range(level[a] + 1, level[b])]
-        for bend in bends:
-            rows[bend[2]].append(bend)
-        paths.append([a, *bends, b])
-    steps = [step for path in paths for step in pairwise(path)]
-    for turn in range(8):
-        places = {node: (i + 0.5) / len(row) for row in rows for i, node in enumerate(row)}
-        near = {}
-        for a, b in steps:
-            one, other = (b, a) if turn % 2 == 0 else (a, b)
-            near.setdefault(one, []).append(places[other])
-        for row in rows:
-            row.sort(key=lambda n: sum(near[n]) / len(near[n]) if n in near else places[n])
-    return rows, paths
-
-
-def curve(points):
-    """A smooth path through points, downwards at each."""
-    text = f"M{points[0][0]:.0f} {points[0][1]:.0f}"
-    for (x, y), (u, v) in pairwise(points):
-        half = (y + v) / 2
-        text += f"C{x:.0f} {half:.0f} {u:.0f} {half:.0f} {u:.0f} {v:.0f}"
-    return text
-
-
-def draw(found):
-    """The map: a list of links, which a wide page lays over lines drawn as SVG."""
-    graph = networkx.DiGraph()
-    graph.add_nodes_from(found)
-    graph.add_edges_from((n, name) for name, i in found.items() for n in i.needs if n in found)
-    rows, paths = layers(networkx.transitive_reduction(graph))
-    where = {}
-    for y, row in enumerate(rows):
-        weights = [1.0 if isinstance(node, str) else 0.12 for node in row]
-        total, left = sum(weights), 0.0
-        for node, weight in zip(row, weights):
-            where[node] = (1000 * (left + weight / 2) / total, 100 * y + 50)
-            left += weight
-    lines = [
-        f'<path d="{curve([where[node] for node in path])}" data-from="{path[0]}" '
-        f'data-to="{path[-1]}"/>'
-        for path in paths
-    ]
-    items = []
-    for name, idea in found.items():
-        x, y = where[name]
-        items.append(
-            f'<li style="--x:{x / 10:.1f}%;--y:{y / len(rows):.1f}%">'
-            f'<a href="{idea.page}.html" data-idea="{name}">'
-            f"<b>{idea.number}. {escape(idea.title)}</b> "
-            f"<span>{escape(idea.gives)}</span></a></li>"
-        )
-    size = f'viewBox="0 0 1000 {100 * len(rows)}" preserveAspectRatio="none"'
-    svg = f'<svg {size} aria-hidden="true">{"".join(lines)}</svg>'
-    opened = f'<nav class="ideas" aria-label="Map of ideas" style="--rows:{len(rows)}">'
-    return f"{opened}{svg}<ol>{''.join(items)}</ol></nav>\n"
+def draw(found, root=ROOT):
+    """Write the map: a row of boxes for each part of the book."""
+    rows = []
+    for caption, some in parts(root):
+        names = [chapter.page.split("/")[-1] for chapter in some]
+        boxes = [boxed(name, found) for name in names if name in found]
+        if boxes:
+            rows.append(f"<li><p>{escape(caption)}</p><ol>{''.join(boxes)}</ol></li>")
+    return f'<nav class="ideas" aria-label="Map of ideas"><ol>{"".join(rows)}</ol></nav>\n'
 
 
 # --- as an extension --------------------------------------------------------------------------
@@ -215,8 +159,8 @@ def draw(found):
 def change(app, docname, source):
     """Boxes into notebooks, the map into the first page, as they are read."""
     root, name = Path(app.srcdir), docname.split("/")[-1]
-    if docname == "index":
-        source[0] = source[0].replace(HERE, draw(read(root)))
+    if docname == "book/index":
+        source[0] = source[0].replace(HERE, draw(read(root), root))
     elif docname.startswith("nbs/") and name in (found := read(root)):
         notebook = json.loads(source[0])
         fence = ":::{{div}} chapter-box\n{}\n:::".format

@@ -1,4 +1,4 @@
-"""What the authors' AutoFormer computes: `python -m tools.autoformer_reference CHECKOUT`.
+"""What the authors' AutoFormer computes: `python tests/autoformer_reference.py CHECKOUT`.
 
 CHECKOUT is a checkout of github.com/microsoft/Cream. Its class needs `torch._six`, which is no
 longer there, so the folder AutoFormer/model is copied and that one import is replaced. A small

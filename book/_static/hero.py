@@ -1,4 +1,4 @@
-"""Draw the picture of the first page: python _static/hero.py
+"""Draw the picture of the first page: python book/_static/hero.py
 
 Ten scanned digits, 0 to 9, attend to thirty others, three of each value, by the similarity of
 their pixels.

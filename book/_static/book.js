@@ -33,20 +33,11 @@ function nameSolutions() {
   }
 }
 
-// On the map of ideas the lines of the chapter under the pointer, or with the focus, stand out.
-function lightLines(event) {
-  const idea = event.target.closest?.("nav.ideas a")?.dataset.idea;
-  for (const line of document.querySelectorAll("nav.ideas path"))
-    line.classList.toggle("lit", idea !== undefined && [line.dataset.from, line.dataset.to].includes(idea));
-}
-
 document.addEventListener("DOMContentLoaded", () => {
   nameSolutions();
   for (const act of [enlarge, closeContents]) document.addEventListener("click", act);
   for (const fold of document.querySelectorAll(".bd-links summary")) // an arrow only, without a name
     fold.setAttribute("aria-label", `Pages below ${fold.closest("li")?.querySelector("a")?.innerText.trim()}`);
-  if (document.querySelector("nav.ideas"))
-    for (const kind of ["mouseover", "focusin"]) document.addEventListener(kind, lightLines);
   if (window.MathJax?.startup) {
     MathJax.startup.promise.then(fitFormulas);
     window.addEventListener("resize", fitFormulas);

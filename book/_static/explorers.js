@@ -1,5 +1,5 @@
 // Figures that move. A page holds <figure class="explorer explorer-NAME"> with a picture and a caption
-// (_ext/explorers.py). Here the picture gives way to native controls, a drawing in SVG, and a line that says in
+// (book/_ext/explorers.py). Here the picture gives way to native controls, a drawing in SVG, and a line that says in
 // words what the drawing shows. An explorer is a function: it makes its controls once and returns the function
 // that draws, which runs at each change of a control or of the width. Colors are variables of book.css.
 
