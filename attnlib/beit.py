@@ -12,7 +12,6 @@ __all__ = ['TABLE', 'SIZES', 'conv_encoder', 'conv_decoder', 'check_vocabulary',
 # %% ../nbs/41_beit.ipynb #imports
 import math
 import random
-from functools import partial
 from numbers import Real
 
 import torch
@@ -45,9 +44,10 @@ def conv_encoder(in_chans, dim, out_dim, patch_size):
     -------
     nn.Sequential
     """
-    return nn.Sequential(nn.Conv2d(in_chans, dim, 3, padding=1), nn.GELU(),
-                         nn.Conv2d(dim, dim, patch_size, stride=patch_size), nn.GELU(),
-                         nn.Conv2d(dim, out_dim, 1))
+    return nn.Sequential(
+        nn.Conv2d(in_chans, dim, kernel_size=3, padding=1), nn.GELU(),
+        nn.Conv2d(dim, dim, kernel_size=patch_size, stride=patch_size), nn.GELU(),
+        nn.Conv2d(dim, out_dim, kernel_size=1))
 
 
 def conv_decoder(in_dim, dim, out_chans, patch_size):
@@ -63,9 +63,10 @@ def conv_decoder(in_dim, dim, out_chans, patch_size):
     -------
     nn.Sequential
     """
-    return nn.Sequential(nn.Conv2d(in_dim, dim, 3, padding=1), nn.GELU(),
-                         nn.ConvTranspose2d(dim, dim, patch_size, stride=patch_size), nn.GELU(),
-                         nn.Conv2d(dim, out_chans, 3, padding=1))
+    return nn.Sequential(
+        nn.Conv2d(in_dim, dim, kernel_size=3, padding=1), nn.GELU(),
+        nn.ConvTranspose2d(dim, dim, kernel_size=patch_size, stride=patch_size), nn.GELU(),
+        nn.Conv2d(dim, out_chans, kernel_size=3, padding=1))
 
 
 def check_vocabulary(num_embeddings):
@@ -112,9 +113,10 @@ class DiscreteVAE(nn.Module):
         A sample of q is softened by the Gumbel-softmax of temperature `tau`; with `hard` it is
         one-hot, and its gradient is that of the soft one (straight-through).
         """
-        logits = self.encoder(x)
-        z = F.gumbel_softmax(logits, tau, hard, dim=1)  # (B, K, H', W')
-        return self.decoder(self.codes(z)), logits
+        logits = self.encoder(x)  # (B, C, H, W) -> (B, K, H', W')
+        z = F.gumbel_softmax(logits, tau=tau, hard=hard, dim=1)  # (B, K, H', W')
+        codes = self.codes(z)  # -> (B, dim, H', W')
+        return self.decoder(codes), logits
 
     def tokens(self, x):
         """The most probable token of each place, (B, H', W')."""
@@ -122,9 +124,11 @@ class DiscreteVAE(nn.Module):
 
     def decode(self, tokens):
         """Images of tokens (B, H', W')."""
-        z = F.one_hot(tokens, self.num_embeddings).permute(0, 3, 1, 2)  # (B, K, H', W')
+        z = F.one_hot(tokens, self.num_embeddings)  # (B, H', W') -> (B, H', W', K)
+        z = z.permute(0, 3, 1, 2)  # -> (B, K, H', W')
         dtype = next(self.parameters()).dtype
-        return self.decoder(self.codes(z.to(dtype)))
+        codes = self.codes(z.to(dtype))  # -> (B, dim, H', W')
+        return self.decoder(codes)  # -> (B, C, H, W)
 
 # %% ../nbs/41_beit.ipynb #dvae-loss
 def dvae_loss(x, reconstruction, logits, beta=0.0):
@@ -143,11 +147,14 @@ def dvae_loss(x, reconstruction, logits, beta=0.0):
         Sums over all places may be more than float16 holds.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    x, reconstruction, logits = x.to(wide), reconstruction.to(wide), logits.to(wide)
-    log_q = logits.log_softmax(1)
+    x = x.to(wide)
+    reconstruction = reconstruction.to(wide)
+    log_q = logits.to(wide).log_softmax(1)  # (B, K, H', W')
     divergence = (log_q.exp() * log_q).sum(1) + math.log(logits.shape[1])  # (B, H', W')
-    error = (x - reconstruction).square()
-    return error.flatten(1).sum(1).mean() + beta * divergence.flatten(1).sum(1).mean()
+    divergence = divergence.flatten(1).sum(1)  # (B,)
+    error = (x - reconstruction).square()  # (B, C, H, W)
+    error = error.flatten(1).sum(1)  # (B,)
+    return error.mean() + beta * divergence.mean()
 
 # %% ../nbs/41_beit.ipynb #perplexity
 def perplexity(tokens, num_embeddings):
@@ -192,13 +199,17 @@ def gather_rows(x):
     """
     ranks = dist.get_world_size()
     own = torch.tensor([len(x)], device=x.device)
-    lengths = [torch.empty_like(own) for _ in range(ranks)]
-    dist.all_gather(lengths, own)
-    lengths = [length.item() for length in lengths]
-    padded = F.pad(x, (0, 0, 0, max(lengths) - len(x)))
+    gathered = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(gathered, own)
+    lengths = [length.item() for length in gathered]
+    missing = max(lengths) - len(x)
+    padded = F.pad(x, (0, 0, 0, missing))  # zeros below: (M, D) -> (largest M, D)
     parts = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(parts, padded)
-    return torch.cat([part[:length] for part, length in zip(parts, lengths)])
+    rows = []
+    for part, length in zip(parts, lengths):
+        rows.append(part[:length])
+    return torch.cat(rows)
 
 
 def _unit_vectors(x):
@@ -243,14 +254,16 @@ class VectorQuantizer(nn.Module):
         check_counts(embedding_dim=embedding_dim)
         check_rates(decay=decay)
         check_naturals(kmeans_steps=kmeans_steps)
-        self.decay, self.kmeans_steps = decay, kmeans_steps
+        self.decay = decay
+        self.kmeans_steps = kmeans_steps
         codes = torch.randn(num_embeddings, embedding_dim)
         self.register_buffer("embedding", F.normalize(codes, dim=-1))
         self.register_buffer("started", torch.tensor(kmeans_steps == 0))
 
     def tokens(self, z):
         """The number of the code with the largest cosine: (..., D) -> (...)."""
-        return (z @ self.embedding.T).argmax(-1)  # (..., D) @ (D, K)
+        cosines = z @ self.embedding.T  # (..., D) @ (D, K) -> (..., K)
+        return cosines.argmax(-1)
 
     def forward(self, z):
         """Vectors (M, D) to codes of the same shape, tokens (M,) and the commitment loss."""
@@ -263,7 +276,8 @@ class VectorQuantizer(nn.Module):
         loss = F.mse_loss(z, codes, reduction=reduction)  # commitment: codes have no gradient
         if self.training:
             self.move(z.detach(), tokens, self.decay)
-        return z + (codes - z).detach(), tokens, loss  # straight through to the encoder
+        codes = z + (codes - z).detach()  # straight through to the encoder
+        return codes, tokens, loss
 
     def move(self, z, tokens, decay):
         """Move each code that was chosen towards the mean of the vectors that chose it."""
@@ -309,22 +323,32 @@ class VQAutoencoder(nn.Module):
 
     def __init__(self, encoder, quantizer, decoder):
         super().__init__()
-        self.encoder, self.quantizer, self.decoder = encoder, quantizer, decoder
+        self.encoder = encoder
+        self.quantizer = quantizer
+        self.decoder = decoder
 
     def forward(self, x):
         """What the decoder makes of images x, their tokens (B, H', W'), the commitment loss."""
-        z = self.encoder(x).permute(0, 2, 3, 1)  # (B, D, H', W') -> (B, H', W', D)
-        codes, tokens, loss = self.quantizer(z.flatten(0, 2))  # (B H' W', D)
-        codes = codes.view(z.shape).permute(0, 3, 1, 2)  # -> (B, D, H', W')
-        return self.decoder(codes), tokens.view(z.shape[:-1]), loss
+        z = self.encoder(x)  # (B, C, H, W) -> (B, D, H', W')
+        z = z.permute(0, 2, 3, 1)  # -> (B, H', W', D)
+        vectors = z.flatten(0, 2)  # -> (B H' W', D)
+        codes, tokens, loss = self.quantizer(vectors)
+        tokens = tokens.view(z.shape[:-1])  # (B H' W',) -> (B, H', W')
+        codes = codes.view(z.shape)  # (B H' W', D) -> (B, H', W', D)
+        codes = codes.permute(0, 3, 1, 2)  # -> (B, D, H', W')
+        return self.decoder(codes), tokens, loss
 
     def tokens(self, x):
         """The token of each place, (B, H', W')."""
-        return self.quantizer.tokens(self.encoder(x).permute(0, 2, 3, 1))
+        z = self.encoder(x)  # (B, C, H, W) -> (B, D, H', W')
+        z = z.permute(0, 2, 3, 1)  # -> (B, H', W', D)
+        return self.quantizer.tokens(z)
 
     def decode(self, tokens):
         """What the decoder makes of tokens (B, H', W')."""
-        return self.decoder(self.quantizer.embedding[tokens].permute(0, 3, 1, 2))
+        codes = self.quantizer.embedding[tokens]  # (B, H', W') -> (B, H', W', D)
+        codes = codes.permute(0, 3, 1, 2)  # -> (B, D, H', W')
+        return self.decoder(codes)
 
 # %% ../nbs/41_beit.ipynb #block-mask
 def check_masked(num_masked, num_patches):
@@ -372,7 +396,8 @@ def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=None):
     check_counts(min_patches=min_patches)
     if not isinstance(min_aspect, Real) or not 0 < min_aspect <= 1:
         raise ValueError(f"min_aspect ({min_aspect!r}) must be in (0, 1]")
-    rng = random if rng is None else rng
+    if rng is None:
+        rng = random
     if not hasattr(rng, "uniform"):
         raise TypeError(f"rng of type {type(rng).__name__} must be a random.Random")
     smallest = min(min_patches, num_masked)
@@ -381,10 +406,14 @@ def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=None):
     vain = 0
     while left > 0 and vain < 10:
         h, w = random_rectangle(rng.uniform(smallest, left), min_aspect, rng)
-        fits = h < height and w < width
-        new = hide_rectangle(mask, h, w, left, rng) if fits else 0
+        new = 0
+        if h < height and w < width:
+            new = hide_rectangle(mask, h, w, left, rng)
         left -= new
-        vain = 0 if new else vain + 1
+        if new > 0:
+            vain = 0
+        else:
+            vain += 1
     few = min(min_patches, num_masked // 4)
     while left > few:
         h, w = random_rectangle(rng.uniform(1, left), min_aspect, rng)
@@ -409,8 +438,11 @@ def random_rectangle(area, min_aspect, rng):
     -------
     height, width : int
     """
-    aspect = math.exp(rng.uniform(math.log(min_aspect), -math.log(min_aspect)))
-    return round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+    smallest = math.log(min_aspect)
+    aspect = math.exp(rng.uniform(smallest, -smallest))
+    height = round(math.sqrt(area * aspect))
+    width = round(math.sqrt(area / aspect))
+    return height, width
 
 
 def hide_rectangle(mask, height, width, most, rng):
@@ -458,7 +490,8 @@ def beit_position_index(window_size, device=None):
     """
     rows, columns = window_size
     last = (2 * rows - 1) * (2 * columns - 1)
-    index = F.pad(relative_position_index(window_size, device=device), (1, 0, 1, 0))
+    index = relative_position_index(window_size, device=device)  # (N, N)
+    index = F.pad(index, (1, 0, 1, 0))  # a row and a column in front: (1 + N, 1 + N)
     index[0] = last  # query: the class token
     index[:, 0] = last + 1  # key: the class token
     index[0, 0] = last + 2
@@ -496,7 +529,8 @@ def bias_table(window_size, num_heads, device=None, dtype=None):
     nn.Parameter, shape (rows, num_heads)
         Zero.
     """
-    rows = math.prod(2 * w - 1 for w in window_size) + 3
+    height, width = window_size
+    rows = (2 * height - 1) * (2 * width - 1) + 3
     return nn.Parameter(torch.zeros(rows, num_heads, device=device, dtype=dtype))
 
 
@@ -553,9 +587,14 @@ class BeitAttention(nn.Module):
         check_heads(num_heads, dim=dim)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
-        self.num_heads, self.attn_drop, self.window_size = num_heads, attn_drop, window_size
-        self.q_bias, self.v_bias = (
-            nn.Parameter(torch.zeros(dim, **options)) if qkv_bias else None for _ in range(2))
+        self.num_heads = num_heads
+        self.attn_drop = attn_drop
+        self.window_size = window_size
+        self.q_bias = None
+        self.v_bias = None
+        if qkv_bias:
+            self.q_bias = nn.Parameter(torch.zeros(dim, **options))
+            self.v_bias = nn.Parameter(torch.zeros(dim, **options))
         self.relative_position_bias_table = bias_table(window_size, num_heads, **options)
         index = beit_position_index(window_size, device)
         self.register_buffer("relative_position_index", index, persistent=False)
@@ -568,14 +607,19 @@ class BeitAttention(nn.Module):
         """Tokens (B, 1 + N, dim) to tokens, with its own table's bias unless one is given."""
         qkv = self.qkv(x)  # (B, 1 + N, 3 dim)
         if self.q_bias is not None:
-            qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        q, k, v = (split_heads(part, self.num_heads) for part in qkv.chunk(3, dim=-1))
+            k_bias = torch.zeros_like(self.q_bias)
+            qkv = qkv + torch.cat([self.q_bias, k_bias, self.v_bias])
+        q, k, v = qkv.chunk(3, dim=-1)  # three times (B, 1 + N, dim)
+        q = split_heads(q, self.num_heads)  # -> (B, h, 1 + N, d)
+        k = split_heads(k, self.num_heads)
+        v = split_heads(v, self.num_heads)
         if bias is None:
             index = self.relative_position_index
             bias = position_bias(self.relative_position_bias_table, index)
         dropout_p = self.attn_drop if self.training else 0.0
         x = attention(q, k, v, bias=bias, dropout_p=dropout_p)  # (B, h, 1 + N, d)
-        return self.proj_drop(self.proj(merge_heads(x)))  # -> (B, 1 + N, dim)
+        x = self.proj(merge_heads(x))  # -> (B, 1 + N, dim)
+        return self.proj_drop(x)
 
     def set_window_size(self, window_size):
         """Expect another grid of patches from now on; the table is interpolated."""
@@ -612,15 +656,16 @@ class BeitBlock(nn.Module):
         super().__init__()
         options = dict(device=device, dtype=dtype)
         self.norm1 = LayerNorm(dim, **options)
-        self.attn = BeitAttention(dim, num_heads, window_size, qkv_bias, attn_drop, proj_drop,
-                                  **options)
+        self.attn = BeitAttention(dim, num_heads, window_size, qkv_bias=qkv_bias,
+                                  attn_drop=attn_drop, proj_drop=proj_drop, **options)
         self.norm2 = LayerNorm(dim, **options)
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.drop_path = DropPath(drop_path)
-        self.gamma_1 = self.gamma_2 = 1.0
+        self.gamma_1 = 1.0
+        self.gamma_2 = 1.0
         if init_values is not None:
-            self.gamma_1, self.gamma_2 = (
-                nn.Parameter(init_values * torch.ones(dim, **options)) for _ in range(2))
+            self.gamma_1 = nn.Parameter(init_values * torch.ones(dim, **options))
+            self.gamma_2 = nn.Parameter(init_values * torch.ones(dim, **options))
 
     def forward(self, x, bias=None):
         """Tokens (B, 1 + N, dim) to tokens; `bias` as in `BeitAttention`."""
@@ -688,7 +733,8 @@ class Beit(Backbone):
         If an argument does not fit the others.
     """
 
-    family, num_prefix_tokens = "beit", 1
+    family = "beit"
+    num_prefix_tokens = 1
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, num_classes=1000,
                  global_pool="avg", embed_dim=768, depth=12, num_heads=12, qkv_bias=True,
@@ -699,20 +745,25 @@ class Beit(Backbone):
         check_rates(drop_rate=drop_rate, pos_drop_rate=pos_drop_rate,
                     proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate)
         options = dict(device=device, dtype=dtype)
-        self.num_classes, self.patch_size = num_classes, to_2tuple(patch_size)
-        self.embed_dim = self.num_features = embed_dim
+        self.num_classes = num_classes
+        self.patch_size = to_2tuple(patch_size)
+        self.embed_dim = embed_dim
+        self.num_features = embed_dim
         self.set_pool(global_pool)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **options)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim, **options))
-        self.pos_drop, self.head_drop = nn.Dropout(pos_drop_rate), nn.Dropout(drop_rate)
-        block = partial(BeitBlock, embed_dim, num_heads, self.patch_embed.grid_size, qkv_bias,
-                        mlp_ratio, proj_drop_rate, attn_drop_rate, init_values=init_values,
-                        **options)
-        rates = drop_path_rates(drop_path_rate, depth)
-        self.blocks = nn.Sequential(*(block(drop_path=rate) for rate in rates))
-        norm, none = LayerNorm(embed_dim, **options), nn.Identity()
-        self.norm, self.fc_norm = norm, none
-        self.place_norm()
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.blocks = nn.Sequential()
+        for rate in drop_path_rates(drop_path_rate, depth):
+            block = BeitBlock(embed_dim, num_heads, window_size=self.patch_embed.grid_size,
+                              qkv_bias=qkv_bias, mlp_ratio=mlp_ratio, proj_drop=proj_drop_rate,
+                              attn_drop=attn_drop_rate, drop_path=rate, init_values=init_values,
+                              **options)
+            self.blocks.append(block)
+        self.norm = LayerNorm(embed_dim, **options)
+        self.fc_norm = nn.Identity()
+        self.place_norm()  # with "avg" the norm is `fc_norm`, after the mean
         self.head = classifier(embed_dim, num_classes, **options)
         init_beit(self)
         if num_classes:
@@ -720,8 +771,10 @@ class Beit(Backbone):
 
     def embed(self, x):
         """Images (B, C, H, W) to tokens (B, 1 + N, D), the class token first; no positions."""
-        x = self.patch_embed(x)  # (B, N, D)
-        return self.pos_drop(torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1))
+        x = self.patch_embed(x)  # (B, C, H, W) -> (B, N, D)
+        cls_token = self.cls_token.expand(x.shape[0], -1, -1)  # (B, 1, D)
+        x = torch.cat([cls_token, x], dim=1)  # (B, 1 + N, D)
+        return self.pos_drop(x)
 
     def forward_features(self, x):
         """All tokens (B, 1 + N, D), normalized unless `fc_norm` will do it after the mean."""
@@ -732,8 +785,14 @@ class Beit(Backbone):
 
     def forward_head(self, x, pre_logits=False):
         """Logits (B, num_classes) of the tokens; with `pre_logits` what the head is given."""
-        x = self.head_drop(self.fc_norm(self.pool(x)))
+        x = self.pool(x)  # (B, 1 + N, D) -> (B, D)
+        x = self.head_drop(self.fc_norm(x))
         return x if pre_logits else self.head(x)
+
+    def forward(self, x):
+        """Logits (B, num_classes) of images (B, in_chans, H, W)."""
+        x = self.forward_features(x)
+        return self.forward_head(x)
 
     def set_input_size(self, img_size):
         """Accept images of another size from now on: the tables are interpolated, once."""
@@ -750,13 +809,19 @@ class Beit(Backbone):
         `img_size` is the size of the images that the weights belong to, as in
         `load_pretrained`.
         """
-        old_grid = None if img_size is None else self.patch_embed.grid_of(img_size)
-        return adapt_tables(without_pretraining(state_dict, self), self, old_grid)
+        old_grid = None
+        if img_size is not None:
+            old_grid = self.patch_embed.grid_of(img_size)
+        state_dict = without_pretraining(state_dict, self)
+        return adapt_tables(state_dict, self, old_grid)
 
     def no_weight_decay(self):
         """Names of parameters that are not to decay; bias tables are among them."""
-        tables = {name for name, _ in self.named_parameters() if name.endswith("bias_table")}
-        return super().no_weight_decay() | tables
+        names = super().no_weight_decay()
+        for name, _ in self.named_parameters():
+            if name.endswith("bias_table"):
+                names = names | {name}
+        return names
 
 # %% ../nbs/41_beit.ipynb #adapt
 TABLE = "relative_position_bias_table"
@@ -780,9 +845,11 @@ def adapt_tables(state_dict, model, old_grid=None):
     dict of str to Tensor
     """
     grid = model.patch_embed.grid_size
-    found = {key: resize_beit_table(x, grid, old_grid) for key, x in state_dict.items()
-             if key.endswith(TABLE)}
-    return state_dict | found
+    tables = {}
+    for key, x in state_dict.items():
+        if key.endswith(TABLE):
+            tables[key] = resize_beit_table(x, grid, old_grid)
+    return state_dict | tables
 
 
 def without_pretraining(state_dict, model):
@@ -803,16 +870,21 @@ def without_pretraining(state_dict, model):
     """
     if f"rel_pos_bias.{TABLE}" not in state_dict:
         return dict(state_dict)
-    table, own = state_dict[f"rel_pos_bias.{TABLE}"], model.state_dict()
-    dropped = ("rel_pos_bias.", "mask_token", "lm_head.")
-    keys = [f"blocks.{i}.attn.{TABLE}" for i in range(len(model.blocks))]
-    tables = {key: table + state_dict.get(key, 0) for key in keys}  # a block may have its own
-    kept = {}
+    own = model.state_dict()
+    dropped = ["rel_pos_bias.", "mask_token", "lm_head."]
+    found = {}
     if "fc_norm.weight" in own:  # the norm of the mean starts anew
-        dropped += ("norm.",)
-        kept |= {f"fc_norm.{name}": own[f"fc_norm.{name}"] for name in ("weight", "bias")}
-    kept |= {key: x for key, x in state_dict.items() if not key.startswith(dropped)}
-    return kept | tables
+        dropped.append("norm.")
+        found["fc_norm.weight"] = own["fc_norm.weight"]
+        found["fc_norm.bias"] = own["fc_norm.bias"]
+    for key, x in state_dict.items():
+        if not key.startswith(tuple(dropped)):
+            found[key] = x
+    table = state_dict[f"rel_pos_bias.{TABLE}"]
+    for i in range(len(model.blocks)):
+        key = f"blocks.{i}.attn.{TABLE}"
+        found[key] = table + state_dict.get(key, 0)  # a block may have its own
+    return found
 
 # %% ../nbs/41_beit.ipynb #shared-bias
 class BeitPositionBias(nn.Module):
@@ -875,16 +947,16 @@ class BeitForMaskedImageModeling(nn.Module):
                            mlp_ratio=mlp_ratio, init_values=init_values, qkv_bias=True,
                            **options)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **options)
-        self.cls_token, self.mask_token = (
-            nn.Parameter(torch.zeros(1, 1, embed_dim, **options)) for _ in range(2))
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim, **options))
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, embed_dim, **options))
         grid = self.patch_embed.grid_size
         self.rel_pos_bias = BeitPositionBias(grid, num_heads, **options)
-        self.blocks = nn.ModuleList(
-            BeitBlock(embed_dim, num_heads, grid, mlp_ratio=mlp_ratio, drop_path=rate,
-                      init_values=init_values, **options)
-            for rate in drop_path_rates(drop_path_rate, depth))
-        for block in self.blocks:
-            block.attn.relative_position_bias_table = None  # each is given the shared bias
+        self.blocks = nn.ModuleList()
+        for rate in drop_path_rates(drop_path_rate, depth):
+            block = BeitBlock(embed_dim, num_heads, window_size=grid, mlp_ratio=mlp_ratio,
+                              drop_path=rate, init_values=init_values, **options)
+            block.attn.relative_position_bias_table = None  # it is given the shared bias
+            self.blocks.append(block)
         self.norm = LayerNorm(embed_dim, **options)
         self.lm_head = nn.Linear(embed_dim, vocab_size, **options)
         init_beit(self)
@@ -894,7 +966,8 @@ class BeitForMaskedImageModeling(nn.Module):
         """Tokens (B, 1 + N, D) of images with patches hidden where `mask` (B, N) is True."""
         x = self.patch_embed(x)  # (B, N, D)
         x = torch.where(mask[..., None], self.mask_token, x)
-        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+        cls_token = self.cls_token.expand(x.shape[0], -1, -1)  # (B, 1, D)
+        x = torch.cat([cls_token, x], dim=1)  # (B, 1 + N, D)
         bias = self.rel_pos_bias()  # (h, 1 + N, 1 + N)
         for block in self.blocks:
             x = block(x, bias)
@@ -904,7 +977,10 @@ class BeitForMaskedImageModeling(nn.Module):
         """Logits (M, K) of the M hidden patches of all images, row by row of `mask`."""
         mask = mask.flatten(1)  # (B, H', W') -> (B, N)
         check_mask(mask, (len(x), self.patch_embed.num_patches))
-        return self.lm_head(self.forward_features(x, mask)[:, 1:][mask])
+        x = self.forward_features(x, mask)  # (B, 1 + N, D)
+        patches = x[:, 1:]  # (B, N, D), without the class token
+        hidden = patches[mask]  # -> (M, D)
+        return self.lm_head(hidden)  # -> (M, K)
 
     def no_weight_decay(self):
         """Names of parameters that are not to decay: tokens, and the table of biases."""
@@ -920,9 +996,10 @@ class BeitForMaskedImageModeling(nn.Module):
         """
         check_encoder_options(options, self.config)
         like = dict(device=self.lm_head.weight.device, dtype=self.lm_head.weight.dtype)
-        model = Beit(**self.config | dict(num_classes=num_classes) | like | options)
-        found = model.resample_state_dict(self.state_dict(), self.patch_embed.img_size)
-        load_encoder(model, found)
+        keywords = self.config | dict(num_classes=num_classes) | like | options
+        model = Beit(**keywords)
+        stored = model.resample_state_dict(self.state_dict(), self.patch_embed.img_size)
+        load_encoder(model, stored)
         return model
 
 # %% ../nbs/41_beit.ipynb #masked-loss
@@ -962,7 +1039,8 @@ def masked_loss(model, x, tokens, mask):
         True where a patch is hidden.
     """
     logits = model(x, mask)  # (M, K)
-    return F.cross_entropy(logits, tokens[mask], reduction="sum"), len(logits)
+    loss = F.cross_entropy(logits, tokens[mask], reduction="sum")
+    return loss, len(logits)
 
 # %% ../nbs/41_beit.ipynb #register
 SIZES = {"base": dict(embed_dim=768, depth=12, num_heads=12),
@@ -991,7 +1069,8 @@ class FeatureEncoder(nn.Module):
 
     def __init__(self, backbone, out_dim):
         super().__init__()
-        self.backbone, self.proj = backbone, nn.Conv2d(backbone.num_features, out_dim, 1)
+        self.backbone = backbone
+        self.proj = nn.Conv2d(backbone.num_features, out_dim, kernel_size=1)
 
     def forward(self, x):
         """Images (B, C, H, W) to maps (B, out_dim, H', W')."""

@@ -34,7 +34,8 @@ class DistilledVisionTransformer(VisionTransformer):
     def __init__(self, *args, **options):
         super().__init__(*args, class_token=True, reg_tokens=0, no_embed_class=False,
                          **options)
-        self.num_prefix_tokens, self.distilled_training = 2, False
+        self.num_prefix_tokens = 2
+        self.distilled_training = False
         self.dist_token = nn.Parameter(0.02 * torch.randn_like(self.cls_token))
         own = 0.02 * torch.randn_like(self.cls_token)  # the new token's position
         self.pos_embed = nn.Parameter(torch.cat([own, self.pos_embed.detach()], dim=1))
@@ -54,12 +55,20 @@ class DistilledVisionTransformer(VisionTransformer):
         After `set_distilled_training`, in training mode, a tuple of both; with `pre_logits` the
         average (B, D) of what the heads are given.
         """
-        x, x_dist = self.head_drop(x[:, 0]), self.head_drop(x[:, 1])  # each (B, D)
-        if not pre_logits:
-            x, x_dist = self.head(x), self.head_dist(x_dist)  # each (B, num_classes)
-            if self.distilled_training and self.training:
-                return x, x_dist
-        return (x + x_dist) / 2
+        x_cls = self.head_drop(x[:, 0])  # (B, 2 + N, D) -> (B, D)
+        x_dist = self.head_drop(x[:, 1])
+        if pre_logits:
+            return (x_cls + x_dist) / 2
+        logits = self.head(x_cls)  # (B, D) -> (B, num_classes)
+        dist_logits = self.head_dist(x_dist)
+        if self.distilled_training and self.training:
+            return logits, dist_logits
+        return (logits + dist_logits) / 2
+
+    def forward(self, x):
+        """Logits (B, num_classes) of images (B, in_chans, H, W), or a tuple of both heads'."""
+        x = self.forward_features(x)
+        return self.forward_head(x)
 
 # %% ../nbs/31_deit.ipynb #losses
 def check_losses(logits, dist_logits, teacher_logits, weight):
@@ -75,9 +84,12 @@ def check_losses(logits, dist_logits, teacher_logits, weight):
     ValueError
         If they are not.
     """
-    a, b, c = (tuple(z.shape) for z in (logits, dist_logits, teacher_logits))
-    if not a == b == c:
-        raise ValueError(f"logits {a}, dist_logits {b}, teacher_logits {c} must have one shape")
+    shape = tuple(logits.shape)
+    dist_shape = tuple(dist_logits.shape)
+    teacher_shape = tuple(teacher_logits.shape)
+    if dist_shape != shape or teacher_shape != shape:
+        raise ValueError(f"logits {shape}, dist_logits {dist_shape}, teacher_logits "
+                         f"{teacher_shape} must have one shape")
     if not 0 <= weight <= 1:
         raise ValueError(f"weight ({weight}) must be from 0 to 1")
 
@@ -102,7 +114,8 @@ def hard_distillation_loss(logits, dist_logits, teacher_logits, labels, *, weigh
     """
     check_losses(logits, dist_logits, teacher_logits, weight)
     decisions = teacher_logits.argmax(dim=-1)
-    own, taught = F.cross_entropy(logits, labels), F.cross_entropy(dist_logits, decisions)
+    own = F.cross_entropy(logits, labels)
+    taught = F.cross_entropy(dist_logits, decisions)
     return (1 - weight) * own + weight * taught
 
 # %% ../nbs/31_deit.ipynb #soft-loss
@@ -136,15 +149,18 @@ def soft_distillation_loss(logits, dist_logits, teacher_logits, labels, *, weigh
     if not temperature > 0:
         raise ValueError(f"temperature ({temperature}) must be positive")
     wide = torch.promote_types(dist_logits.dtype, torch.float32)
-    log_p, log_q = (F.log_softmax(z.to(wide) / temperature, -1)
-                    for z in (teacher_logits, dist_logits))
+    log_p = F.log_softmax(teacher_logits.to(wide) / temperature, dim=-1)
+    log_q = F.log_softmax(dist_logits.to(wide) / temperature, dim=-1)
     divergence = temperature**2 * (log_p.exp() * (log_p - log_q)).mean()
-    return (1 - weight) * F.cross_entropy(logits, labels) + weight * divergence
+    own = F.cross_entropy(logits, labels)
+    return (1 - weight) * own + weight * divergence
 
 # %% ../nbs/31_deit.ipynb #register
 SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # table 1: width and heads
 for size, (width, heads) in SIZES.items():
-    for middle, cls in (("", VisionTransformer), ("_distilled", DistilledVisionTransformer)):
-        name = f"deit_{size}{middle}_patch16_224"
-        register_model(name, cls, hub=f"timm/{name}.fb_in1k", patch_size=16,
-                       embed_dim=width, depth=12, num_heads=heads)
+    name = f"deit_{size}_patch16_224"
+    register_model(name, VisionTransformer, hub=f"timm/{name}.fb_in1k", patch_size=16,
+                   embed_dim=width, depth=12, num_heads=heads)
+    name = f"deit_{size}_distilled_patch16_224"
+    register_model(name, DistilledVisionTransformer, hub=f"timm/{name}.fb_in1k", patch_size=16,
+                   embed_dim=width, depth=12, num_heads=heads)

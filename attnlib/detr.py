@@ -32,7 +32,8 @@ from .position import position_angles
 # %% ../nbs/42_detr.ipynb #boxes
 def box_cxcywh_to_xyxy(boxes):
     """`boxes` (..., 4) by center and size as corners (..., 4): left, top, right, bottom."""
-    center, size = boxes[..., :2], boxes[..., 2:]
+    center = boxes[..., :2]
+    size = boxes[..., 2:]
     return torch.cat([center - size / 2, center + size / 2], dim=-1)
 
 
@@ -40,7 +41,8 @@ def box_xyxy_to_cxcywh(boxes):
     """`boxes` (..., 4) by corners as centers and sizes (..., 4)."""
     if not boxes.is_floating_point():
         boxes = boxes.long()  # in uint8, 200 + 100 is 44
-    low, high = boxes[..., :2], boxes[..., 2:]
+    low = boxes[..., :2]  # left, top
+    high = boxes[..., 2:]  # right, bottom
     return torch.cat([(low + high) / 2, high - low], dim=-1)
 
 
@@ -49,7 +51,8 @@ def box_area(boxes):
     one, or a lower corner above the upper one.
     """
     boxes = upcast(boxes)
-    return (boxes[..., 2:] - boxes[..., :2]).clamp(min=0).prod(-1)
+    size = boxes[..., 2:] - boxes[..., :2]  # (..., 2): width, height
+    return size.clamp(min=0).prod(-1)
 
 
 def upcast(x):
@@ -81,8 +84,10 @@ def box_iou(a, b):
         In [0, 1], and the area of the union, in float32 for boxes in half precision. Two boxes
         without an area have an IoU of 0.
     """
-    a, b = upcast(a), upcast(b)
-    low, high = torch.maximum(a[..., :2], b[..., :2]), torch.minimum(a[..., 2:], b[..., 2:])
+    a = upcast(a)
+    b = upcast(b)
+    low = torch.maximum(a[..., :2], b[..., :2])  # (..., 2): left, top
+    high = torch.minimum(a[..., 2:], b[..., 2:])  # right, bottom
     intersection = (high - low).clamp(min=0).prod(-1)
     union = box_area(a) + box_area(b) - intersection
     return safe_ratio(intersection, union), union
@@ -103,9 +108,11 @@ def generalized_box_iou(a, b):
         float32. Where H is 0 the value is 0; it is -1 for two boxes without an area that a box
         with an area surrounds.
     """
-    a, b = upcast(a), upcast(b)
+    a = upcast(a)
+    b = upcast(b)
     iou, union = box_iou(a, b)
-    low, high = torch.minimum(a[..., :2], b[..., :2]), torch.maximum(a[..., 2:], b[..., 2:])
+    low = torch.minimum(a[..., :2], b[..., :2])  # (..., 2): left, top
+    high = torch.maximum(a[..., 2:], b[..., 2:])  # right, bottom
     hull = (high - low).clamp(min=0).prod(-1)
     return iou - safe_ratio(hull - union, hull)
 
@@ -144,11 +151,12 @@ def pad_targets(targets, like):
     boxes : Tensor, shape (B, most objects, 4)
         Rows of images with fewer objects end with zeros, and with boxes of the whole image.
     """
-    most = max((len(target["labels"]) for target in targets), default=0)
+    counts = [len(target["labels"]) for target in targets]
+    most = max(counts, default=0)
     labels = torch.zeros(len(targets), most, dtype=torch.long, device=like.device)
     boxes = like.new_tensor([0.5, 0.5, 1, 1]).repeat(len(targets), most, 1)
     for i, target in enumerate(targets):
-        count = len(target["labels"])
+        count = counts[i]
         labels[i, :count] = target["labels"]
         boxes[i, :count] = target["boxes"]
     return labels, boxes
@@ -179,7 +187,8 @@ def check_targets(targets, batch, num_queries, num_classes):
             if not isinstance(target.get(name), torch.Tensor):
                 raise ValueError(f"targets[{i}] with the names {list(target)} must have "
                                  f"{name!r}, a Tensor")
-        labels, boxes = target["labels"], target["boxes"]
+        labels = target["labels"]
+        boxes = target["boxes"]
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise ValueError(f"targets[{i}]['labels'] of dtype {labels.dtype} must be integers")
         if boxes.ndim != 2 or boxes.shape[1] != 4 or labels.shape != boxes.shape[:1]:
@@ -240,19 +249,25 @@ class HungarianMatcher:
     def __init__(self, cost_class=1, cost_box=5, cost_giou=2):
         if not any((cost_class, cost_box, cost_giou)):
             raise ValueError("cost_class, cost_box and cost_giou (0) must not all be 0")
-        self.cost_class, self.cost_box, self.cost_giou = cost_class, cost_box, cost_giou
+        self.cost_class = cost_class
+        self.cost_box = cost_box
+        self.cost_giou = cost_giou
 
     def class_cost(self, logits, labels):
         """-p(class): logits (..., B, Q, K + 1) and labels (B, n) to (..., B, Q, n)."""
         index = labels[:, None].expand(*logits.shape[:-1], -1)  # (B, n) -> (..., B, Q, n)
-        return -logits.softmax(-1).gather(-1, index)
+        probabilities = logits.softmax(-1)  # (..., B, Q, K + 1)
+        return -probabilities.gather(-1, index)
 
     def cost(self, logits, boxes, labels, target_boxes):
         """The cost of each pair: (..., B, Q, n) for logits and boxes of B images."""
-        a, b = boxes[..., None, :], target_boxes[:, None]  # (..., B, Q, 1, 4), (B, 1, n, 4)
-        giou = generalized_box_iou(box_cxcywh_to_xyxy(a), box_cxcywh_to_xyxy(b))
-        return (self.cost_class * self.class_cost(logits, labels)
-                + self.cost_box * (a - b).abs().sum(-1) - self.cost_giou * giou)
+        boxes = boxes[..., None, :]  # (..., B, Q, 4) -> (..., B, Q, 1, 4)
+        target_boxes = target_boxes[:, None]  # (B, n, 4) -> (B, 1, n, 4)
+        class_cost = self.class_cost(logits, labels)  # (..., B, Q, n)
+        distance = (boxes - target_boxes).abs().sum(-1)
+        giou = generalized_box_iou(box_cxcywh_to_xyxy(boxes), box_cxcywh_to_xyxy(target_boxes))
+        return (self.cost_class * class_cost + self.cost_box * distance
+                - self.cost_giou * giou)
 
     @torch.no_grad()
     def __call__(self, logits, boxes, targets):
@@ -264,16 +279,24 @@ class HungarianMatcher:
         with detection_extra():
             from scipy.optimize import linear_sum_assignment
         check_targets(targets, boxes.shape[-3], boxes.shape[-2], logits.shape[-1] - 1)
-        logits, boxes = upcast(logits), upcast(boxes)  # half precision would make ties
+        logits = upcast(logits)  # half precision would make ties
+        boxes = upcast(boxes)
+        has_layers = boxes.ndim == 4
         labels, target_boxes = pad_targets(targets, boxes)
         cost = self.cost(logits, boxes, labels, target_boxes).cpu()  # the only wait for a GPU
-        cost = cost if cost.ndim == 4 else cost[None]  # (layers, B, Q, n)
+        if not has_layers:
+            cost = cost[None]  # (B, Q, n) -> (1, B, Q, n)
         if cost.isnan().any():
             raise ValueError("logits or boxes (NaN) must be numbers: a cost is not")
-        counts = [len(target["labels"]) for target in targets]
-        matched = [[tuple(map(torch.from_numpy, linear_sum_assignment(image[:, :count])))
-                    for image, count in zip(layer, counts)] for layer in cost]
-        return matched if boxes.ndim == 4 else matched[0]
+        matched = []
+        for layer_cost in cost:  # (B, Q, n)
+            pairs = []
+            for image_cost, target in zip(layer_cost, targets):
+                count = len(target["labels"])
+                i, j = linear_sum_assignment(image_cost[:, :count])  # without the padding
+                pairs.append((torch.from_numpy(i), torch.from_numpy(j)))
+            matched.append(pairs)
+        return matched if has_layers else matched[0]
 
 # %% ../nbs/42_detr.ipynb #loss
 class SetLoss(nn.Module):
@@ -297,13 +320,17 @@ class SetLoss(nn.Module):
 
     def __init__(self, num_classes, weights=None, no_object=0.1, matcher=None):
         super().__init__()
-        self.num_classes, self.no_object = num_classes, no_object
+        self.num_classes = num_classes
+        self.no_object = no_object
         self.weights = {"class": 1, "box": 5, "giou": 2}
-        for name, weight in (weights or {}).items():
-            if name not in self.weights:
-                raise ValueError(f"weights ({name!r}) must be for 'class', 'box' or 'giou'")
-            self.weights[name] = weight
-        self.matcher = HungarianMatcher() if matcher is None else matcher
+        if weights is not None:
+            for name, weight in weights.items():
+                if name not in self.weights:
+                    raise ValueError(f"weights ({name!r}) must be for 'class', 'box' or 'giou'")
+                self.weights[name] = weight
+        if matcher is None:
+            matcher = HungarianMatcher()
+        self.matcher = matcher
 
     def class_loss(self, logits, classes, num_boxes):
         """Weighted cross-entropy, a mean: logits (L, B, Q, K + 1) and classes (L, B, Q) to (L).
@@ -314,10 +341,11 @@ class SetLoss(nn.Module):
             raise ValueError(f"output has {logits.shape[-1]} logits; for num_classes "
                              f"({self.num_classes}) and no object there must be "
                              f"{self.num_classes + 1}")
-        nll = -logits.log_softmax(-1).gather(-1, classes[..., None])[..., 0]  # (L, B, Q)
-        weight = logits.new_ones(self.num_classes + 1)
-        weight[-1] = self.no_object
-        weight = weight[classes]  # (L, B, Q)
+        log_p = logits.log_softmax(-1)  # (L, B, Q, K + 1)
+        nll = -log_p.gather(-1, classes[..., None])[..., 0]  # (L, B, Q)
+        class_weight = logits.new_ones(self.num_classes + 1)
+        class_weight[-1] = self.no_object
+        weight = class_weight[classes]  # (L, B, Q)
         return safe_ratio((weight * nll).sum((1, 2)), weight.sum((1, 2)))
 
     def forward(self, output, targets, num_boxes=None):
@@ -331,23 +359,34 @@ class SetLoss(nn.Module):
         boxes = upcast(torch.stack([layer.boxes for layer in layers]))  # (L, B, Q, 4)
         matched = self.matcher(logits, boxes, targets)
         labels, target_boxes = pad_targets(targets, boxes)
-        pairs = [torch.stack([torch.full_like(i, layer), torch.full_like(i, image), i, j])
-                 for layer, images in enumerate(matched)
-                 for image, (i, j) in enumerate(images)]
-        # without an image there is nothing to join
-        index = torch.cat(pairs, dim=1) if pairs else torch.empty(4, 0, dtype=torch.long)
-        layer, image, i, j = index.to(boxes.device)  # (matches of all layers) each
+        pairs = []
+        for layer_number, layer_pairs in enumerate(matched):
+            for image_number, (i, j) in enumerate(layer_pairs):
+                layer = torch.full_like(i, layer_number)
+                image = torch.full_like(i, image_number)
+                pairs.append(torch.stack([layer, image, i, j]))
+        if pairs:
+            index = torch.cat(pairs, dim=1)  # (4, all matches)
+        else:  # without an image there is nothing to join
+            index = torch.empty(4, 0, dtype=torch.long)
+        layer, image, i, j = index.to(boxes.device)  # (all matches,) each
+
         classes = torch.full_like(boxes[..., 0], self.num_classes, dtype=torch.long)
         classes[layer, image, i] = labels[image, j]
-        a, b = boxes[layer, image, i], target_boxes[image, j]
-        box = (a - b).abs().sum(-1)
-        giou = 1 - generalized_box_iou(box_cxcywh_to_xyxy(a), box_cxcywh_to_xyxy(b))
-        count = sum(len(t["labels"]) for t in targets) if num_boxes is None else num_boxes
-        count = max(1, count)
-        terms = {"class": self.class_loss(logits, classes, count)}
-        for name, values in ("box", box), ("giou", giou):  # sums for each layer
-            terms[name] = values.new_zeros(len(layers)).index_add(0, layer, values) / count
-        terms["total"] = sum(self.weights[name] * x.sum() for name, x in terms.items())
+        found = boxes[layer, image, i]  # (all matches, 4)
+        wanted = target_boxes[image, j]
+        distance = (found - wanted).abs().sum(-1)  # (all matches,)
+        giou = generalized_box_iou(box_cxcywh_to_xyxy(found), box_cxcywh_to_xyxy(wanted))
+        if num_boxes is None:
+            num_boxes = sum(len(target["labels"]) for target in targets)
+        num_boxes = max(1, num_boxes)
+        zeros = boxes.new_zeros(len(layers))
+        class_loss = self.class_loss(logits, classes, num_boxes)  # (L,) each
+        box_loss = zeros.index_add(0, layer, distance) / num_boxes
+        giou_loss = zeros.index_add(0, layer, 1 - giou) / num_boxes
+
+        terms = {"class": class_loss, "box": box_loss, "giou": giou_loss}
+        terms["total"] = sum(self.weights[name] * loss.sum() for name, loss in terms.items())
         return terms
 
 # %% ../nbs/42_detr.ipynb #sine
@@ -385,14 +424,20 @@ def sine_positions(mask, dim, temperature=10000):
         If `dim` is not a multiple of 4.
     """
     check_fourths(dim=dim)
-    seen = mask.cpu() if mask.device.type == "mps" else mask  # which knows no float64
-    rows, columns = seen.cumsum(1).double(), seen.cumsum(2).double()  # (B, h, w)
+    device = mask.device
+    if device.type == "mps":  # which knows no float64
+        mask = mask.cpu()
+    rows = mask.cumsum(1).double()  # (B, h, w)
+    columns = mask.cumsum(2).double()
     rows = 2 * torch.pi * rows / (rows[:, -1:] + 1e-6)
     columns = 2 * torch.pi * columns / (columns[:, :, -1:] + 1e-6)
-    angles = torch.stack([position_angles(x, dim // 2, base=temperature)
-                          for x in (rows, columns)], dim=3)  # (B, h, w, 2, dim / 4)
+    row_angles = position_angles(rows, dim // 2, base=temperature)  # (B, h, w, dim / 4)
+    column_angles = position_angles(columns, dim // 2, base=temperature)
+    angles = torch.stack([row_angles, column_angles], dim=3)  # (B, h, w, 2, dim / 4)
     pairs = torch.stack([angles.sin(), angles.cos()], dim=-1)  # (B, h, w, 2, dim / 4, 2)
-    return pairs.flatten(3).flatten(1, 2).to(mask.device)  # -> (B, h, w, dim) -> (B, h w, dim)
+    x = pairs.flatten(3)  # -> (B, h, w, dim)
+    x = x.flatten(1, 2)  # -> (B, h w, dim)
+    return x.to(device)
 
 # %% ../nbs/42_detr.ipynb #encoder-layer
 class EncoderLayer(nn.Module):
@@ -409,12 +454,15 @@ class EncoderLayer(nn.Module):
         self.self_attn = MultiHeadAttention(embed_dim, num_heads, dropout=dropout)
         self.linear1 = nn.Linear(embed_dim, dim_feedforward)
         self.linear2 = nn.Linear(dim_feedforward, embed_dim)
-        self.norm1, self.norm2 = nn.LayerNorm(embed_dim), nn.LayerNorm(embed_dim)
+        self.norm1 = nn.LayerNorm(embed_dim)
+        self.norm2 = nn.LayerNorm(embed_dim)
         self.dropout = nn.Dropout(dropout)
 
     def mlp(self, x):
         """The position-wise network, tokens (B, N, embed_dim) to tokens."""
-        return self.linear2(self.dropout(self.linear1(x).relu()))
+        x = self.linear1(x).relu()  # (B, N, embed_dim) -> (B, N, dim_feedforward)
+        x = self.dropout(x)
+        return self.linear2(x)  # -> (B, N, embed_dim)
 
     def forward(self, x, positions, mask=None):
         """Tokens (B, N, C) to tokens, given their positions (B or 1, N, C)."""
@@ -464,9 +512,10 @@ class FrozenBatchNorm2d(nn.Module):
     def __init__(self, num_features):
         super().__init__()
         self.eps = 1e-5
-        constants = dict(weight=1.0, bias=0.0, running_mean=0.0, running_var=1.0)
-        for name, value in constants.items():
-            self.register_buffer(name, torch.full((num_features,), value))
+        self.register_buffer("weight", torch.ones(num_features))
+        self.register_buffer("bias", torch.zeros(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
 
     def forward(self, x):
         """A map (B, C, H, W) to a map."""
@@ -501,8 +550,9 @@ def frozen_conv(conv, norm, x):
     shift = norm.bias - norm.running_mean * scale
     if conv.bias is not None:
         shift = shift + conv.bias * scale
-    return F.conv2d(x, conv.weight * scale[:, None, None, None], shift, conv.stride,
-                    conv.padding, conv.dilation, conv.groups)
+    weight = conv.weight * scale[:, None, None, None]  # (D, C, kernel height, width)
+    return F.conv2d(x, weight, bias=shift, stride=conv.stride, padding=conv.padding,
+                    dilation=conv.dilation, groups=conv.groups)
 
 
 def residual_block(block, x):
@@ -526,12 +576,15 @@ def residual_block(block, x):
         return block(x)
     if block.downsample is not None and not is_plain(block.downsample, nn.Sequential):
         return block(x)
-    shortcut = x if block.downsample is None else frozen_conv(*block.downsample, x)
-    *first, last = [(module, getattr(block, name.replace("conv", "bn")))
-                    for name, module in block.named_children() if name.startswith("conv")]
-    for conv, norm in first:
-        x = frozen_conv(conv, norm, x).relu_()
-    return frozen_conv(*last, x).add_(shortcut).relu_()
+    shortcut = x
+    if block.downsample is not None:
+        conv, norm = block.downsample
+        shortcut = frozen_conv(conv, norm, x)
+    x = frozen_conv(block.conv1, block.bn1, x).relu_()
+    x = frozen_conv(block.conv2, block.bn2, x)
+    if hasattr(block, "conv3"):  # a Bottleneck
+        x = frozen_conv(block.conv3, block.bn3, x.relu_())
+    return x.add_(shortcut).relu_()
 
 # %% ../nbs/42_detr.ipynb #resnet
 class ResNet(nn.Module):
@@ -560,20 +613,27 @@ class ResNet(nn.Module):
                              "'resnet50'")
         model = get_model(name, weights=None, norm_layer=FrozenBatchNorm2d,
                           replace_stride_with_dilation=[False, False, dilation])
-        self.conv1, self.bn1, self.maxpool = model.conv1, model.bn1, model.maxpool
+        self.conv1 = model.conv1
+        self.bn1 = model.bn1
+        self.maxpool = model.maxpool
         if in_chans != 3:
-            self.conv1 = nn.Conv2d(in_chans, 64, 7, 2, 3, bias=False)
-        self.layer1, self.layer2 = model.layer1, model.layer2
-        self.layer3, self.layer4 = model.layer3, model.layer4
-        self.num_channels = [model.fc.in_features // 2**i for i in (3, 2, 1, 0)]
-        for frozen in self.conv1, self.layer1:
-            frozen.requires_grad_(False)
+            self.conv1 = nn.Conv2d(in_chans, 64, kernel_size=7, stride=2, padding=3, bias=False)
+        self.layer1 = model.layer1
+        self.layer2 = model.layer2
+        self.layer3 = model.layer3
+        self.layer4 = model.layer4
+        last = model.fc.in_features  # each stage has twice the channels of the one before
+        self.num_channels = [last // 8, last // 4, last // 2, last]
+        self.conv1.requires_grad_(False)
+        self.layer1.requires_grad_(False)
 
     def forward(self, x):
         """Images (B, 3, H, W) to four maps, the last (B, 2048, H / 32, W / 32)."""
         x = x.contiguous(memory_format=torch.channels_last)  # which convolutions prefer
-        x, maps = self.maxpool(frozen_conv(self.conv1, self.bn1, x).relu_()), []
-        for layer in self.layer1, self.layer2, self.layer3, self.layer4:
+        x = frozen_conv(self.conv1, self.bn1, x).relu_()  # (B, 3, H, W) -> (B, 64, H/2, W/2)
+        x = self.maxpool(x)  # -> (B, 64, H/4, W/4)
+        maps = []
+        for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
             if torch.compiler.is_compiling() or not is_plain(layer, nn.Sequential):
                 x = layer(x)
             else:
@@ -652,18 +712,23 @@ class DETR(nn.Module):
         if not hasattr(backbone, "num_channels"):
             raise TypeError(f"backbone of type {type(backbone).__name__} must be the name of a "
                             "ResNet, or have the attribute num_channels")
-        sizes = (embed_dim, num_heads, dim_feedforward, dropout)
-        self.backbone, self.temperature = backbone, temperature
+        self.backbone = backbone
+        self.temperature = temperature
         self.num_queries = num_queries
-        self.input_proj = nn.Conv2d(backbone.num_channels[-1], embed_dim, 1)
-        self.encoder = nn.ModuleList(EncoderLayer(*sizes) for _ in range(num_encoder_layers))
-        self.decoder = nn.ModuleList(DecoderLayer(*sizes) for _ in range(num_decoder_layers))
+        self.input_proj = nn.Conv2d(backbone.num_channels[-1], embed_dim, kernel_size=1)
+        self.encoder = nn.ModuleList()
+        for _ in range(num_encoder_layers):
+            self.encoder.append(EncoderLayer(embed_dim, num_heads, dim_feedforward, dropout))
+        self.decoder = nn.ModuleList()
+        for _ in range(num_decoder_layers):
+            self.decoder.append(DecoderLayer(embed_dim, num_heads, dim_feedforward, dropout))
         self.norm = nn.LayerNorm(embed_dim)
         self.query_embed = nn.Embedding(num_queries, embed_dim)
         self.class_embed = nn.Linear(embed_dim, num_classes + 1)
-        widths = (embed_dim, embed_dim)
-        self.bbox_embed = nn.Sequential(nn.Linear(*widths), nn.ReLU(), nn.Linear(*widths),
-                                        nn.ReLU(), nn.Linear(embed_dim, 4))
+        self.bbox_embed = nn.Sequential(
+            nn.Linear(embed_dim, embed_dim), nn.ReLU(),
+            nn.Linear(embed_dim, embed_dim), nn.ReLU(),
+            nn.Linear(embed_dim, 4))
         self.init_layers(self.encoder)
         self.init_layers(self.decoder)
 
@@ -675,13 +740,20 @@ class DETR(nn.Module):
 
     def encode(self, x, mask=None):
         """Tokens (B, N, C) of a projected map (B, C, h, w): memory, its keys, its mask."""
-        seen = x.new_ones(1, *x.shape[-2:], dtype=torch.bool) if mask is None else mask
-        positions = sine_positions(seen, x.shape[1], self.temperature).to(x)  # (B, N, C)
-        mask = None if mask is None else mask.flatten(1)[:, None, None]  # (B, 1, 1, N)
-        x = x.flatten(2).transpose(1, 2)  # (B, C, h, w) -> (B, C, N) -> (B, N, C)
+        channels, height, width = x.shape[1:]
+        if mask is None:
+            seen = x.new_ones(1, height, width, dtype=torch.bool)
+            key_mask = None
+        else:
+            seen = mask  # (B, h, w)
+            key_mask = mask.flatten(1)[:, None, None]  # -> (B, 1, 1, N)
+        positions = sine_positions(seen, channels, self.temperature).to(x)  # (B or 1, N, C)
+        x = x.flatten(2)  # (B, C, h, w) -> (B, C, N)
+        x = x.transpose(1, 2)  # -> (B, N, C)
         for layer in self.encoder:
-            x = layer(x, positions, mask)
-        return x, x + positions, mask
+            x = layer(x, positions, key_mask)
+        keys = x + positions
+        return x, keys, key_mask
 
     def decode(self, memory, keys, mask=None):
         """Decoded queries (decoder layers, B, Q, C) of what `encode` returns; no anchors."""
@@ -700,7 +772,9 @@ class DETR(nn.Module):
         maps = self.backbone(images)
         projected = self.input_proj(maps[-1])
         if mask is not None:  # a place has the mask of its first pixel
-            mask = F.interpolate(mask[:, None].float(), projected.shape[-2:])[:, 0].bool()
+            ones = mask[:, None].float()  # (B, H, W) -> (B, 1, H, W)
+            ones = F.interpolate(ones, projected.shape[-2:])  # -> (B, 1, h, w)
+            mask = ones[:, 0].bool()  # -> (B, h, w)
         memory, keys, key_mask = self.encode(projected, mask)
         decoded, anchors = self.decode(memory, keys, key_mask, **options)
         memory = memory.transpose(1, 2)  # (B, N, C) -> (B, C, N)
@@ -712,11 +786,14 @@ class DETR(nn.Module):
 
         With anchors (decoder layers, B, Q, 4) the head says how boxes differ from them.
         """
-        logits, boxes = self.class_embed(decoded), self.bbox_embed(decoded)
+        logits = self.class_embed(decoded)  # (decoder layers, B, Q, num_classes + 1)
+        boxes = self.bbox_embed(decoded)  # (decoder layers, B, Q, 4)
         if anchors is not None:
             boxes = boxes + upcast(anchors).logit(1e-3).to(boxes)  # in bfloat16 0.999 is 1
         boxes = boxes.sigmoid()
-        auxiliary = [Output(*layer, []) for layer in zip(logits[:-1], boxes[:-1])]
+        auxiliary = []
+        for layer_logits, layer_boxes in zip(logits[:-1], boxes[:-1]):
+            auxiliary.append(Output(layer_logits, layer_boxes, auxiliary=[]))
         return Output(logits[-1], boxes[-1], auxiliary)
 
     def forward(self, images, mask=None):
@@ -781,7 +858,8 @@ def postprocess(output, sizes):
     ValueError
         If `sizes` has another shape.
     """
-    scores, labels = upcast(output.logits).softmax(-1)[..., :-1].max(-1)  # (B, Q) each
+    probabilities = upcast(output.logits).softmax(-1)  # (B, Q, num_classes + 1)
+    scores, labels = probabilities[..., :-1].max(-1)  # (B, Q) each, without "no object"
     boxes = upcast(output.boxes)
     sizes = torch.as_tensor(sizes).to(boxes)
     if len(scores) == 0 and sizes.numel() == 0:
@@ -789,12 +867,16 @@ def postprocess(output, sizes):
     if sizes.shape != (len(scores), 2):
         raise ValueError(f"sizes of shape {tuple(sizes.shape)} must be ({len(scores)}, 2): "
                          "height and width of each image")
-    scale = sizes.flip(1).repeat(1, 2)[:, None]  # (B, 2) -> (B, 1, 4): width, height, twice
-    boxes = box_cxcywh_to_xyxy(boxes) * scale
-    return [dict(scores=s, labels=c, boxes=b) for s, c, b in zip(scores, labels, boxes)]
+    height, width = sizes.unbind(1)  # (B,) each
+    scale = torch.stack([width, height, width, height], dim=1)  # (B, 4), as of corners
+    boxes = box_cxcywh_to_xyxy(boxes) * scale[:, None]
+    found = []
+    for i in range(len(scores)):
+        found.append(dict(scores=scores[i], labels=labels[i], boxes=boxes[i]))
+    return found
 
 # %% ../nbs/42_detr.ipynb #register
-for depth in 50, 101:
+for depth in (50, 101):
     register_model(f"detr_resnet{depth}", DETR, hub=f"facebook/detr-resnet-{depth}",
                    backbone=f"resnet{depth}", num_classes=91)
     register_model(f"detr_resnet{depth}_dc5", DETR, hub=f"facebook/detr-resnet-{depth}-dc5",
@@ -811,19 +893,23 @@ class SmallBackbone(nn.Sequential):
     """
 
     def __init__(self, widths=(24, 48, 64, 64)):
-        strides = [2] * (len(widths) - 1) + [1]
-        super().__init__(*(
-            nn.Sequential(nn.Conv2d(before, width, 3, stride, 1, bias=False),
-                          nn.BatchNorm2d(width), nn.ReLU())
-            for before, width, stride in zip((3, *widths), widths, strides)))
+        super().__init__()
+        in_chans = 3
+        for i, width in enumerate(widths):
+            stride = 1 if i == len(widths) - 1 else 2
+            conv = nn.Conv2d(in_chans, width, kernel_size=3, stride=stride, padding=1,
+                             bias=False)
+            self.append(nn.Sequential(conv, nn.BatchNorm2d(width), nn.ReLU()))
+            in_chans = width
         self.num_channels = list(widths)
 
     def forward(self, x):
         """Images (B, 3, H, W) to the maps after each convolution."""
-        maps = [x]
+        maps = []
         for layer in self:
-            maps.append(layer(maps[-1]))
-        return maps[1:]
+            x = layer(x)
+            maps.append(x)
+        return maps
 
 
 def small_detr(num_classes, detector=DETR, temperature=10000):
@@ -858,9 +944,10 @@ class PlacedAttention(MultiHeadAttention):
         The queries' places are `near` (B, Q, C), those of the memory `far` (B or 1, N, C).
         """
         q, k, v = self.project(x, memory, memory)  # (B, h, Q or N, d) each
-        near = split_heads(near, self.num_heads)
-        far = split_heads(far, self.num_heads).expand_as(k)
-        q, k = torch.cat([q, near], dim=-1), torch.cat([k, far], dim=-1)  # (..., 2 d)
+        near = split_heads(near, self.num_heads)  # (B, Q, C) -> (B, h, Q, d)
+        far = split_heads(far, self.num_heads).expand_as(k)  # -> (B, h, N, d)
+        q = torch.cat([q, near], dim=-1)  # (B, h, Q, 2 d)
+        k = torch.cat([k, far], dim=-1)  # (B, h, N, 2 d)
         dropout_p = self.dropout if self.training else 0.0
         heads = attention(q, k, v, mask=mask, dropout_p=dropout_p)
         return self.out_proj(merge_heads(heads))
@@ -922,9 +1009,11 @@ def anchor_sines(boxes, dim, temperature):
         If `dim` is not a multiple of 4.
     """
     check_fourths(dim=dim)
-    turns = 2 * torch.pi * upcast(boxes[..., [1, 0, 3, 2]])
+    ordered = boxes[..., [1, 0, 3, 2]]  # x, y, w, h -> y, x, h, w
+    turns = 2 * torch.pi * upcast(ordered)
     angles = position_angles(turns, dim // 2, base=temperature)  # (B, Q, 4, dim / 4)
-    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(2).to(boxes)
+    pairs = torch.stack([angles.sin(), angles.cos()], dim=-1)  # (B, Q, 4, dim / 4, 2)
+    return pairs.flatten(2).to(boxes)  # -> (B, Q, 2 dim)
 
 # %% ../nbs/42_detr.ipynb #slow-anchor
 class BoxQueryDETR(DETR):
@@ -939,13 +1028,18 @@ class BoxQueryDETR(DETR):
 
     def __init__(self, num_classes, num_queries=100, temperature=20, **options):
         super().__init__(num_classes, num_queries, temperature=temperature, **options)
-        layer, dim = self.decoder[0], self.norm.normalized_shape[0]
-        sizes = (dim, layer.self_attn.num_heads, layer.linear1.out_features, layer.dropout.p)
+        plain = self.decoder  # the layers of `DETR`, which are replaced
+        dim = self.norm.normalized_shape[0]
         self.num_classes = num_classes
-        self.decoder = nn.ModuleList(AnchorDecoderLayer(*sizes) for _ in self.decoder)
+        self.decoder = nn.ModuleList()
+        for layer in plain:
+            self.decoder.append(AnchorDecoderLayer(
+                dim, num_heads=layer.self_attn.num_heads,
+                dim_feedforward=layer.linear1.out_features, dropout=layer.dropout.p))
         centers = torch.rand(num_queries, 2)
-        anchors = torch.cat([centers, torch.full_like(centers, 0.3)], dim=1).logit(1e-2)
-        self.query_embed = nn.Embedding.from_pretrained(anchors, freeze=False)
+        sizes = torch.full_like(centers, 0.3)
+        anchors = torch.cat([centers, sizes], dim=1)  # (Q, 4)
+        self.query_embed = nn.Embedding.from_pretrained(anchors.logit(1e-2), freeze=False)
         self.label_embed = nn.Embedding(num_classes + 1, dim)  # the last: not known
         self.query_mlp = nn.Sequential(nn.Linear(2 * dim, dim), nn.ReLU(), nn.Linear(dim, dim))
         for p in self.bbox_embed[-1].parameters():  # the first answer is the anchor
@@ -956,16 +1050,22 @@ class BoxQueryDETR(DETR):
         """Labels (B, Q) and boxes (B, Q, 4) of the queries; who sees whom, (Q, Q), or None."""
         device = next(self.parameters()).device
         numbers = torch.arange(self.num_queries, device=device)
-        boxes = self.query_embed(numbers).sigmoid().expand(batch, -1, -1)
+        boxes = self.query_embed(numbers).sigmoid()  # (Q, 4)
+        boxes = boxes.expand(batch, -1, -1)  # -> (B, Q, 4)
         labels = torch.full(boxes.shape[:2], self.num_classes, device=device)  # not known
         if noised is None:
             return labels, boxes, None
         copies, count = noised["labels"].shape[1:]
-        group = torch.arange(copies + 1, device=device).repeat_interleave(
-            torch.tensor([self.num_queries] + copies * [count], device=device))
-        seen = (group[:, None] == group) | (group == 0)  # the matching's are group 0
-        return (torch.cat([labels, noised["labels"].flatten(1)], 1),
-                torch.cat([boxes, noised["boxes"].flatten(1, 2).to(boxes)], 1), seen)
+        # group 0 is the model's own queries; each copy of the objects is a group
+        group_sizes = torch.tensor([self.num_queries] + copies * [count], device=device)
+        group = torch.arange(copies + 1, device=device)
+        group = group.repeat_interleave(group_sizes)  # (Q + copies n,), each query's group
+        seen = (group[:, None] == group) | (group == 0)  # own group, and group 0
+        noised_labels = noised["labels"].flatten(1)  # (B, copies, n) -> (B, copies n)
+        noised_boxes = noised["boxes"].flatten(1, 2).to(boxes)  # -> (B, copies n, 4)
+        labels = torch.cat([labels, noised_labels], dim=1)
+        boxes = torch.cat([boxes, noised_boxes], dim=1)
+        return labels, boxes, seen
 
     def decode(self, memory, keys, mask=None, noised=None):
         """Decoded queries (decoder layers, B, Q, C), and the anchors (decoder layers, B, Q, 4)
@@ -976,12 +1076,15 @@ class BoxQueryDETR(DETR):
         labels, boxes, groups = self.start(len(memory), noised)
         x = self.label_embed(labels)  # (B, Q, C)
         width = x.shape[-1]
-        decoded, anchors = [], []
+        decoded = []
+        anchors = []
         for layer in self.decoder:
             anchors.append(boxes)
             sines = anchor_sines(boxes, width, self.temperature)  # (B, Q, 2 C)
-            centers, queries = sines[..., :width], self.query_mlp(sines)
-            x = layer(x, queries, centers, memory, keys - memory, mask, groups)
+            centers = sines[..., :width]  # (B, Q, C)
+            queries = self.query_mlp(sines)  # (B, Q, 2 C) -> (B, Q, C)
+            places = keys - memory  # (B, N, C), the positions that keys have in addition
+            x = layer(x, queries, centers, memory, places, mask=mask, groups=groups)
             decoded.append(self.norm(x))
             with torch.no_grad():  # no gradient passes from a layer's boxes to those before
                 step = self.bbox_embed(decoded[-1])
@@ -998,13 +1101,13 @@ class BoxQueryDETR(DETR):
         `noised` is a dict of "labels" (B, copies, n) and "boxes" (B, copies, n, 4).
         """
         features = self.forward_features(images, mask, noised=noised)
-        own = slice(self.num_queries)
-        found = self.forward_head(features.decoded[:, :, own], features.anchors[:, :, own])
+        decoded = features.decoded  # (decoder layers, B, Q + copies n, C)
+        anchors = features.anchors  # (decoder layers, B, Q + copies n, 4)
+        own = self.num_queries
+        found = self.forward_head(decoded[:, :, :own], anchors[:, :, :own])
         if noised is None:
             return found
-        rest = slice(self.num_queries, None)
-        restored = self.forward_head(features.decoded[:, :, rest],
-                                     features.anchors[:, :, rest])
+        restored = self.forward_head(decoded[:, :, own:], anchors[:, :, own:])
         return [found, restored]
 
 
@@ -1053,23 +1156,36 @@ def noised_targets(targets, num_classes, copies=3, shift=0.4, flip=0.2):
     counts = [len(target.get("labels", ())) for target in targets]
     most = max(1, *counts)
     check_targets(targets, len(targets), most, num_classes)
-    targets = [{key: target[key] for key in ("labels", "boxes")} for target in targets]
     whole = targets[0]["boxes"].new_tensor([[0.5, 0.5, 1, 1]])  # where there is no object
-    blank = dict(labels=whole.new_zeros(1).long(), boxes=whole)
-    full = [target if len(target["labels"]) else blank for target in targets]
-    repeated = [{key: x[torch.arange(copies * most) % most % len(x)] for key, x in some.items()}
-                for some in full]
-    wanted = [some if len(target["labels"]) else target
-              for some, target in zip(repeated, targets)]
-    labels = torch.stack([some["labels"] for some in repeated])
-    boxes = torch.stack([some["boxes"] for some in repeated])
+    no_label = whole.new_zeros(1).long()
+    rows = torch.arange(copies * most) % most  # 0 to most - 1, for each copy
+    repeated_labels = []
+    repeated_boxes = []
+    wanted = []
+    for target in targets:
+        labels = target["labels"]
+        boxes = target["boxes"]
+        count = len(labels)
+        if count == 0:
+            repeated_labels.append(no_label.repeat(copies * most))
+            repeated_boxes.append(whole.repeat(copies * most, 1))
+        else:
+            labels = labels[rows % count]  # (copies n,)
+            boxes = boxes[rows % count]  # (copies n, 4)
+            repeated_labels.append(labels)
+            repeated_boxes.append(boxes)
+        wanted.append(dict(labels=labels, boxes=boxes))
+    labels = torch.stack(repeated_labels)  # (B, copies n)
+    boxes = torch.stack(repeated_boxes)  # (B, copies n, 4)
     center, size = boxes.split(2, -1)
     center = center + shift * (torch.rand_like(size) - 0.5) * size
     size = size * (1 + shift * (2 * torch.rand_like(size) - 1))
     other = torch.randint_like(labels, num_classes)
     labels = torch.where(torch.rand_like(size[..., 0]) < flip, other, labels)
-    noised = dict(labels=labels, boxes=torch.cat([center, size], -1))
-    return {key: x.unflatten(1, (copies, most)) for key, x in noised.items()}, wanted
+    boxes = torch.cat([center, size], dim=-1)
+    noised = dict(labels=labels.unflatten(1, (copies, most)),  # (B, copies, n)
+                  boxes=boxes.unflatten(1, (copies, most)))  # (B, copies, n, 4)
+    return noised, wanted
 
 
 class InOrder:
@@ -1078,6 +1194,10 @@ class InOrder:
     def __call__(self, logits, boxes, targets):
         """The numbers of queries and of objects, as `HungarianMatcher` returns them."""
         check_targets(targets, boxes.shape[-3], boxes.shape[-2], logits.shape[-1] - 1)
-        rows = [torch.arange(len(target["labels"])) for target in targets]
-        matched = [(i, i) for i in rows]
-        return [matched] * len(logits) if boxes.ndim == 4 else matched
+        matched = []
+        for target in targets:
+            i = torch.arange(len(target["labels"]))
+            matched.append((i, i))
+        if boxes.ndim == 4:  # the same in each decoder layer
+            return [matched] * len(logits)
+        return matched

@@ -47,19 +47,34 @@ def pieces(count, split="train", size=64, *, seed=0):
     """
     with data_extra():
         from sklearn.datasets import load_sample_images
-    columns = {"train": slice(448), "test": slice(448, None)}
-    if split not in columns:
+    if split == "train":
+        columns = slice(0, 448)
+        own_seed = 2 * seed
+    elif split == "test":
+        columns = slice(448, None)
+        own_seed = 2 * seed + 1
+    else:
         raise ValueError(f"split ({split!r}) must be 'train' or 'test'")
-    generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
-    sources = [torch.tensor(x).permute(2, 0, 1) / 255 for x in load_sample_images().images]
+    photographs = []
+    for photograph in load_sample_images().images:
+        photograph = torch.tensor(photograph).permute(2, 0, 1) / 255  # (H, W, 3) -> (3, H, W)
+        photographs.append(photograph[:, :, columns])  # (3, 427, 448), or 192 columns
+    generator = torch.Generator().manual_seed(own_seed)
+    draws = torch.rand(count, 5, generator=generator).tolist()
     found = torch.empty(count, 3, size, size)
-    for piece, lots in zip(found, torch.rand(count, 5, generator=generator).tolist()):
-        x = sources[int(2 * lots[0])][..., columns[split]]  # (3, 427, 448), or 192 columns
-        side = int(64 * 3 ** lots[1])
-        top, left = (int(lot * (n - side + 1)) for lot, n in zip(lots[2:], x.shape[1:]))
-        x = x[None, :, top : top + side, left : left + side]
-        x = F.interpolate(x, (size, size), mode="bicubic", antialias=True)[0].clamp(0, 1)
-        piece.copy_(x.flip(-1) if lots[4] < 0.5 else x)
+    for i in range(count):
+        which, scale, down, across, mirror = draws[i]  # each from 0 to 1
+        photograph = photographs[int(2 * which)]
+        height, width = photograph.shape[1:]
+        side = int(64 * 3**scale)
+        top = int(down * (height - side + 1))
+        left = int(across * (width - side + 1))
+        piece = photograph[None, :, top : top + side, left : left + side]
+        piece = F.interpolate(piece, (size, size), mode="bicubic", antialias=True)
+        piece = piece[0].clamp(0, 1)  # (1, 3, size, size) -> (3, size, size)
+        if mirror < 0.5:
+            piece = piece.flip(-1)
+        found[i] = piece
     return found
 
 # %% ../nbs/40_mae.ipynb #harmonic
@@ -83,9 +98,13 @@ def harmonic_fill(images, hidden, steps=200):
         Half precision is computed in float32.
     """
     def roughness(x):  # the gradient of half the sum of squares: Σ (pixel - neighbor)
-        down, right = x.diff(dim=2), x.diff(dim=3)  # (B, C, H - 1, W), (B, C, H, W - 1)
-        return (F.pad(down, (0, 0, 1, 0)) - F.pad(down, (0, 0, 0, 1))
-                + F.pad(right, (1, 0)) - F.pad(right, (0, 1)))
+        down = x.diff(dim=2)  # (B, C, H - 1, W)
+        right = x.diff(dim=3)  # (B, C, H, W - 1)
+        to_upper = F.pad(down, (0, 0, 1, 0))  # (B, C, H, W): pixel - neighbor above
+        from_lower = F.pad(down, (0, 0, 0, 1))  # neighbor below - pixel
+        to_left = F.pad(right, (1, 0))  # pixel - left neighbor
+        from_right = F.pad(right, (0, 1))  # right neighbor - pixel
+        return to_upper - from_lower + to_left - from_right
 
     def dot(a, b):
         return (a * b).sum((2, 3), keepdim=True)  # (B, C, 1, 1)
@@ -94,13 +113,16 @@ def harmonic_fill(images, hidden, steps=200):
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     tiny = torch.finfo(x.dtype).tiny
     residual = -roughness(x) * hidden
-    direction, size = residual, dot(residual, residual)
+    direction = residual
+    size = dot(residual, residual)
     for _ in range(steps):
         changed = roughness(direction) * hidden
         step = size / dot(direction, changed).clamp(min=tiny)
-        x, residual = x + step * direction, residual - step * changed
-        size, old = dot(residual, residual), size
-        direction = residual + size / old.clamp(min=tiny) * direction
+        x = x + step * direction
+        residual = residual - step * changed
+        old_size = size
+        size = dot(residual, residual)
+        direction = residual + size / old_size.clamp(min=tiny) * direction
     return x.to(images.dtype)
 
 
@@ -119,10 +141,11 @@ def hidden_pixels(mask, grid_size, patch_size):
     -------
     bool Tensor, shape (B, 1, H, W)
     """
-    x = mask.bool().unflatten(1, grid_size)[:, None]  # (B, N) -> (B, 1, H', W')
-    for axis, p in zip((2, 3), to_2tuple(patch_size)):
-        x = x.repeat_interleave(p, dim=axis)
-    return x
+    p, q = to_2tuple(patch_size)
+    x = mask.bool().unflatten(1, grid_size)  # (B, N) -> (B, H', W')
+    x = x.unsqueeze(1)  # -> (B, 1, H', W')
+    x = x.repeat_interleave(p, dim=2)  # -> (B, 1, H' p, W')
+    return x.repeat_interleave(q, dim=3)  # -> (B, 1, H' p, W' q)
 
 # %% ../nbs/40_mae.ipynb #masking
 def random_masking(noise, mask_ratio):
@@ -153,8 +176,10 @@ def random_masking(noise, mask_ratio):
     if visible < 1:
         raise ValueError(f"mask_ratio ({mask_ratio}) hides all of {count} patches; at least "
                          "one must stay")
-    keep = noise.argsort(dim=1)[:, :visible]  # (B, k)
-    return keep, torch.ones_like(noise).scatter(1, keep, 0)
+    order = noise.argsort(dim=1)  # (B, N)
+    keep = order[:, :visible]  # (B, k)
+    mask = torch.ones_like(noise).scatter(1, keep, 0)  # (B, N)
+    return keep, mask
 
 # %% ../nbs/40_mae.ipynb #patchify
 def patchify(images, patch_size):
@@ -176,11 +201,14 @@ def patchify(images, patch_size):
     ValueError
         If the patch does not divide the image.
     """
-    size = to_2tuple(patch_size)
-    check_divides(size, tuple(images.shape[2:]))
-    count = (images.shape[2] // size[0]) * (images.shape[3] // size[1])
-    x = cut(images, size).unflatten(0, (len(images), count))  # -> (B, N, C, p, q)
-    return x.permute(0, 1, 3, 4, 2).flatten(2)  # -> (B, N, p q C)
+    p, q = to_2tuple(patch_size)
+    height, width = images.shape[2:]
+    check_divides((p, q), (height, width))
+    count = (height // p) * (width // q)
+    x = cut(images, (p, q))  # (B, C, H, W) -> (B N, C, p, q)
+    x = x.unflatten(0, (len(images), count))  # -> (B, N, C, p, q)
+    x = x.permute(0, 1, 3, 4, 2)  # -> (B, N, p, q, C)
+    return x.flatten(2)  # -> (B, N, p q C)
 
 
 def unpatchify(patches, grid_size, patch_size):
@@ -197,8 +225,11 @@ def unpatchify(patches, grid_size, patch_size):
     -------
     Tensor, shape (B, C, H'·p, W'·q)
     """
-    x = patches.unflatten(2, (*to_2tuple(patch_size), -1))  # -> (B, N, p, q, C)
-    return put_together(x.permute(0, 1, 4, 2, 3).flatten(0, 1), grid_size)
+    p, q = to_2tuple(patch_size)
+    x = patches.unflatten(2, (p, q, -1))  # (B, N, p q C) -> (B, N, p, q, C)
+    x = x.permute(0, 1, 4, 2, 3)  # -> (B, N, C, p, q)
+    x = x.flatten(0, 1)  # -> (B N, C, p, q)
+    return put_together(x, grid_size)  # -> (B, C, H' p, W' q)
 
 
 def normalized(patches):
@@ -213,8 +244,9 @@ def normalized(patches):
     if patches.shape[-1] < 2:
         raise ValueError(f"patches of shape {tuple(patches.shape)} must have at least two "
                          "values each to have a deviation")
-    variance, mean = torch.var_mean(patches, -1, keepdim=True)  # the unbiased variance
-    return (patches - mean) / (variance + 1e-6).sqrt()
+    variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)  # the unbiased variance
+    deviation = (variance + 1e-6).sqrt()
+    return (patches - mean) / deviation
 
 # %% ../nbs/40_mae.ipynb #class
 class MaskedAutoencoder(nn.Module):
@@ -250,13 +282,15 @@ class MaskedAutoencoder(nn.Module):
             if dim % 4:
                 raise ValueError(f"{name} ({dim}) must be positive and divisible by 4, because "
                                  "positions are sines and cosines of row and column")
-        self.norm_pix_loss, options = norm_pix_loss, dict(device=device, dtype=dtype)
+        options = dict(device=device, dtype=dtype)
+        self.norm_pix_loss = norm_pix_loss
         self.encoder_options = dict(img_size=img_size, patch_size=patch_size,
                                     in_chans=in_chans, embed_dim=embed_dim, depth=depth,
                                     num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=True,
                                     **options)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **options)
-        self.patch_size, grid = self.patch_embed.patch_size, self.patch_embed.grid_size
+        self.patch_size = self.patch_embed.patch_size
+        grid = self.patch_embed.grid_size
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim, **options))
         self.pos_embed = positions(grid, embed_dim, **options)
         self.blocks = stack(depth, embed_dim, num_heads, mlp_ratio, **options)
@@ -267,11 +301,11 @@ class MaskedAutoencoder(nn.Module):
         self.decoder_blocks = stack(decoder_depth, decoder_embed_dim, decoder_num_heads,
                                     mlp_ratio, **options)
         self.decoder_norm = nn.LayerNorm(decoder_embed_dim, eps=1e-6, **options)
-        pixels = self.patch_size[0] * self.patch_size[1] * in_chans
-        self.decoder_pred = nn.Linear(decoder_embed_dim, pixels, **options)
+        p, q = self.patch_size
+        self.decoder_pred = nn.Linear(decoder_embed_dim, p * q * in_chans, **options)
         self.apply(init_weights)
-        for token in (self.cls_token, self.mask_token):
-            nn.init.normal_(token, std=0.02)
+        nn.init.normal_(self.cls_token, std=0.02)
+        nn.init.normal_(self.mask_token, std=0.02)
 
     def forward_encoder(self, images, mask_ratio, noise):
         """Visible patches alone: tokens (B, 1 + k, D), and what `random_masking` returns."""
@@ -279,16 +313,22 @@ class MaskedAutoencoder(nn.Module):
         check_noise(noise, x.shape[:2])
         keep, mask = random_masking(noise, mask_ratio)
         x = x.take_along_dim(keep[..., None], dim=1)  # (B, N, D) -> (B, k, D)
-        first = self.cls_token + self.pos_embed[:, :1]  # (1, 1, D)
-        x = torch.cat([first.expand(len(x), -1, -1), x], dim=1)  # (B, 1 + k, D)
-        return self.norm(self.blocks(x)), keep, mask
+        cls_token = self.cls_token + self.pos_embed[:, :1]  # (1, 1, D)
+        cls_token = cls_token.expand(len(x), -1, -1)  # -> (B, 1, D)
+        x = torch.cat([cls_token, x], dim=1)  # (B, 1 + k, D)
+        x = self.norm(self.blocks(x))
+        return x, keep, mask
 
     def forward_decoder(self, x, keep):
         """The pixels (B, N, p·q·C) of all patches, from the tokens of the visible ones."""
-        first, seen = self.decoder_embed(x).split([1, keep.shape[1]], dim=1)
-        hidden = self.mask_token.to(seen).expand(len(x), self.patch_embed.num_patches, -1)
-        x = hidden.scatter(1, keep[..., None].expand_as(seen), seen)  # (B, N, d)
-        x = torch.cat([first, x], dim=1) + self.decoder_pos_embed  # (B, 1 + N, d)
+        x = self.decoder_embed(x)  # (B, 1 + k, D) -> (B, 1 + k, d)
+        cls_token = x[:, :1]  # (B, 1, d)
+        visible = x[:, 1:]  # (B, k, d)
+        mask_token = self.mask_token.to(visible)  # (1, 1, d)
+        hidden = mask_token.expand(len(x), self.patch_embed.num_patches, -1)  # (B, N, d)
+        index = keep[..., None].expand_as(visible)  # (B, k) -> (B, k, d)
+        x = hidden.scatter(1, index, visible)  # (B, N, d), each visible patch at its place
+        x = torch.cat([cls_token, x], dim=1) + self.decoder_pos_embed  # (B, 1 + N, d)
         x = self.decoder_norm(self.decoder_blocks(x))
         return self.decoder_pred(x[:, 1:])  # (B, N, d) -> (B, N, p q C)
 
@@ -297,19 +337,22 @@ class MaskedAutoencoder(nn.Module):
 
         It is 0 where no patch is hidden.
         """
-        target = patchify(images, self.patch_size)
-        target = normalized(target) if self.norm_pix_loss else target
+        target = patchify(images, self.patch_size)  # (B, N, p q C)
+        if self.norm_pix_loss:
+            target = normalized(target)
         error = (prediction - target).square().mean(-1)  # (B, N, p q C) -> (B, N)
         return (error * mask).sum() / mask.sum().clamp(min=1)
 
     def forward(self, images, mask_ratio=0.75, noise=None):
         """The loss, the prediction (B, N, p·q·C) and the mask (B, N), 1 where hidden."""
         count = self.patch_embed.num_patches
-        noise = torch.rand(len(images), count, device=images.device) if noise is None else noise
+        if noise is None:
+            noise = torch.rand(len(images), count, device=images.device)
         x, keep, mask = self.forward_encoder(images, mask_ratio, noise)
         check_hidden(mask_ratio, count - keep.shape[1], count)
         prediction = self.forward_decoder(x, keep)
-        return self.forward_loss(images, prediction, mask), prediction, mask
+        loss = self.forward_loss(images, prediction, mask)
+        return loss, prediction, mask
 
     def encoder(self, **options):
         """A `VisionTransformer` with the encoder's weights, a copy; without classes by default.
@@ -323,9 +366,15 @@ class MaskedAutoencoder(nn.Module):
         """
         check_encoder_options(options, self.encoder_options)
         like = dict(device=self.cls_token.device, dtype=self.cls_token.dtype)
-        model = VisionTransformer(**self.encoder_options | dict(num_classes=0) | like | options)
-        other = ("decoder_", "mask_token") + ("norm.",) * (model.global_pool == "avg")
-        stored = {key: x for key, x in self.state_dict().items() if not key.startswith(other)}
+        keywords = self.encoder_options | dict(num_classes=0) | like | options
+        model = VisionTransformer(**keywords)
+        left_out = ["decoder_", "mask_token"]
+        if model.global_pool == "avg":
+            left_out.append("norm.")
+        stored = {}
+        for key, x in self.state_dict().items():
+            if not key.startswith(tuple(left_out)):
+                stored[key] = x
         if model.patch_embed.grid_size != self.patch_embed.grid_size:
             stored = model.resample_state_dict(stored, self.patch_embed.img_size)
         load_encoder(model, stored)
@@ -347,7 +396,9 @@ def check_encoder_options(options, trained):
     ValueError
         If another option differs.
     """
-    for name in options.keys() & trained.keys() - {"img_size", "device", "dtype"}:
+    for name in options.keys() & trained.keys():
+        if name in ("img_size", "device", "dtype"):
+            continue
         if options[name] != trained[name]:
             raise ValueError(f"{name} ({options[name]!r}) must be {trained[name]!r}, as the "
                              "encoder was trained")
@@ -394,15 +445,22 @@ def positions(grid_size, dim, device=None, dtype=None):
     -------
     nn.Parameter, shape (1, 1 + N, dim)
     """
-    table = sincos_2d(*grid_size, dim, device=device, dtype=dtype or torch.get_default_dtype())
-    return nn.Parameter(F.pad(table, (0, 0, 1, 0))[None], requires_grad=False)
+    if dtype is None:
+        dtype = torch.get_default_dtype()
+    table = sincos_2d(*grid_size, dim, device=device, dtype=dtype)  # (N, dim)
+    cls_position = table.new_zeros(1, dim)
+    table = torch.cat([cls_position, table])  # (1 + N, dim)
+    return nn.Parameter(table[None], requires_grad=False)
 
 
 def stack(depth, *arguments, **options):
     """So many blocks (`depth`), one after the other, made with the same `arguments` and
     `options` of `vit.Block`.
     """
-    return nn.Sequential(*(Block(*arguments, **options) for _ in range(depth)))
+    blocks = nn.Sequential()
+    for _ in range(depth):
+        blocks.append(Block(*arguments, **options))
+    return blocks
 
 
 def init_weights(module):
@@ -431,9 +489,12 @@ def check_hidden(mask_ratio, hidden, count):
                          "loss is that of hidden ones")
 
 # %% ../nbs/40_mae.ipynb #register
-for size, patch in ("base", 16), ("large", 16), ("huge", 14):
-    register_model(f"mae_vit_{size}_patch{patch}", MaskedAutoencoder,
-                   hub=f"facebook/vit-mae-{size}", patch_size=patch, **SIZES[size])
+register_model("mae_vit_base_patch16", MaskedAutoencoder, hub="facebook/vit-mae-base",
+               patch_size=16, **SIZES["base"])
+register_model("mae_vit_large_patch16", MaskedAutoencoder, hub="facebook/vit-mae-large",
+               patch_size=16, **SIZES["large"])
+register_model("mae_vit_huge_patch14", MaskedAutoencoder, hub="facebook/vit-mae-huge",
+               patch_size=14, **SIZES["huge"])
 register_model("mae_photographs", MaskedAutoencoder, hub="attnlib/mae_photographs", img_size=64,
                patch_size=8, embed_dim=128, depth=4, num_heads=4, decoder_embed_dim=64,
                decoder_depth=2, decoder_num_heads=4)
@@ -457,14 +518,18 @@ def kernel_fill(images, train, hidden, width):
     Tensor, shape (B, C, H, W)
         The images; hidden pixels have been replaced. Half precision is computed in float32.
     """
-    dtype, wide = images.dtype, torch.promote_types(images.dtype, torch.float32)
-    images, train = images.to(wide), train.to(wide)
-    seen = (~hidden).expand_as(images).flatten(1).to(images)  # (B, D)
-    q, k = images.masked_fill(hidden, 0).flatten(1), train.flatten(1)  # (B, D), (n, D)
-    # -d² / 2 = q·k - (k²·seen) / 2 - a constant of the query
-    q, k = torch.cat([q, -seen / 2], 1), torch.cat([k, k.square()], 1)
-    v = train.flatten(1)
-    filled = attention(q[None], k[None], v[None], scale=width**-2)[0].view_as(images)
+    dtype = images.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    images = images.to(wide)
+    train = train.to(wide).flatten(1)  # (n, C, H, W) -> (n, D)
+    visible = (~hidden).expand_as(images).to(images)  # (B, 1, H, W) -> (B, C, H, W)
+    visible = visible.flatten(1)  # -> (B, D)
+    pixels = images.masked_fill(hidden, 0).flatten(1)  # (B, D)
+    # -d² / 2 = q·k - (k²·visible) / 2 - a constant of the query
+    q = torch.cat([pixels, -visible / 2], dim=1)  # (B, 2 D)
+    k = torch.cat([train, train.square()], dim=1)  # (n, 2 D)
+    filled = attention(q[None], k[None], train[None], scale=width**-2)  # (1, B, D)
+    filled = filled[0].view_as(images)  # -> (B, C, H, W)
     return torch.where(hidden, filled, images).to(dtype)
 
 
@@ -495,15 +560,20 @@ def linear_fill(images, train, hidden, ridge=1e-2):
     if len(train) < 2:
         raise ValueError(f"train of shape {tuple(train.shape)} must hold at least two images, "
                          "or they have no covariance")
-    dtype, wide = images.dtype, torch.promote_types(images.dtype, torch.float32)
-    images, train = images.to(wide), train.to(wide)
-    x, mean = images.flatten(1), train.flatten(1).mean(0)  # (B, D), (D,)
-    covariance = train.flatten(1).T.cov()
+    dtype = images.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    x = images.to(wide).flatten(1)  # (B, C, H, W) -> (B, D)
+    train = train.to(wide).flatten(1)  # (n, C, H, W) -> (n, D)
+    mean = train.mean(0)  # (D,)
+    covariance = train.T.cov()  # (D, D)
     covariance = covariance + ridge * torch.eye(len(mean)).to(covariance)
+    gone_pixels = hidden.expand_as(images).flatten(1)  # (B, 1, H, W) -> (B, D)
     filled = x.clone()
-    for i, gone in enumerate(hidden.expand_as(images).flatten(1)):  # a mask for each image
+    for i in range(len(x)):  # each image has a mask of its own
+        gone = gone_pixels[i]
         seen = ~gone
-        weights = torch.linalg.solve(covariance[seen][:, seen], covariance[seen][:, gone])
+        rows = covariance[seen]
+        weights = torch.linalg.solve(rows[:, seen], rows[:, gone])
         filled[i, gone] = mean[gone] + (x[i, seen] - mean[seen]) @ weights
     return filled.view_as(images).to(dtype)
 
@@ -528,7 +598,9 @@ def masked_loss(model, batch, mask_ratio=0.75):
         Their number B.
     """
     (images,) = batch
-    return model(images, mask_ratio)[0] * len(images), len(images)
+    count = len(images)
+    loss, prediction, mask = model(images, mask_ratio)
+    return loss * count, count
 
 # %% ../nbs/40_mae.ipynb #lean-step
 def last_block(block, x, m):
@@ -551,17 +623,20 @@ def last_block(block, x, m):
     layer = block.attn
     if not (is_plain(block, Block) and is_plain(layer, Attention)):
         return block(x)[:, :m]
-    left_out = ((layer.q_norm, nn.Identity), (layer.k_norm, nn.Identity),
-                (layer.proj_drop, nn.Dropout), (block.ls1, nn.Identity),
-                (block.ls2, nn.Identity), (block.drop_path, DropPath))
-    if not all(is_plain(part, cls) for part, cls in left_out):
+    for part in (layer.q_norm, layer.k_norm, block.ls1, block.ls2):
+        if not is_plain(part, nn.Identity):
+            return block(x)[:, :m]
+    if not (is_plain(layer.proj_drop, nn.Dropout) and is_plain(block.drop_path, DropPath)):
         return block(x)[:, :m]
     if layer.attn_drop or layer.proj_drop.p or block.drop_path.drop_prob:
         return block(x)[:, :m]
     y = block.norm1(x)
-    q, k, v = layer.qkv(y).chunk(3, dim=-1)
-    q, k, v = (split_heads(part, layer.num_heads) for part in (q[:, :m], k, v))
-    x = x[:, :m] + layer.proj(merge_heads(attention(q, k, v)))
+    q, k, v = layer.qkv(y).chunk(3, dim=-1)  # (B, N, 3 D) -> three times (B, N, D)
+    q = split_heads(q[:, :m], layer.num_heads)  # (B, N, D) -> (B, h, m, d)
+    k = split_heads(k, layer.num_heads)  # -> (B, h, N, d)
+    v = split_heads(v, layer.num_heads)
+    y = merge_heads(attention(q, k, v))  # (B, m, D)
+    x = x[:, :m] + layer.proj(y)
     return x + block.mlp(block.norm2(x))
 
 
@@ -599,24 +674,37 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
         return model(images, mask_ratio, noise)[0]
     check_images(images, embed.in_chans, embed.img_size)
     check_noise(noise, (len(images), embed.num_patches))
-    patches, order = patchify(images, model.patch_size), noise.argsort(1)
+    patches = patchify(images, model.patch_size)  # (B, N, p q C)
+    order = noise.argsort(dim=1)  # (B, N)
     k = random_masking(noise, mask_ratio)[0].shape[1]
     check_hidden(mask_ratio, noise.shape[1] - k, noise.shape[1])
-    keep, gone = order[:, :k], order[:, k:]
-    visible = patches.take_along_dim(keep[..., None], 1)  # (B, k, p q C)
+    keep = order[:, :k]  # (B, k)
+    gone = order[:, k:]  # (B, m)
+
+    visible = patches.take_along_dim(keep[..., None], dim=1)  # (B, k, p q C)
     row = unpatchify(visible, (1, k), model.patch_size)  # (B, C, p, k q)
-    seen = embed.norm(embed.proj(row)[:, :, 0].mT)  # (B, D, 1, k) -> (B, k, D)
-    first, places = model.cls_token + model.pos_embed[:, :1], model.pos_embed[0, 1:]
-    x = torch.cat([first.expand(len(seen), -1, -1), seen + places[keep]], 1)
-    first, seen = model.decoder_embed(model.norm(model.blocks(x))).split([1, k], 1)
-    first, places = first + model.decoder_pos_embed[:, :1], model.decoder_pos_embed[0, 1:]
-    x = torch.cat([model.mask_token + places[gone], first, seen + places[keep]], 1)
+    row = embed.proj(row)  # -> (B, D, 1, k)
+    visible = embed.norm(row[:, :, 0].mT)  # -> (B, k, D)
+    cls_token = model.cls_token + model.pos_embed[:, :1]  # (1, 1, D)
+    cls_token = cls_token.expand(len(visible), -1, -1)  # -> (B, 1, D)
+    places = model.pos_embed[0, 1:]  # (N, D)
+    x = torch.cat([cls_token, visible + places[keep]], dim=1)  # (B, 1 + k, D)
+    x = model.norm(model.blocks(x))
+
+    x = model.decoder_embed(x)  # (B, 1 + k, D) -> (B, 1 + k, d)
+    cls_token, visible = x.split([1, k], dim=1)
+    cls_token = cls_token + model.decoder_pos_embed[:, :1]
+    places = model.decoder_pos_embed[0, 1:]  # (N, d)
+    hidden = model.mask_token + places[gone]  # (B, m, d), first, so that they can be cut off
+    x = torch.cat([hidden, cls_token, visible + places[keep]], dim=1)  # (B, 1 + N, d)
     for block in model.decoder_blocks[:-1]:
         x = block(x)
-    x = last_block(model.decoder_blocks[-1], x, gone.shape[1])
+    x = last_block(model.decoder_blocks[-1], x, gone.shape[1])  # -> (B, m, d)
     prediction = model.decoder_pred(model.decoder_norm(x))  # (B, m, p q C)
-    target = patches.take_along_dim(gone[..., None], 1)
-    target = normalized(target) if model.norm_pix_loss else target
+
+    target = patches.take_along_dim(gone[..., None], dim=1)  # (B, m, p q C)
+    if model.norm_pix_loss:
+        target = normalized(target)
     error = (prediction - target).square().mean(-1)  # (B, m, p q C) -> (B, m)
     wide = torch.promote_types(error.dtype, noise.dtype)  # as if multiplied by the mask
     return error.sum(dtype=wide) / max(1, error.numel())

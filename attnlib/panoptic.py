@@ -9,7 +9,6 @@ __all__ = ['panoptic_scenes', 'bounds', 'label_maps', 'small_panoptic', 'Attenti
            'panoptic_quality', 'quality', 'mean_quality', 'check_segments']
 
 # %% ../nbs/43_panoptic.ipynb #imports
-import itertools
 from collections import defaultdict
 from numbers import Real
 from typing import NamedTuple
@@ -46,13 +45,15 @@ def panoptic_scenes(count, split="train", *, seed=0):
     """
     found = detection_scenes(count, split, photographs=2, seed=seed)
     ground = ~found["mask"].any(1)  # (n, H, W)
-    stuff = torch.stack([(found["stuff"] == c) & ground for c in (0, 1)], dim=1)
+    first = (found["stuff"] == 0) & ground
+    second = (found["stuff"] == 1) & ground
+    stuff = torch.stack([first, second], dim=1)  # (n, 2, H, W)
     there = stuff.flatten(2).any(2)  # (n, 2)
     label = torch.where(there, torch.tensor([4, 5]), -1)
     return {"image": 2 * found["image"] - 1,
-            "label": torch.cat([found["kind"], label], 1),
-            "box": torch.cat([found["box"], bounds(stuff)], 1),
-            "mask": torch.cat([found["mask"], stuff], 1)}
+            "label": torch.cat([found["kind"], label], dim=1),
+            "box": torch.cat([found["box"], bounds(stuff)], dim=1),
+            "mask": torch.cat([found["mask"], stuff], dim=1)}
 
 
 def bounds(masks):
@@ -60,13 +61,16 @@ def bounds(masks):
 
     The box of a mask without a pixel is zeros.
     """
-    ends = []
-    for axis in (2, 3):
-        line = masks.any(axis).int()  # (n, k, W), then (n, k, H)
-        ends.append((line.argmax(2), line.shape[2] - line.flip(2).argmax(2)))
-    (x0, x1), (y0, y1) = ends
-    boxes = torch.stack([x0, y0, x1, y1], 2).float()
-    return boxes * masks.flatten(2).any(2)[..., None]
+    height, width = masks.shape[2:]
+    columns = masks.any(2).int()  # (n, k, W): 1 where the mask has a pixel
+    rows = masks.any(3).int()  # (n, k, H)
+    x0 = columns.argmax(2)  # (n, k), the first of the largest
+    y0 = rows.argmax(2)
+    x1 = width - columns.flip(2).argmax(2)
+    y1 = height - rows.flip(2).argmax(2)
+    boxes = torch.stack([x0, y0, x1, y1], dim=2).float()  # (n, k, 4)
+    there = masks.flatten(2).any(2)  # (n, k)
+    return boxes * there[..., None]
 
 
 def label_maps(scenes):
@@ -85,10 +89,15 @@ def label_maps(scenes):
     """
     found = []
     for label, mask in zip(scenes["label"], scenes["mask"]):
-        mask, label = mask[label >= 0], label[label >= 0]
-        number = torch.arange(1, len(label) + 1).view(-1, 1, 1)
-        found.append(((mask * number).sum(0), [dict(id=i, category_id=c) for i, c in
-                                               enumerate(label.tolist(), 1)]))
+        there = label >= 0
+        mask = mask[there]  # (k, H, W)
+        label = label[there]  # (k,)
+        number = torch.arange(1, len(label) + 1).view(-1, 1, 1)  # (k, 1, 1)
+        segments = (mask * number).sum(0)  # (H, W)
+        infos = []
+        for i, c in enumerate(label.tolist(), start=1):
+            infos.append(dict(id=i, category_id=c))
+        found.append((segments, infos))
     return found
 
 
@@ -122,10 +131,11 @@ class AttentionMaps(nn.Module):
     def __init__(self, embed_dim, num_heads, joint_softmax=False):
         super().__init__()
         check_heads(num_heads, embed_dim=embed_dim)
-        self.num_heads, self.joint_softmax = num_heads, joint_softmax
+        self.num_heads = num_heads
+        self.joint_softmax = joint_softmax
         self.q_linear = nn.Linear(embed_dim, embed_dim)
         self.k_linear = nn.Linear(embed_dim, embed_dim)
-        for layer in self.q_linear, self.k_linear:
+        for layer in (self.q_linear, self.k_linear):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
 
@@ -135,14 +145,18 @@ class AttentionMaps(nn.Module):
         `mask` (B, h, w) is True where there is image.
         """
         q = split_heads(self.q_linear(queries), self.num_heads)  # (B, heads, Q, d)
-        k = self.k_linear(memory.flatten(2).transpose(1, 2))  # (B, C, h, w) -> (B, N, C)
-        k = split_heads(k, self.num_heads)  # (B, heads, N, d)
+        memory_tokens = memory.flatten(2).transpose(1, 2)  # (B, C, h, w) -> (B, N, C)
+        k = split_heads(self.k_linear(memory_tokens), self.num_heads)  # (B, heads, N, d)
         logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, heads, Q, N)
         if mask is not None:
             logits = logits.masked_fill(~mask.flatten(1)[:, None, None], -torch.inf)
         logits = logits.transpose(1, 2)  # (B, Q, heads, N)
-        over = logits.flatten(2) if self.joint_softmax else logits
-        return masked_softmax(over).view_as(logits).unflatten(3, memory.shape[2:])
+        if self.joint_softmax:
+            weights = masked_softmax(logits.flatten(2))  # (B, Q, heads N)
+            weights = weights.view_as(logits)  # -> (B, Q, heads, N)
+        else:
+            weights = masked_softmax(logits)  # (B, Q, heads, N)
+        return weights.unflatten(3, memory.shape[2:])  # -> (B, Q, heads, h, w)
 
 # %% ../nbs/43_panoptic.ipynb #mask-head
 class MaskHead(nn.Module):
@@ -166,18 +180,25 @@ class MaskHead(nn.Module):
 
     def __init__(self, embed_dim, num_heads, channels, num_groups=8):
         super().__init__()
+        named_channels = {f"channels[{i}]": n for i, n in enumerate(channels)}
         check_counts(embed_dim=embed_dim, num_heads=num_heads, num_groups=num_groups,
-                     **{f"channels[{i}]": n for i, n in enumerate(channels)})
-        first = embed_dim + num_heads
-        widths = [first, first, *(embed_dim // 2**i for i in range(1, len(channels) + 2))]
+                     **named_channels)
+        first = embed_dim + num_heads  # an image's map and a query's maps side by side
+        widths = [first, first]
+        for i in range(1, len(channels) + 2):
+            widths.append(embed_dim // 2**i)
         if any(width < 1 or width % num_groups for width in widths):
             raise ValueError(f"num_groups ({num_groups}) must divide every width of the head, "
                              f"and none may be 0: {widths[1:]}")
-        self.layers = nn.ModuleList(nn.Conv2d(*two, 3, padding=1)
-                                    for two in itertools.pairwise(widths))
-        self.norms = nn.ModuleList(nn.GroupNorm(num_groups, width) for width in widths[1:])
-        self.adapters = nn.ModuleList(nn.Conv2d(*two, 1) for two in zip(channels, widths[2:]))
-        self.output = nn.Conv2d(widths[-1], 1, 3, padding=1)
+        self.layers = nn.ModuleList()
+        self.norms = nn.ModuleList()
+        for width, next_width in zip(widths[:-1], widths[1:]):
+            self.layers.append(nn.Conv2d(width, next_width, kernel_size=3, padding=1))
+            self.norms.append(nn.GroupNorm(num_groups, next_width))
+        self.adapters = nn.ModuleList()
+        for channel, width in zip(channels, widths[2:]):
+            self.adapters.append(nn.Conv2d(channel, width, kernel_size=1))
+        self.output = nn.Conv2d(widths[-1], 1, kernel_size=3, padding=1)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_uniform_(module.weight, a=1)
@@ -201,7 +222,8 @@ class MaskHead(nn.Module):
         steps = zip(finer, self.adapters, self.layers[2:], self.norms[2:])
         for fine, adapter, layer, norm in steps:
             y = adapter(fine)  # (B, width, H', W'), again once for each image
-            x = norm(layer(y[image] + F.interpolate(x, y.shape[2:]))).relu()
+            x = y[image] + F.interpolate(x, y.shape[2:])  # (M, width, H', W')
+            x = norm(layer(x)).relu()
         return self.output(x)[:, 0]  # (M, 1, H', W') -> (M, H', W')
 
     def first_layer(self, x, maps, image):
@@ -246,7 +268,8 @@ class PanopticDETR(nn.Module):
         if not isinstance(detr, DETR):
             raise TypeError(f"detr of type {type(detr).__name__} must be a DETR")
         self.detr = detr
-        width, heads = detr.norm.normalized_shape[0], detr.decoder[-1].multihead_attn.num_heads
+        width = detr.norm.normalized_shape[0]
+        heads = detr.decoder[-1].multihead_attn.num_heads
         self.bbox_attention = AttentionMaps(width, heads, joint_softmax)
         channels = detr.backbone.num_channels[-2::-1]  # but for the last map, from the end
         self.mask_head = MaskHead(width, heads, channels, num_groups)
@@ -276,9 +299,12 @@ class PanopticDETR(nn.Module):
         """
         features = self.detr.forward_features(images, mask)
         found = self.detr.forward_head(features.decoded, features.anchors)
-        every = torch.ones_like(found.logits[..., 0], dtype=torch.bool)  # (B, Q)
-        chosen = every if choose is None else choose(found)
-        return PanopticOutput(*found, self.forward_masks(features, chosen))
+        if choose is None:
+            chosen = torch.ones_like(found.logits[..., 0], dtype=torch.bool)  # (B, Q)
+        else:
+            chosen = choose(found)
+        masks = self.forward_masks(features, chosen)
+        return PanopticOutput(found.logits, found.boxes, found.auxiliary, masks)
 
 
 class PanopticOutput(NamedTuple):
@@ -332,10 +358,11 @@ def panoptic_detr(joint_softmax=True, **options):
     **options
         Keywords of `DETR`; there are 250 classes by default, numbers up to 249.
     """
-    return PanopticDETR(DETR(**dict(num_classes=250) | options), joint_softmax)
+    keywords = dict(num_classes=250) | options
+    return PanopticDETR(DETR(**keywords), joint_softmax)
 
 
-for depth in 50, 101:
+for depth in (50, 101):
     register_model(f"detr_resnet{depth}_panoptic", panoptic_detr, backbone=f"resnet{depth}",
                    hub=f"facebook/detr-resnet-{depth}-panoptic")
 register_model("detr_resnet50_dc5_panoptic", panoptic_detr, backbone="resnet50", dilation=True,
@@ -422,12 +449,21 @@ def mask_loss(masks, targets, matched, num_boxes=None):
     masks = upcast(masks)
     if not targets:  # a batch without images
         return {name: masks.sum() for name in ("mask", "dice")}
-    wanted = torch.cat([t["masks"][j] for t, (_, j) in zip(targets, matched)]).to(masks)
-    found = torch.cat([image[i] for image, (i, _) in zip(masks, matched)])  # (n, H', W')
-    found = F.interpolate(found[:, None], wanted.shape[1:], mode="bilinear")[:, 0]  # (n, H, W)
-    count = max(1, len(wanted) if num_boxes is None else num_boxes)
-    terms = {"mask": focal_loss(found, wanted), "dice": dice_loss(found, wanted)}
-    return {name: losses.sum() / count for name, losses in terms.items()}
+    wanted_masks = []
+    found_masks = []
+    for image_masks, target, (i, j) in zip(masks, targets, matched):
+        found_masks.append(image_masks[i])
+        wanted_masks.append(target["masks"][j])
+    wanted = torch.cat(wanted_masks).to(masks)  # (n, H, W)
+    found = torch.cat(found_masks)  # (n, H', W')
+    found = F.interpolate(found[:, None], wanted.shape[1:], mode="bilinear")  # (n, 1, H, W)
+    found = found[:, 0]  # -> (n, H, W)
+    if num_boxes is None:
+        num_boxes = len(wanted)
+    num_boxes = max(1, num_boxes)
+    focal = focal_loss(found, wanted)  # (n,)
+    dice = dice_loss(found, wanted)
+    return {"mask": focal.sum() / num_boxes, "dice": dice.sum() / num_boxes}
 
 
 def check_masks(targets):
@@ -446,7 +482,8 @@ def check_masks(targets):
     for i, target in enumerate(targets):
         if "labels" not in target:
             raise ValueError(f"targets[{i}] with the names {list(target)} must have 'labels'")
-        shape, wanted = tuple(getattr(target.get("masks"), "shape", ())), len(target["labels"])
+        shape = tuple(getattr(target.get("masks"), "shape", ()))
+        wanted = len(target["labels"])
         if len(shape) != 3 or len(target["masks"]) != wanted:
             raise ValueError(f"targets[{i}]['masks'] of shape {shape} must be ({wanted}, H, "
                              "W), one for each label")
@@ -511,12 +548,16 @@ def merge(logits, masks, things, size=None, threshold=0.85, smallest=4, *, mask=
         large = area > smallest
         if large.all():
             break
-        score, label, masks = score[large], label[large], masks[large]
+        score = score[large]
+        label = label[large]
+        masks = masks[large]
     if len(masks) == 0:
         return masks.new_zeros(size or masks.shape[1:], dtype=torch.long), []
+    infos = []
     rows = zip(label.tolist(), score.tolist(), area.tolist())
-    return owner + 1, [dict(id=i, category_id=c, isthing=c in things, score=s, area=n)
-                       for i, (c, s, n) in enumerate(rows, 1)]
+    for i, (c, s, n) in enumerate(rows, start=1):
+        infos.append(dict(id=i, category_id=c, isthing=c in things, score=s, area=n))
+    return owner + 1, infos
 
 
 def cut_padding(maps, mask):
@@ -541,15 +582,19 @@ def cut_padding(maps, mask):
     """
     if maps.ndim != 3:
         raise ValueError(f"maps of shape {tuple(maps.shape)} must be (n, h, w)")
-    dtype, shape = getattr(mask, "dtype", type(mask).__name__), getattr(mask, "shape", ())
+    dtype = getattr(mask, "dtype", type(mask).__name__)
+    shape = getattr(mask, "shape", ())
     if dtype != torch.bool or len(shape) != 2:
         raise ValueError(f"mask of dtype {dtype} and shape {tuple(shape)} must be torch.bool "
                          "and (H, W), True where there is image")
-    rows, columns = (mask.any(axis).nonzero()[:, 0] for axis in (1, 0))
+    rows = mask.any(1).nonzero()[:, 0]  # numbers of the rows that have image
+    columns = mask.any(0).nonzero()[:, 0]
     area = int(mask.sum())
-    if area:
-        top, bottom = int(rows[0]), int(rows[-1]) + 1
-        left, right = int(columns[0]), int(columns[-1]) + 1
+    if area > 0:
+        top = int(rows[0])
+        bottom = int(rows[-1]) + 1
+        left = int(columns[0])
+        right = int(columns[-1]) + 1
     if area == 0 or area != (bottom - top) * (right - left):
         raise ValueError(f"mask is True at {area} pixels of {tuple(mask.shape)}; it must be "
                          "True in one rectangle, the image")
@@ -576,15 +621,22 @@ def join_stuff(score, label, masks, things):
     score, label : Tensor, shape (n,)
     masks : Tensor, shape (n, H, W)
     """
-    groups = {}
+    groups = []  # numbers of the queries of each segment
+    stuff = {}  # the group of each class of stuff
     for i, c in enumerate(label.tolist()):
-        groups.setdefault((c, i) if c in things else c, []).append(i)
+        if c not in things and c in stuff:
+            stuff[c].append(i)
+            continue
+        group = [i]
+        groups.append(group)
+        if c not in things:
+            stuff[c] = group
     if len(groups) == len(masks):
         return score, label, masks
-    groups = list(groups.values())
-    return (torch.stack([score[rows].max() for rows in groups]),
-            label[[rows[0] for rows in groups]],
-            torch.stack([masks[rows].amax(0) for rows in groups]))
+    joined_score = [score[group].max() for group in groups]
+    joined_masks = [masks[group].amax(0) for group in groups]
+    first = [group[0] for group in groups]
+    return torch.stack(joined_score), label[first], torch.stack(joined_masks)
 
 
 def check_merge(logits, masks, kept):
@@ -625,10 +677,12 @@ def overlaps(a, b):
     rows, i = a.unique(return_inverse=True)
     columns, j = b.unique(return_inverse=True)
     codes, counts = (i * len(columns) + j).unique(return_counts=True)
-    rows, columns, found = rows.tolist(), columns.tolist(), {}
+    numbers_a = rows.tolist()
+    numbers_b = columns.tolist()
+    found = {}
     for code, n in zip(codes.tolist(), counts.tolist()):
-        i, j = divmod(code, len(columns))
-        found[rows[i], columns[j]] = n
+        row, column = divmod(code, len(numbers_b))
+        found[numbers_a[row], numbers_b[column]] = n
     return found
 
 
@@ -647,10 +701,12 @@ def match_segments(prediction, truth):
         For each class [IoU, TP, FP, FN]: the sum over matched segments, which are the true
         positives, and the numbers of true positives, false positives and false negatives.
     """
-    said, true = (check_segments(name, *pair) for name, pair in
-                  (("prediction", prediction), ("truth", truth)))
-    both, table = overlaps(prediction[0], truth[0]), defaultdict(lambda: [0.0, 0, 0, 0])
-    area, true_area = defaultdict(int), defaultdict(int)
+    said = check_segments("prediction", *prediction)
+    true = check_segments("truth", *truth)
+    both = overlaps(prediction[0], truth[0])
+    table = defaultdict(lambda: [0.0, 0, 0, 0])
+    area = defaultdict(int)
+    true_area = defaultdict(int)
     for (p, t), shared in both.items():
         area[p] += shared
         true_area[t] += shared
@@ -709,12 +765,18 @@ def panoptic_quality(predictions, truths, things=None):
                              f"has {tuple(truth[0].shape)}; they must be of one size")
         for c, row in match_segments(prediction, truth).items():
             total[c] = [old + new for old, new in zip(total[c], row)]
-    classes = {c: quality(*row) for c, row in sorted(total.items()) if any(row)}
-    found = {"all": classes}
+    classes = {}
+    for c, row in sorted(total.items()):
+        if any(row):
+            classes[c] = quality(*row)
+    found = {"all": mean_quality(classes)}
     if things is not None:
-        for name, wanted in ("things", True), ("stuff", False):
-            found[name] = {c: row for c, row in classes.items() if (c in things) == wanted}
-    return {name: mean_quality(rows) for name, rows in found.items()} | {"classes": classes}
+        of_things = {c: row for c, row in classes.items() if c in things}
+        of_stuff = {c: row for c, row in classes.items() if c not in things}
+        found["things"] = mean_quality(of_things)
+        found["stuff"] = mean_quality(of_stuff)
+    found["classes"] = classes
+    return found
 
 
 def quality(iou, tp, fp, fn):
@@ -732,7 +794,10 @@ def quality(iou, tp, fp, fn):
     dict of str to float
     """
     count = tp + fp / 2 + fn / 2
-    return dict(pq=iou / count, sq=iou / tp if tp else 0.0, rq=tp / count)
+    sq = 0.0
+    if tp > 0:
+        sq = iou / tp
+    return dict(pq=iou / count, sq=sq, rq=tp / count)
 
 
 def mean_quality(classes):
@@ -749,8 +814,13 @@ def mean_quality(classes):
         "pq", "sq", "rq" and "n".
     """
     n = len(classes)
-    return {key: sum(row[key] for row in classes.values()) / n if n else float("nan")
-            for key in ("pq", "sq", "rq")} | {"n": n}
+    found = {}
+    for key in ("pq", "sq", "rq"):
+        found[key] = float("nan")
+        if n > 0:
+            found[key] = sum(row[key] for row in classes.values()) / n
+    found["n"] = n
+    return found
 
 
 def check_segments(name, segments, infos):
@@ -777,7 +847,8 @@ def check_segments(name, segments, infos):
         if not {"id", "category_id"} <= info.keys():
             raise ValueError(f"{name}: a segment with the names {list(info)} must have 'id' "
                              "and 'category_id'")
-    known, there = {info["id"]: info for info in infos}, set(segments.unique().tolist()) - {0}
+    known = {info["id"]: info for info in infos}
+    there = set(segments.unique().tolist()) - {0}
     if len(known) < len(infos) or known.keys() != there or min(there, default=1) < 0:
         raise ValueError(f"{name}: the map has the segments {sorted(there)}, and the list "
                          f"{sorted(info['id'] for info in infos)}; they must be the same, each "

@@ -21,7 +21,8 @@ from .vit import Mlp, PatchEmbed, check_images
 # %% ../nbs/34_tnt.ipynb #cut
 def patchify(x, size):
     """Cut images x (B, C, H, W) into patches of a size (p, q), row by row: (B·n, C, p, q)."""
-    x = x.unflatten(3, (-1, size[1])).unflatten(2, (-1, size[0]))  # -> (B, C, H', p, W', q)
+    x = x.unflatten(3, (-1, size[1]))  # (B, C, H, W) -> (B, C, H, W', q)
+    x = x.unflatten(2, (-1, size[0]))  # -> (B, C, H', p, W', q)
     x = x.permute(0, 2, 4, 1, 3, 5)  # -> (B, H', W', C, p, q)
     return x.flatten(0, 2)  # -> (B H' W', C, p, q)
 
@@ -40,8 +41,10 @@ def unpatchify(x, grid_size):
     -------
     Tensor, shape (B, C, H'·p, W'·q)
     """
-    x = x.unflatten(0, (-1, *grid_size)).permute(0, 3, 1, 4, 2, 5)  # -> (B, C, H', p, W', q)
-    return x.flatten(4).flatten(2, 3)  # -> (B, C, H', p, W' q), (B, C, H' p, W' q)
+    x = x.unflatten(0, (-1, *grid_size))  # (B n, C, p, q) -> (B, H', W', C, p, q)
+    x = x.permute(0, 3, 1, 4, 2, 5)  # -> (B, C, H', p, W', q)
+    x = x.flatten(4)  # -> (B, C, H', p, W' q)
+    return x.flatten(2, 3)  # -> (B, C, H' p, W' q)
 
 # %% ../nbs/34_tnt.ipynb #pixel-embed
 class PixelEmbed(PatchEmbed):
@@ -73,22 +76,29 @@ class PixelEmbed(PatchEmbed):
         if not whole or any(p % stride for p in self.patch_size):
             raise ValueError(f"first_stride ({stride}) must be at least 1 and divide "
                              f"patch_size {self.patch_size}")
-        self.legacy, self.word_grid = legacy, tuple(p // stride for p in self.patch_size)
-        self.proj = nn.Conv2d(in_chans, in_dim, 7, stride, 3, device=device, dtype=dtype)
+        self.legacy = legacy
+        self.word_grid = (self.patch_size[0] // stride, self.patch_size[1] // stride)
+        self.proj = nn.Conv2d(in_chans, in_dim, kernel_size=7, stride=stride, padding=3,
+                              device=device, dtype=dtype)
 
     def forward(self, x, pixel_pos):
         """Images (B, C, H, W) to words (B·n, m, c), m for each patch, with their positions."""
         check_images(x, self.in_chans, self.img_size)
         if self.legacy:
-            x = patchify(self.proj(x), self.word_grid)  # (B, c, H' h, W' w) -> (B n, c, h, w)
+            x = self.proj(x)  # (B, C, H, W) -> (B, c, H' h, W' w)
+            x = patchify(x, self.word_grid)  # -> (B n, c, h, w)
         else:
-            x = self.proj(patchify(x, self.patch_size))  # (B n, C, p, q) -> (B n, c, h, w)
-        x = (x + pixel_pos).flatten(2)  # -> (B n, c, m)
+            x = patchify(x, self.patch_size)  # (B, C, H, W) -> (B n, C, p, q)
+            x = self.proj(x)  # -> (B n, c, h, w)
+        x = x + pixel_pos
+        x = x.flatten(2)  # -> (B n, c, m)
         return x.transpose(1, 2).contiguous()  # -> (B n, m, c)
 
     def word_map(self, words):
         """Words (B·n, m, c) as a map (B, c, H'·h, W'·w), each where its sub-patch is."""
-        return unpatchify(words.transpose(1, 2).unflatten(2, self.word_grid), self.grid_size)
+        words = words.transpose(1, 2)  # (B n, m, c) -> (B n, c, m)
+        words = words.unflatten(2, self.word_grid)  # -> (B n, c, h, w)
+        return unpatchify(words, self.grid_size)  # -> (B, c, H' h, W' w)
 
 # %% ../nbs/34_tnt.ipynb #attention-class
 class SplitAttention(nn.Module):
@@ -110,7 +120,8 @@ class SplitAttention(nn.Module):
         check_heads(num_heads, embed_dim=dim)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
-        self.num_heads, self.attn_drop = num_heads, attn_drop
+        self.num_heads = num_heads
+        self.attn_drop = attn_drop
         self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias, **options)
         self.v = nn.Linear(dim, dim, bias=qkv_bias, **options)
         self.proj = nn.Linear(dim, dim, **options)
@@ -118,10 +129,15 @@ class SplitAttention(nn.Module):
 
     def forward(self, x):
         """Tokens (B, N, dim) to tokens."""
-        parts = *self.qk(x).chunk(2, dim=-1), self.v(x)  # three times (B, N, dim)
-        q, k, v = (split_heads(part, self.num_heads) for part in parts)  # (B, h, N, d) each
-        x = attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
-        return self.proj_drop(self.proj(merge_heads(x)))  # -> (B, N, dim)
+        q, k = self.qk(x).chunk(2, dim=-1)  # (B, N, 2 dim) -> twice (B, N, dim)
+        v = self.v(x)  # (B, N, dim)
+        q = split_heads(q, self.num_heads)  # -> (B, h, N, d)
+        k = split_heads(k, self.num_heads)
+        v = split_heads(v, self.num_heads)
+        dropout_p = self.attn_drop if self.training else 0.0
+        x = attention(q, k, v, dropout_p=dropout_p)  # (B, h, N, d)
+        x = self.proj(merge_heads(x))  # -> (B, N, dim)
+        return self.proj_drop(x)
 
 # %% ../nbs/34_tnt.ipynb #block
 class Block(nn.Module):
@@ -152,17 +168,24 @@ class Block(nn.Module):
         super().__init__()
         check_heads(num_heads_in, inner_dim=dim)
         options = dict(device=device, dtype=dtype)
-        rates = qkv_bias, attn_drop, proj_drop
+        self.legacy = legacy
         self.norm_in = nn.LayerNorm(dim, **options)
-        self.attn_in = SplitAttention(dim, num_heads_in, *rates, **options)
+        self.attn_in = SplitAttention(dim, num_heads_in, qkv_bias=qkv_bias, attn_drop=attn_drop,
+                                      proj_drop=proj_drop, **options)
         self.norm_mlp_in = nn.LayerNorm(dim, **options)
         self.mlp_in = Mlp(dim, 4 * dim, drop=proj_drop, **options)
-        self.legacy = legacy
-        self.norm1_proj = nn.LayerNorm(dim if legacy else num_pixel * dim, **options)
-        self.proj = nn.Linear(num_pixel * dim, dim_out, bias=legacy, **options)
-        self.norm2_proj = None if legacy else nn.LayerNorm(dim_out, **options)
+        words_dim = num_pixel * dim  # all words of a sentence
+        if legacy:
+            self.norm1_proj = nn.LayerNorm(dim, **options)
+            self.proj = nn.Linear(words_dim, dim_out, **options)
+            self.norm2_proj = None
+        else:
+            self.norm1_proj = nn.LayerNorm(words_dim, **options)
+            self.proj = nn.Linear(words_dim, dim_out, bias=False, **options)
+            self.norm2_proj = nn.LayerNorm(dim_out, **options)
         self.norm_out = nn.LayerNorm(dim_out, **options)
-        self.attn_out = SplitAttention(dim_out, num_heads_out, *rates, **options)
+        self.attn_out = SplitAttention(dim_out, num_heads_out, qkv_bias=qkv_bias,
+                                       attn_drop=attn_drop, proj_drop=proj_drop, **options)
         self.drop_path = DropPath(drop_path)
         self.norm_mlp = nn.LayerNorm(dim_out, **options)
         hidden = hidden_width(dim_out, mlp_ratio)
@@ -176,11 +199,18 @@ class Block(nn.Module):
     def add_words(self, words, sentences):
         """Sentences (B, 1 + n, d) with what their words say; the class token has no words."""
         if self.legacy:
-            added = self.proj(self.norm1_proj(words).flatten(1))  # (B n, m, c) -> (B n, d)
+            words = self.norm1_proj(words)
+            words = words.flatten(1)  # (B n, m, c) -> (B n, m c)
+            added = self.proj(words)  # -> (B n, d)
         else:
-            added = self.norm2_proj(self.proj(self.norm1_proj(words.flatten(1))))
-        added = added.unflatten(0, (-1, sentences.shape[1] - 1))  # (B n, d) -> (B, n, d)
-        return torch.cat([sentences[:, :1], sentences[:, 1:] + added], dim=1)
+            words = words.flatten(1)  # (B n, m, c) -> (B n, m c)
+            words = self.norm1_proj(words)
+            added = self.proj(words)  # -> (B n, d)
+            added = self.norm2_proj(added)
+        cls_token = sentences[:, :1]  # (B, 1, d)
+        sentences = sentences[:, 1:]  # (B, n, d)
+        added = added.unflatten(0, (-1, sentences.shape[1]))  # (B n, d) -> (B, n, d)
+        return torch.cat([cls_token, sentences + added], dim=1)
 
     def outer(self, sentences):
         """The sentences (B, 1 + n, d) read each other."""
@@ -202,7 +232,9 @@ class Block(nn.Module):
         """
         words, sentences = x
         words = self.inner(words)
-        return words, self.outer(self.add_words(words, sentences))
+        sentences = self.add_words(words, sentences)
+        sentences = self.outer(sentences)
+        return words, sentences
 
 # %% ../nbs/34_tnt.ipynb #class
 class TNT(Backbone):
@@ -245,7 +277,8 @@ class TNT(Backbone):
         If an argument does not fit the others.
     """
 
-    family, num_prefix_tokens = "tnt", 1
+    family = "tnt"
+    num_prefix_tokens = 1
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, num_classes=1000,
                  global_pool="token", embed_dim=768, inner_dim=48, depth=12, num_heads_inner=4,
@@ -258,23 +291,32 @@ class TNT(Backbone):
         check_rates(drop_rate=drop_rate, pos_drop_rate=pos_drop_rate,
                     proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate)
         options = dict(device=device, dtype=dtype)
-        self.num_classes, self.patch_size = num_classes, to_2tuple(patch_size)
-        self.inner_dim, self.embed_dim, self.num_features = inner_dim, embed_dim, embed_dim
+        self.num_classes = num_classes
+        self.patch_size = to_2tuple(patch_size)
+        self.inner_dim = inner_dim
+        self.embed_dim = embed_dim
+        self.num_features = embed_dim
         self.set_pool(global_pool)
-        self.pixel_embed = PixelEmbed(img_size, patch_size, in_chans, inner_dim, first_stride,
-                                      legacy, **options)
-        n, (h, w) = self.pixel_embed.num_patches, self.pixel_embed.word_grid
-        self.norm1_proj = nn.LayerNorm(h * w * inner_dim, **options)
-        self.proj = nn.Linear(h * w * inner_dim, embed_dim, **options)
+        self.pixel_embed = PixelEmbed(img_size=img_size, patch_size=patch_size,
+                                      in_chans=in_chans, in_dim=inner_dim, stride=first_stride,
+                                      legacy=legacy, **options)
+        n = self.pixel_embed.num_patches
+        h, w = self.pixel_embed.word_grid
+        num_pixel = h * w  # words of a sentence
+        self.norm1_proj = nn.LayerNorm(num_pixel * inner_dim, **options)
+        self.proj = nn.Linear(num_pixel * inner_dim, embed_dim, **options)
         self.norm2_proj = nn.LayerNorm(embed_dim, **options)
         self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, embed_dim, **options))
         self.patch_pos = nn.Parameter(0.02 * torch.randn(1, 1 + n, embed_dim, **options))
         self.pixel_pos = nn.Parameter(0.02 * torch.randn(1, inner_dim, h, w, **options))
         self.pos_drop = nn.Dropout(pos_drop_rate)
-        self.blocks = nn.Sequential(*(
-            Block(inner_dim, embed_dim, h * w, num_heads_inner, num_heads_outer, mlp_ratio,
-                  qkv_bias, proj_drop_rate, attn_drop_rate, rate, legacy, **options)
-            for rate in drop_path_rates(drop_path_rate, depth)))
+        self.blocks = nn.Sequential()
+        for rate in drop_path_rates(drop_path_rate, depth):
+            block = Block(inner_dim, embed_dim, num_pixel, num_heads_in=num_heads_inner,
+                          num_heads_out=num_heads_outer, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
+                          proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, drop_path=rate,
+                          legacy=legacy, **options)
+            self.blocks.append(block)
         self.norm = nn.LayerNorm(embed_dim, **options)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = classifier(embed_dim, num_classes, **options)
@@ -282,24 +324,35 @@ class TNT(Backbone):
 
     def embed(self, x):
         """Images (B, C, H, W) to words (B·n, m, c) and sentences (B, 1 + n, d), a pair."""
-        words, n = self.pixel_embed(x, self.pixel_pos), self.pixel_embed.num_patches
-        sentences = words.flatten(1).unflatten(0, (-1, n))  # (B n, m, c) -> (B, n, m c)
-        sentences = self.norm2_proj(self.proj(self.norm1_proj(sentences)))  # -> (B, n, d)
-        cls_token = self.cls_token.expand(x.shape[0], -1, -1)
-        return words, self.pos_drop(torch.cat([cls_token, sentences], dim=1) + self.patch_pos)
+        words = self.pixel_embed(x, self.pixel_pos)  # (B, C, H, W) -> (B n, m, c)
+        sentences = words.flatten(1)  # -> (B n, m c)
+        sentences = sentences.unflatten(0, (-1, self.pixel_embed.num_patches))  # (B, n, m c)
+        sentences = self.norm1_proj(sentences)
+        sentences = self.proj(sentences)  # -> (B, n, d)
+        sentences = self.norm2_proj(sentences)
+        cls_token = self.cls_token.expand(x.shape[0], -1, -1)  # (B, 1, d)
+        sentences = torch.cat([cls_token, sentences], dim=1)  # (B, 1 + n, d)
+        sentences = self.pos_drop(sentences + self.patch_pos)
+        return words, sentences
 
     def forward_features(self, x):
         """All sentences (B, 1 + n, d) after the last norm, the class token first."""
-        x = self.embed(x)
+        words, sentences = self.embed(x)
         for block in self.blocks:
-            x = self.checkpointed(block, x)
-        return self.norm(x[1])  # of words and sentences, these
+            words, sentences = self.checkpointed(block, (words, sentences))
+        return self.norm(sentences)
 
     def forward_head(self, x, pre_logits=False):
         """Logits (B, num_classes) of the sentences; with `pre_logits`
         what the head is given."""
-        x = self.head_drop(self.pool(x))
+        x = self.pool(x)  # (B, 1 + n, d) -> (B, d)
+        x = self.head_drop(x)
         return x if pre_logits else self.head(x)
+
+    def forward(self, x):
+        """Logits (B, num_classes) of images (B, in_chans, H, W)."""
+        x = self.forward_features(x)
+        return self.forward_head(x)
 
     def attention_maps(self, x, level="sentence"):
         """The weights of every block for images (B, C, H, W).
@@ -318,17 +371,21 @@ class TNT(Backbone):
         if level not in ("sentence", "word"):
             raise ValueError(f"level ({level!r}) must be 'sentence' or 'word'")
         maps = super().attention_maps(x)  # of words, of sentences, of words, ...
-        words, sentences = maps[::2], maps[1::2]
+        sentence_maps = maps[1::2]
         if level == "sentence":
-            return sentences
-        n = sentences[0].shape[-1] - 1  # without the class token
-        return [weights.unflatten(0, (-1, n)) for weights in words]  # (B n, h, m, m)
+            return sentence_maps
+        n = sentence_maps[0].shape[-1] - 1  # without the class token
+        word_maps = []
+        for weights in maps[::2]:
+            word_maps.append(weights.unflatten(0, (-1, n)))  # (B n, h, m, m) -> (B, n, h, m, m)
+        return word_maps
 
     def set_input_size(self, img_size):
         """Accept images of another size: the sentences' positions are interpolated, once."""
-        embed, old_size = self.pixel_embed, self.pixel_embed.grid_size
+        embed = self.pixel_embed
+        old_grid = embed.grid_size
         embed.set_input_size(img_size)
-        self.patch_pos = resample_parameter(self.patch_pos, embed.grid_size, old_size)
+        self.patch_pos = resample_parameter(self.patch_pos, embed.grid_size, old_grid)
         self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
     def resample_state_dict(self, state_dict, img_size=None):
@@ -338,12 +395,15 @@ class TNT(Backbone):
         `load_pretrained`.
         """
         embed = self.pixel_embed
-        old_size = None if img_size is None else embed.grid_of(img_size)
+        old_grid = None
+        if img_size is not None:
+            old_grid = embed.grid_of(img_size)
         state_dict = resample_stored(state_dict, "patch_pos", embed.grid_size,
-                                     old_size=old_size)
-        words = state_dict.get("pixel_pos")
-        if words is not None and words.shape == self.pixel_pos.flatten(2).mT.shape:
-            state_dict["pixel_pos"] = words.mT.reshape_as(self.pixel_pos)  # was (1, m, c)
+                                     old_size=old_grid)
+        pixel_pos = state_dict.get("pixel_pos")
+        as_tokens = self.pixel_pos.flatten(2).mT  # (1, c, h, w) -> (1, m, c)
+        if pixel_pos is not None and pixel_pos.shape == as_tokens.shape:
+            state_dict["pixel_pos"] = pixel_pos.mT.reshape_as(self.pixel_pos)
         return state_dict
 
 # %% ../nbs/34_tnt.ipynb #register
@@ -351,10 +411,12 @@ SIZES = {  # table 1 of the paper
     "s": dict(embed_dim=384, inner_dim=24, depth=12, num_heads_inner=4, num_heads_outer=6),
     "b": dict(embed_dim=640, inner_dim=40, depth=12, num_heads_inner=4, num_heads_outer=10),
 }
-for name, size, legacy in (("tnt_s", "s", False), ("tnt_b", "b", False),
-                           ("tnt_s_legacy", "s", True)):
-    register_model(f"{name}_patch16_224", TNT, hub=f"timm/{name}_patch16_224.in1k",
-                   legacy=legacy, **SIZES[size])
+register_model("tnt_s_patch16_224", TNT, hub="timm/tnt_s_patch16_224.in1k", legacy=False,
+               **SIZES["s"])
+register_model("tnt_b_patch16_224", TNT, hub="timm/tnt_b_patch16_224.in1k", legacy=False,
+               **SIZES["b"])
+register_model("tnt_s_legacy_patch16_224", TNT, hub="timm/tnt_s_legacy_patch16_224.in1k",
+               legacy=True, **SIZES["s"])
 register_model("tnt_collages", TNT, hub="attnlib/tnt_collages", num_classes=10, img_size=64,
                patch_size=8, embed_dim=64, inner_dim=8, depth=4, num_heads_inner=2,
                num_heads_outer=4, first_stride=2)
