@@ -13,7 +13,7 @@ import statistics
 import torch
 
 from attnlib.attention import attention, attention_backend
-from benchmarks import common
+from benchmarks import runner, timing
 
 SHAPES = {  # (B, h, N, d): where such attention occurs
     "sentence": (32, 8, 32, 64),
@@ -41,18 +41,18 @@ def measure(shape, dtype, device, with_bias, training, repeats, left_out):
     if with_bias:
         bias = torch.randn(shape[1], shape[2], shape[2], device=device, dtype=dtype)
     calls = {name: functools.partial(call, name, inputs, bias, training) for name in BACKENDS}
-    outputs = common.attempt_all(calls, left_out)  # warms up, too
+    outputs = timing.attempt_all(calls, left_out)  # warms up, too
     row = {"difference": None}
     if "reference" in outputs:
         wanted = outputs["reference"]
         row["difference"] = max((out - wanted).abs().max().item() for out in outputs.values())
     calls = {name: calls[name] for name in outputs}
     del outputs
-    times = common.take_turns(calls, repeats, device, left_out=left_out)
+    times = timing.take_turns(calls, repeats, device, left_out=left_out)
     for name in times:
         row[name] = {"ms": round(statistics.median(times[name]), 4)}
         if "reference" in times:
-            row[name] |= common.ratio(times[name], times["reference"])
+            row[name] |= timing.ratio(times[name], times["reference"])
     return [row] if times else []
 
 
@@ -69,12 +69,12 @@ def line(setting, row):
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=15)
+    parser = runner.timing_parser(__doc__, repeats=15)
     arguments = parser.parse_args()
     device = arguments.device
     shapes = {"tiny": (1, 2, 8, 4)} if arguments.tiny else SHAPES
     path = arguments.out and arguments.out / f"attention_{device}.json"
-    bench = common.Rows(path, device, arguments.minutes, arguments.tiny)
+    bench = runner.Rows(path, device, arguments.minutes, arguments.tiny)
 
     def go():
         options = (torch.float32, torch.bfloat16), (False, True), (False, True)

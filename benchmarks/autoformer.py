@@ -46,7 +46,7 @@ from attnlib.autoformer import (
 from attnlib.data import caption_scenes, digits, small_images
 from attnlib.recipes import crop_and_flip, cross_entropy
 from attnlib.train import epochs, fit
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.runner import Runs, experiment_parser
 
 SEEDS, RATES, BATCH = (0, 1, 2), (2e-3, 4e-3, 8e-3), 64
 STEPS = {"uniform": 2000, "classical": 2000, "sandwich": 600}
@@ -143,11 +143,13 @@ class Look:
 # --- the runs ---------------------------------------------------------------------------------
 
 
-class Supernets(Bench):
+class Supernets(Runs):
     """The runs of the record of a part."""
 
     def __init__(self, path, minutes, tiny, part):
-        super().__init__(path, minutes, searches=[], everything=[], alone=[], inherited=[])
+        super().__init__(
+            path, minutes, runs=[], searches=[], everything=[], alone=[], inherited=[]
+        )
         self.tiny, self.part, self.shape = tiny, part, SCENES if part == "scenes" else {}
         self.data = scene_parts(tiny) if part == "scenes" else parts(tiny)
         self.steps = dict.fromkeys(STEPS, 4) if tiny else STEPS

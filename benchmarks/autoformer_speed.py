@@ -24,7 +24,7 @@ from attnlib.attention import attention
 from attnlib.autoformer import SPACES, Attention, Subnet, SuperTransformer, extract, sample
 from attnlib.multihead import merge_heads
 from attnlib.vit import VisionTransformer
-from benchmarks import common
+from benchmarks import runner, timing
 
 DRAWS = 3  # subnets of a round of training steps
 
@@ -110,19 +110,19 @@ def measure(group, arguments, clock, left_out):
     device = arguments.device
     with torch.set_grad_enabled(group == "training step"):
         calls = GROUPS[group](arguments.tiny, device)
-        times = common.warm_turns(calls, arguments.repeats, device, left_out, clock)
+        times = timing.warm_turns(calls, arguments.repeats, device, left_out, clock)
     *_, last = calls
-    return [dict(what=name, **common.median_row(times, name, last)) for name in times]
+    return [dict(what=name, **timing.median_row(times, name, last)) for name in times]
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=9)
+    parser = runner.timing_parser(__doc__, repeats=9)
     arguments = parser.parse_args()
     device = arguments.device
     torch.set_num_threads(1)
     clock = time.process_time if device == "cpu" else time.perf_counter
     path = arguments.out and arguments.out / f"autoformer_speed_{device}.json"
-    bench = common.Rows(path, device, arguments.minutes, arguments.tiny)
+    bench = runner.Rows(path, device, arguments.minutes, arguments.tiny)
 
     def go():
         for group in GROUPS:

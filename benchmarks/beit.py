@@ -46,7 +46,6 @@ from attnlib.beit import (
 )
 from attnlib.train import epochs, fit
 from benchmarks import mae
-from benchmarks.common import Bench, experiment_parser, ratio, save_half, take_turns
 from benchmarks.hidden import (
     COUNTS,
     SEEDS,
@@ -57,6 +56,8 @@ from benchmarks.hidden import (
     probe,
     tuned,
 )
+from benchmarks.runner import Runs, experiment_parser, save_half
+from benchmarks.timing import ratio, take_turns
 
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=4, num_heads=4)
 SCALE = dict(init_values=0.1)  # LayerScale
@@ -112,11 +113,13 @@ def teacher_loss(model, batch):
     return len(x) * (1 - F.cosine_similarity(found, target).mean() + commitment), len(x)
 
 
-class Tokens(Bench):
+class Tokens(Runs):
     """The runs of a record; what was trained is kept."""
 
     def __init__(self, path, minutes, tiny):
-        super().__init__(path, minutes, tokenizers=[], rates=[], probes=[], tuning=[], pace=[])
+        super().__init__(
+            path, minutes, runs=[], tokenizers=[], rates=[], probes=[], tuning=[], pace=[]
+        )
         self.parts, self.tiny, self.kept = digit_parts(), tiny, {}
         if tiny:
             self.parts = {name: (x[:100], y[:100]) for name, (x, y) in self.parts.items()}

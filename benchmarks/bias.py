@@ -24,7 +24,7 @@ from torch import nn
 from attnlib.data import digits, scenes
 from attnlib.recipes import accuracy, train_classifier
 from attnlib.vit import VisionTransformer
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.runner import Runs, experiment_parser
 from tools.notebooks import NBS, code_of
 
 TASKS = {  # batch, steps of a trial and of a run, between two looks, rates, numbers of images
@@ -68,11 +68,11 @@ def loss(model, part):
     return (sum(losses) / len(part[1])).item()
 
 
-class Tasks(Bench):
+class Tasks(Runs):
     """The runs of the record, and its baselines."""
 
     def __init__(self, path, minutes, tiny):
-        super().__init__(path, minutes, baselines=[])
+        super().__init__(path, minutes, runs=[], baselines=[])
         self.tiny, self.networks, self.parts = tiny, networks(), {}
 
     def data(self, task, images):

@@ -56,8 +56,8 @@ from attnlib.spatial import (
     weight_on_objects,
 )
 from attnlib.train import epochs, fit
-from benchmarks.common import Bench, experiment_parser, save_half
 from benchmarks.detr import bright_parts, stamp
+from benchmarks.runner import Runs, experiment_parser, save_half
 
 BATCH, SEEDS, LOOKS, LENGTH = 64, (0, 1, 2), 10, 10
 RATES = (2e-3, 4e-3)
@@ -244,11 +244,11 @@ def by_parts(scenes, threshold=0.45):
 # --- soft and hard ----------------------------------------------------------------------------
 
 
-class Compared(Bench):
+class Compared(Runs):
     """The runs of the part "compare"."""
 
     def __init__(self, path, tiny, minutes):
-        super().__init__(path, minutes, baseline=[])
+        super().__init__(path, minutes, runs=[], baseline=[])
         self.tiny, counts = tiny, dict.fromkeys(COUNTS, 24) if tiny else COUNTS
         parts = {"train": "train", "valid": "train", "test": "test", "novel": "novel"}
         self.scenes = {
@@ -379,7 +379,7 @@ def bias_scores(model, pair):
     return found
 
 
-class Biased(Bench):
+class Biased(Runs):
     """The runs of the part "bias"."""
 
     def __init__(self, path, tiny, minutes):
@@ -440,7 +440,7 @@ def photographs(paths, size):
     return pixels(torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).float() / 255)
 
 
-class Flickr(Bench):
+class Flickr(Runs):
     """One run on Flickr8k; the network is small and has never seen another photograph."""
 
     def __init__(self, path, tiny, minutes, folder):

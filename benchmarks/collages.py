@@ -21,7 +21,7 @@ from attnlib.data import collages
 from attnlib.models import create_model
 from attnlib.recipes import accuracy
 from attnlib.train import epochs, fit, write_record
-from benchmarks.common import save_half
+from benchmarks.runner import save_half
 
 STEPS = {"vit_collages": 6000, "swin_collages": 3600, "tnt_collages": 6000}
 

@@ -26,8 +26,8 @@ from attnlib.swinv2 import SwinTransformerV2
 from attnlib.tnt import TNT
 from attnlib.train import epochs, fit
 from attnlib.vit import VisionTransformer
-from benchmarks.common import Bench, experiment_parser
 from benchmarks.hidden import digit_parts
+from benchmarks.runner import Runs, experiment_parser
 
 RATES = (1e-3, 3e-3, 9e-3)
 TASKS = {  # the steps of a run, those of a run that tunes, the rates that it tries
@@ -176,11 +176,11 @@ def logistic_regression(parts):
     }
 
 
-class Comparison(Bench):
+class Comparison(Runs):
     """The runs of the record; "tuning" holds the shorter ones that chose the rates."""
 
     def __init__(self, path, minutes):
-        super().__init__(path, minutes, batch=BATCH, tuning=[])
+        super().__init__(path, minutes, runs=[], batch=BATCH, tuning=[])
         self.parts = [*digit_parts(16).values()]  # training, validation, test
 
     def contestant(self, task, name, steps, tuning, rates, seeds):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import common, flash, fused, vision, windows
+from benchmarks import flash, fused, runner, timing, vision, windows
 
 MODELS = (
     "swin_tiny_patch4_window7_224",
@@ -49,14 +49,14 @@ def windows_call(device, name, stage, shifted, kind, batch, options):
 
 def model_call(device, name, library, kind, batch, options):
     found = vision.peers(name, **options)
-    size, dtype = vision.image_size(found[common.OURS]), torch.bfloat16
-    model = found["timm" if library == "timm" else common.OURS].to(device)
+    size, dtype = vision.image_size(found[timing.OURS]), torch.bfloat16
+    model = found["timm" if library == "timm" else timing.OURS].to(device)
     images = itertools.repeat(torch.randn(batch, 3, size, size, device=device))
     if kind == "forward":
         call = vision.forward(torch.compile(model.to(dtype).eval()), images, dtype)
     else:
         call = vision.training(torch.compile(model.train()), images, dtype, device)
-    vision.under("triton" if library == common.OPTIMIZED else "auto", call)()
+    vision.under("triton" if library == timing.OPTIMIZED else "auto", call)()
 
 
 def fused_call(device, name, library, kind, batch, options):
@@ -124,7 +124,7 @@ def jobs(device, tiny):
         Job(model_call, (device, name, library, kind, 128, {}), MODEL_MEMORY[kind])
         for name in MODELS
         for kind in ("forward", "training")
-        for library in (common.OURS, common.OPTIMIZED, "timm")
+        for library in (timing.OURS, timing.OPTIMIZED, "timm")
     ]
     arguments = device, fused.MODEL, fused.FUSED, "forward", 128, {}
     models += [Job(fused_call, arguments, MODEL_MEMORY["forward"])]
@@ -143,9 +143,9 @@ def work(job, memory):
     try:
         job.function(*job.arguments)
     except Exception as problem:
-        return common.reason(problem)
+        return timing.reason(problem)
     finally:
-        common.free_memory()
+        runner.free_memory()
 
 
 def run(pool, waiting, workers, total, minutes):
@@ -181,7 +181,7 @@ def memory_of(device, workers):
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=1)
+    parser = runner.timing_parser(__doc__, repeats=1)
     parser.add_argument("--workers", type=int, help="processes; 14 for kernels, 6 for models")
     parser.add_argument("--group", choices=WORKERS, default="kernels")
     arguments = parser.parse_args()
@@ -196,7 +196,7 @@ def main():
     print(f"{done} {arguments.group} in {time.monotonic() - began:.0f} s", flush=True)
     if left:
         print(f"{len(left)} are left; give the command again to go on")
-        sys.exit(common.UNFINISHED)
+        sys.exit(runner.UNFINISHED)
 
 
 if __name__ == "__main__":

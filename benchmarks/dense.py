@@ -31,7 +31,7 @@ from attnlib.data import collages
 from attnlib.swin import SwinTransformer
 from attnlib.train import epochs, fit
 from attnlib.vit import VisionTransformer
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.runner import Runs, experiment_parser
 from tools import torchvision_ops  # noqa: F401  before timm imports torchvision
 
 SIZE, CLASSES, BATCH = 48, 11, 32
@@ -190,7 +190,7 @@ def train(make, data, *, lr, seed, steps, every):
     }
 
 
-class Segmentation(Bench):
+class Segmentation(Runs):
     """The runs of the record."""
 
     def __init__(self, path, minutes, counts):

@@ -54,7 +54,7 @@ from attnlib.detr import (
     small_detr,
 )
 from attnlib.train import epochs, fit
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.runner import Runs, experiment_parser
 
 SIZE, BATCH, SEEDS = 48, 16, (0, 1, 2)
 CLASSES = {"shapes": 4, "digits": 10}
@@ -325,11 +325,11 @@ def bright_detector(scenes, threshold):
 # --- the runs ---------------------------------------------------------------------------------
 
 
-class Detectors(Bench):
+class Detectors(Runs):
     """The runs of the record of a part."""
 
     def __init__(self, path, minutes, tiny, part):
-        super().__init__(path, minutes, pretraining=[], baseline=[])
+        super().__init__(path, minutes, runs=[], pretraining=[], baseline=[])
         self.part, self.tiny = part, tiny
         self.kinds, self.variants, self.rates, self.steps = PARTS[part]
         if tiny:

@@ -23,7 +23,7 @@ from torchvision.transforms.functional import normalize, resize, to_tensor
 from attnlib.detr import postprocess
 from attnlib.models import IMAGENET, create_model
 from attnlib.train import write_record
-from benchmarks.common import experiment_parser
+from benchmarks.runner import experiment_parser
 
 
 def scaled_size(width, height, shorter=800, longer=1333):

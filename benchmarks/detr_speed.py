@@ -21,8 +21,8 @@ import transformers
 from attnlib.detr import DETR, SetLoss
 from attnlib.inference import optimize_for_inference
 from attnlib.models import load_pretrained
-from benchmarks import common
-from benchmarks.common import OPTIMIZED, OURS
+from benchmarks import runner, timing
+from benchmarks.timing import OPTIMIZED, OURS
 
 PEER = "transformers"
 
@@ -65,7 +65,7 @@ def forward_calls(tiny, x, left_out):
     ours, theirs = (model.eval().to(x) for model in pair(tiny, auxiliary=False))
     calls = {OURS: lambda: ours(x), PEER: lambda: theirs(x)}
     if x.device.type == "cpu":
-        fast = common.attempt(left_out, OPTIMIZED, lambda: optimize_for_inference(ours))
+        fast = timing.attempt(left_out, OPTIMIZED, lambda: optimize_for_inference(ours))
         if fast is not None:
             calls[OPTIMIZED] = lambda: fast(x)
     return calls
@@ -96,7 +96,7 @@ def forward(x, arguments, clock, left_out):
     with torch.inference_mode():
         calls = forward_calls(arguments.tiny, x, left_out)
         turns = arguments.repeats, arguments.device, left_out, clock
-        times = common.warm_turns(calls, *turns)
+        times = timing.warm_turns(calls, *turns)
     return list(rows("forward", times))
 
 
@@ -104,7 +104,7 @@ def training(x, arguments, clock, left_out):
     """The rows of the training step, ours with the share that the matching takes."""
     calls, match = step_calls(arguments.tiny, x)
     turns = arguments.repeats, arguments.device, left_out, clock
-    times = common.warm_turns({**calls, "matching": match}, *turns)
+    times = timing.warm_turns({**calls, "matching": match}, *turns)
     matching = times.pop("matching", None)
     found = list(rows("training step", times))
     if matching and OURS in times:
@@ -118,13 +118,13 @@ def rows(what, times):
     for name in times:
         if name != PEER:
             label = f"{what}, optimized" if name == OPTIMIZED else what
-            yield dict(what=label, **common.median_row(times, name, PEER))
+            yield dict(what=label, **timing.median_row(times, name, PEER))
     if PEER in times:
-        yield dict(what=f"{what}, {PEER}", **common.median_row(times, PEER, PEER))
+        yield dict(what=f"{what}, {PEER}", **timing.median_row(times, PEER, PEER))
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=9)
+    parser = runner.timing_parser(__doc__, repeats=9)
     arguments = parser.parse_args()
     device, size = arguments.device, (64, 96) if arguments.tiny else (480, 640)
     torch.set_num_threads(1)
@@ -132,7 +132,7 @@ def main():
     x = torch.randn(1, 3, *size, device=device)
     path = arguments.out and arguments.out / f"detr_speed_{device}.json"
     known = dict(tiny=arguments.tiny, size=" × ".join(map(str, size)))
-    bench = common.Rows(path, device, arguments.minutes, **known)
+    bench = runner.Rows(path, device, arguments.minutes, **known)
 
     def go():
         for task, measure in (("forward", forward), ("training step", training)):

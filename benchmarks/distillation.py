@@ -25,7 +25,7 @@ from attnlib.deit import (
 from attnlib.recipes import accuracy, distill, small_convnet, train_classifier
 from attnlib.train import write_record
 from attnlib.vit import VisionTransformer
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.runner import Runs, experiment_parser
 
 RATES = (1e-3, 3e-3, 1e-2)
 STUDENT = dict(
@@ -86,7 +86,7 @@ def share(logits, labels):
     return round((logits.argmax(-1) == labels).float().mean().item(), 4)
 
 
-class Students(Bench):
+class Students(Runs):
     """The runs of the record: a teacher of each seed, and its students."""
 
     def __init__(self, path, minutes, steps):

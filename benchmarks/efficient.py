@@ -27,10 +27,10 @@ from attnlib.gpt import GPT, GPTConfig
 from attnlib.models import create_model
 from attnlib.recipes import accuracy
 from attnlib.train import epochs
-from benchmarks import common
+from benchmarks import runner, timing
 from benchmarks.collages import pixels
-from benchmarks.common import Record, experiment_parser
 from benchmarks.gpt import text_run, texts, train
+from benchmarks.runner import Runs, experiment_parser
 
 SEEDS, RATES = (0, 1, 2), (1e-3, 3e-3, 1e-2)
 
@@ -478,21 +478,21 @@ def crossover(record, tiny, minutes):
     torch.set_num_threads(1) if device == "cpu" else None
     clock, repeats = (time.process_time, 7) if device == "cpu" else (time.perf_counter, 15)
     path = record.path.with_name(f"efficient_crossover_{device}.json")
-    bench = common.Rows(path, device, minutes, tiny)
+    bench = runner.Rows(path, device, minutes, tiny)
 
     def measure(n, left_out):
         q, k, v = torch.randn(3, 1, heads, n, 64, device=device, dtype=dtype).unbind()
         methods = contestants(n, 64, device)
         calls = {name: lambda f=f: f(q, k, v) for name, f in methods.items()}
         turns = 2 if tiny else repeats, device, left_out, clock
-        times = common.warm_turns(calls, *turns, warm_up=2)
+        times = timing.warm_turns(calls, *turns, warm_up=2)
         rows = []
         for name, own in times.items():
             exact = "exact, causal" if "causal" in name else "exact"
-            low, high = common.quartiles(own)
+            low, high = timing.quartiles(own)
             spread = dict(low=round(low, 3), high=round(high, 3))
             rows.append(
-                dict(name=name, **common.median_row(times, name, exact, digits=3), **spread)
+                dict(name=name, **timing.median_row(times, name, exact, digits=3), **spread)
             )
             print(n, rows[-1], flush=True)
         return rows
@@ -512,7 +512,8 @@ def main():
     parser.add_argument("what", choices=RUNS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    record = Record("efficient", arguments)
+    path = arguments.out / f"efficient_{arguments.what}.json"
+    record = Runs(path, arguments.minutes, rows=[])
     if arguments.what == "crossover":
         crossover(record, arguments.tiny, arguments.minutes)
     else:

@@ -24,7 +24,7 @@ from attnlib import vit  # noqa: F401  registers the model
 from attnlib.data import describe_scenes, draw_scenes
 from attnlib.models import create_model
 from attnlib.practice import fine_tune
-from benchmarks.common import Bench, accuracy, experiment_parser
+from benchmarks.runner import Runs, accuracy, experiment_parser
 
 MODEL = "vit_collages"
 CONTESTANTS = {  # pretrained, settings of `fine_tune`, rates
@@ -61,7 +61,7 @@ def features(images):
     return torch.cat(list(parts)).numpy()
 
 
-class FineTuning(Bench):
+class FineTuning(Runs):
     """The runs of the record."""
 
     def __init__(self, path, minutes, tiny):

@@ -34,7 +34,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from attnlib import flash
 from attnlib.attention import attention, attention_backend
 from attnlib.flash import flash_attention, packed_ranges, triton
-from benchmarks import common
+from benchmarks import runner, timing
 
 SHAPES = {  # tokens: (B, h)
     1024: (16, 16),
@@ -251,7 +251,7 @@ def compare(function, step, case, exact):
 def prepare(function, step, case, exact, device):
     """The error and the memory of a contestant, and what of it is timed."""
     row = {"error": compare(function, step, case, exact) if exact else None}
-    row["MiB"] = round(common.peak_memory(lambda: step(function, case), device))
+    row["MiB"] = round(timing.peak_memory(lambda: step(function, case), device))
     return row, timed(function, step, case)
 
 
@@ -262,7 +262,7 @@ def warmed(calls, rows, device, left_out):
     """
     while True:
         failed = {}
-        warm = common.take_turns(calls, 1, device, left_out=failed)
+        warm = timing.take_turns(calls, 1, device, left_out=failed)
         others = [name for name in calls if name != OURS]
         if OURS not in failed or not others:
             left_out |= failed
@@ -270,7 +270,7 @@ def warmed(calls, rows, device, left_out):
         largest = max(others, key=lambda name: rows[name]["MiB"])
         left_out[largest] = f"leaves {OURS} no memory ({failed[OURS]})"
         calls = {name: call for name, call in calls.items() if name != largest}
-        common.free_memory()
+        runner.free_memory()
 
 
 def measure(functions, step, case, device, repeats, left_out):
@@ -278,8 +278,8 @@ def measure(functions, step, case, device, repeats, left_out):
 
     Without memory for the exact results the errors are None.
     """
-    exact = common.attempt(left_out, "exact results", lambda: exact_results(step, case))
-    made = common.attempt_all(
+    exact = timing.attempt(left_out, "exact results", lambda: exact_results(step, case))
+    made = timing.attempt_all(
         {
             name: functools.partial(prepare, function, step, case, exact, device)
             for name, function in functions.items()
@@ -290,7 +290,7 @@ def measure(functions, step, case, device, repeats, left_out):
     calls = {name: call for name, (_, call) in made.items()}
     del made  # or the graph of one that fails would stand until the end
     calls = warmed(calls, rows, device, left_out)
-    times = common.measured(calls, repeats, device, ours=OURS, left_out=left_out)
+    times = timing.measured(calls, repeats, device, ours=OURS, left_out=left_out)
     backends = {}
     for name, own in times.items():
         ms = own.get("kernel", own)["ms"]
@@ -383,8 +383,8 @@ def tune(kernel, case, candidates, repeats, device):
 
     def turns(calls):
         if device == "cuda":
-            return common.kernel_turns(calls, repeats, times=5)
-        return common.take_turns(calls, repeats, device)
+            return timing.kernel_turns(calls, repeats, times=5)
+        return timing.take_turns(calls, repeats, device)
 
     table, alone = launch_of(kernel, case)[1], {}
     for tile in dict.fromkeys([table, *candidates]):
@@ -424,7 +424,7 @@ def tune_all(kernels, bench, arguments):
         case = make((*shape, width), dtype, arguments.device, kind)
         table, times = tune(kernel, case, candidates, arguments.repeats, arguments.device)
         for tile in times:
-            ms, low, high = statistics.median(times[tile]), *common.quartiles(times[tile])
+            ms, low, high = statistics.median(times[tile]), *timing.quartiles(times[tile])
             row = {"tile": tile, "table": tile == table, "ms": round(ms, 4)}
             row["quartiles"] = [round(low, 4), round(high, 4)]
             said = f"{tile} {ms:.3f} ms ({low:.3f} to {high:.3f})"
@@ -442,7 +442,7 @@ def tune_all(kernels, bench, arguments):
 
 
 def options():
-    parser = common.timing_parser(__doc__, repeats=15)
+    parser = runner.timing_parser(__doc__, repeats=15)
     parser.add_argument("--tokens", type=int, nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--widths", type=int, nargs="*", default=[64, 128])
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
@@ -456,11 +456,11 @@ def options():
 def main():
     arguments = options()
     torch.manual_seed(0)
-    common.own_stream(arguments.device)
+    timing.own_stream(arguments.device)
     name = "tiles" if arguments.tune is not None else arguments.name
     path = arguments.out and arguments.out / f"{name}_{arguments.device}.json"
     known = dict(tiny=arguments.tiny, triton=triton.__version__)
-    bench = common.Rows(path, arguments.device, arguments.minutes, **known)
+    bench = runner.Rows(path, arguments.device, arguments.minutes, **known)
     if arguments.tune is not None:
         kernels = arguments.tune or list(TUNED)
         bench.work(lambda: tune_all(kernels, bench, arguments))

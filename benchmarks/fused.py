@@ -17,7 +17,7 @@ import torch
 from attnlib import windows  # first: without a GPU it has Triton interpreted
 from attnlib.inference import optimize_for_inference
 from attnlib.models import create_model
-from benchmarks import common
+from benchmarks import runner, timing
 from benchmarks.windows import TINY, through
 
 MODEL = "swin_tiny_patch4_window7_224"
@@ -29,10 +29,10 @@ def contestants(device, dtype, options, left_out=None):
     """{name: function of images}, all with the same weights; and the images' size."""
     torch.manual_seed(0)
     ours = create_model(MODEL, drop_path_rate=0.0, **options)
-    theirs = common.attempt(left_out, "timm", partial(common.timm_like, ours, MODEL, options))
+    theirs = timing.attempt(left_out, "timm", partial(timing.timm_like, ours, MODEL, options))
     ours = ours.to(device, dtype).eval()
     fuse = optimize_for_inference if device == "cuda" else windows.fuse_swin
-    found = common.attempt_all({FUSED: partial(fuse, ours)}, left_out)
+    found = timing.attempt_all({FUSED: partial(fuse, ours)}, left_out)
     found |= {
         "kernel": partial(through, "triton", ours),
         "PyTorch": partial(through, "sdpa", ours),
@@ -57,7 +57,7 @@ def measure(dtype, batch, arguments, left_out):
         return models[name](next(images[name]))
 
     calls = {name: partial(call, name) for name in models}
-    logits = common.attempt_all(calls, left_out)  # compiles, too
+    logits = timing.attempt_all(calls, left_out)  # compiles, too
     wanted = logits.get("timm", logits.get("PyTorch"))
     if wanted is None:
         raise RuntimeError("neither timm nor PyTorch has run, to compare with")
@@ -69,20 +69,20 @@ def measure(dtype, batch, arguments, left_out):
     assert max(differences.values()) < (1e-3 if dtype == "float32" else 0.05), differences
     label = f"{MODEL} {dtype} batch {batch:3}"
     calls = {name: calls[name] for name in logits}
-    rows = common.race(calls, label, arguments, FUSED, left_out)
+    rows = timing.race(calls, label, arguments, FUSED, left_out)
     return [{"way": name, "difference": differences[name], **row} for name, row in rows.items()]
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=20)
+    parser = runner.timing_parser(__doc__, repeats=20)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=DTYPES)
     parser.add_argument("--batch", type=int, nargs="+", default=[128, 1])
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.batch, arguments.dtypes = [1], ["float32"]
-    common.own_stream(arguments.device)
+    timing.own_stream(arguments.device)
     path = arguments.out and arguments.out / f"fused_{arguments.device}.json"
-    bench = common.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
+    bench = runner.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
 
     def go():
         for dtype, batch in itertools.product(arguments.dtypes, arguments.batch):

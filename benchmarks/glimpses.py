@@ -33,7 +33,7 @@ from attnlib import data, spatial
 from attnlib.data import collages
 from attnlib.spatial import AttentiveConvnet, Draw, draw_loss
 from attnlib.train import epochs, fit
-from benchmarks.common import Bench, experiment_parser, save_half
+from benchmarks.runner import Runs, experiment_parser, save_half
 from tools.notebooks import NBS, code_of
 
 SEEDS, LOOKS = (0, 1, 2), 6
@@ -118,11 +118,11 @@ def color_stamps(part, palette, size=12):
     return torch.stack(stamps)
 
 
-class Attend(Bench):
+class Attend(Runs):
     """The runs of the first part."""
 
     def __init__(self, path, minutes, tiny):
-        super().__init__(path, minutes, baselines=[])
+        super().__init__(path, minutes, runs=[], baselines=[])
         self.tiny, self.parts = tiny, attend_parts((40, 150, 150) if tiny else ATTEND)
 
     def run(self, pool, lr, seed, times=1):
@@ -199,11 +199,11 @@ def mixture_cost(train, images, components, alpha):
     return float(-np.logaddexp.reduce(logs, axis=1).mean())
 
 
-class Drawings(Bench):
+class Drawings(Runs):
     """The runs of the second part."""
 
     def __init__(self, path, minutes, tiny):
-        super().__init__(path, minutes, baselines=[])
+        super().__init__(path, minutes, runs=[], baselines=[])
         self.tiny, make = tiny, cells("placed-digits")["placed_digits"]
         counts = (80, 40, 40) if tiny else (20_000, 500, 1000)
         splits = ("train", "train", "test")
@@ -293,11 +293,11 @@ def gates_by_class(model, part):
     )
 
 
-class Channels(Bench):
+class Channels(Runs):
     """The runs of the third part."""
 
     def __init__(self, path, minutes, tiny):
-        super().__init__(path, minutes, baselines=[])
+        super().__init__(path, minutes, runs=[], baselines=[])
         self.tiny, self.made = tiny, cells("gated-convnet")
         counts = (40, 40, 200) if tiny else (8000, 1000, 2000)
         splits = ("train", "train", "test")

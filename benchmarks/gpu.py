@@ -154,9 +154,9 @@ PARTS = {  # the most important first
             "detr_speed",
             "panoptic_speed",
             "autoformer_speed",
-            "gpt_speed",
         )
     },
+    "gpt_speed": benchmark("gpt", "speed"),
     "efficient": lambda device, tiny: [script("efficient", "crossover")],
     **{f"run_{name}": run(name) for name in RUNS + NETWORK},
 }

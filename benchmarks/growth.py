@@ -23,7 +23,7 @@ from attnlib.data import digits, standardize
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
 from attnlib.train import adamw, epochs, learning_rate, write_record
-from benchmarks.common import Bench, accuracy, experiment_parser
+from benchmarks.runner import Runs, accuracy, experiment_parser
 from tools.notebooks import NBS, code_of
 
 KINDS = {  # the class, and where the weights of the norms behind the branches begin
@@ -121,7 +121,7 @@ def logistic(data):
     return {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
 
 
-class Growth(Bench):
+class Growth(Runs):
     """The runs of the record."""
 
     def __init__(self, path, minutes, looks):

@@ -19,7 +19,7 @@ from sklearn.linear_model import LogisticRegression
 
 from attnlib.data import digits, standardize
 from attnlib.practice import fine_tune
-from benchmarks.common import accuracy
+from benchmarks.runner import accuracy
 
 COUNTS = 20, 50, 100, 1200  # labels; 1,200 are all
 STEPS = {20: 150, 50: 150, 100: 200, 1200: 400}  # of fine-tuning

@@ -32,8 +32,8 @@ from attnlib.swin import WindowAttention
 from attnlib.swinv2 import WindowAttentionV2
 from attnlib.transformer import CrossAttention, FeedForward, SelfAttention
 from attnlib.vit import Mlp
-from benchmarks import common
-from benchmarks.common import OPTIMIZED, OURS
+from benchmarks import runner, timing
+from benchmarks.timing import OPTIMIZED, OURS
 from benchmarks.vision import TINY
 
 MODELS = {  # name: batch
@@ -87,8 +87,8 @@ def rows(times, **what):
     """A row for each contestant, with its time over that of the optimized copy."""
     found = []
     for name in times:
-        row = {**what, "name": name, **common.compared(times, name)}
-        row["slower"] = common.ratio(times[name], times[OPTIMIZED])
+        row = {**what, "name": name, **timing.compared(times, name)}
+        row["slower"] = timing.ratio(times[name], times[OPTIMIZED])
         found.append(row)
         low, high = row["optimized"]["quartiles"]
         print(
@@ -115,12 +115,12 @@ def products(dtype, repeats):
             "packed, GELU inside": lambda: some[1](x),
         }
         with torch.inference_mode():
-            times = common.take_turns(calls, 3 * repeats, "cpu")
+            times = timing.take_turns(calls, 3 * repeats, "cpu")
         row = {"rows": count, "in": width, "out": out}
         for name, some_times in times.items():
             row[name] = round(2e-6 * count * width * out / min(some_times), 1)
         for name, other in (("packed", "plain"), ("packed, GELU inside", "plain, then GELU")):
-            row[f"{name} / {other}"] = common.ratio(times[name], times[other])
+            row[f"{name} / {other}"] = timing.ratio(times[name], times[other])
         found.append(row)
         print(row, flush=True)
     return found
@@ -189,7 +189,7 @@ def vision(name, batch, mode, repeats, compiled, tiny):
         differences[contestant] = (call().float() - wanted).abs().max().item()
         allowed = 1e-5 if dtype == torch.float32 else 0.05 * wanted.abs().max().item()
         assert differences[contestant] < allowed, (name, mode, contestant, differences)
-    times = common.take_turns(calls, repeats, "cpu")
+    times = timing.take_turns(calls, repeats, "cpu")
     what = {"part": "models", "mode": mode, "model": name, "batch": batch}
     found = rows(times, **what)
     for row in found:
@@ -201,7 +201,7 @@ def vision(name, batch, mode, repeats, compiled, tiny):
             if fast is not None:
                 pieces[f"without {piece}"] = torch.inference_mode()(lambda f=fast: f(x))
                 pieces[f"without {piece}"]()
-    times = common.take_turns(pieces, repeats, "cpu")
+    times = timing.take_turns(pieces, repeats, "cpu")
     return found + rows(times, **what | {"part": "pieces"})
 
 
@@ -240,7 +240,7 @@ def decoding(mode, repeats, tiny):
         assert min(same.values()) > 0.9, same
         if mode != "bfloat16":
             assert min(same.values()) == 1, same
-        times = common.take_turns(calls, repeats, "cpu")
+        times = timing.take_turns(calls, repeats, "cpu")
         found += rows(times, part="decoding", mode=mode, model="base", batch=batch)
     return found
 
@@ -296,7 +296,7 @@ def main():
         record["mode"][mode] = {"products": found["products"], "environment": MODES[mode][1]}
         record["rows"] += found["rows"]
     if arguments.out:
-        common.write(arguments.out, "inference", "cpu", record)
+        runner.write(arguments.out, "inference", "cpu", record)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ from attnlib.mae import (
 from attnlib.recipes import crop_and_flip
 from attnlib.train import epochs, fit
 from attnlib.vit import VisionTransformer
-from benchmarks.common import Bench, experiment_parser, save_half
 from benchmarks.hidden import (
     COUNTS,
     SEEDS,
@@ -50,6 +49,7 @@ from benchmarks.hidden import (
     probe,
     tuned,
 )
+from benchmarks.runner import Runs, experiment_parser, save_half
 
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=4, num_heads=4)
 DECODER = dict(decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=4)
@@ -108,11 +108,11 @@ def features(encoder):
     return of
 
 
-class Masked(Bench):
+class Masked(Runs):
     """The runs of the record."""
 
     def __init__(self, path, minutes, tiny):
-        super().__init__(path, minutes, fillers=[], probes=[], tuning=[])
+        super().__init__(path, minutes, runs=[], fillers=[], probes=[], tuning=[])
         self.parts, self.tiny, self.trained = digit_parts(), tiny, {}
         if tiny:
             self.parts = {name: (x[:100], y[:100]) for name, (x, y) in self.parts.items()}

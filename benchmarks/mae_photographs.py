@@ -28,7 +28,7 @@ from attnlib.mae import (
 from attnlib.models import create_model
 from attnlib.practice import prepared
 from attnlib.train import epochs, fit, write_record
-from benchmarks.common import experiment_parser, save_half
+from benchmarks.runner import experiment_parser, save_half
 
 NAME, RATES = "mae_photographs", (0.125, 0.25, 0.5, 0.75, 0.875)
 

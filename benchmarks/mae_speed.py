@@ -18,7 +18,7 @@ import torch
 from attnlib.mae import MaskedAutoencoder, lean_loss
 from attnlib.models import create_model, load_pretrained
 from attnlib.train import machine
-from benchmarks import common
+from benchmarks import runner, timing
 
 PEER = "transformers"
 
@@ -49,7 +49,7 @@ def pair(tiny):
 def steps(tiny, device, dtype, batch, left_out):
     """A training step of each, and how far their losses differ; None without the peer."""
     ours, peer = pair(tiny)
-    theirs = common.attempt(left_out, PEER, lambda: peer().to(device, dtype))
+    theirs = timing.attempt(left_out, PEER, lambda: peer().to(device, dtype))
     ours = ours.to(device, dtype)
     x = torch.randn(batch, 3, 224, 224, device=device, dtype=dtype)
     noise = torch.rand(batch, 196, device=device)
@@ -70,7 +70,7 @@ def steps(tiny, device, dtype, batch, left_out):
         return call
 
     both = {name: losses[name] for name in ("attnlib", PEER) if name in losses}
-    values = common.attempt_all(
+    values = timing.attempt_all(
         {name: lambda f=f: f().item() for name, f in both.items()}, left_out
     )
     difference = None
@@ -84,13 +84,13 @@ def measure(dtype, batch, arguments, clock, left_out):
     """The row of a dtype."""
     device = arguments.device
     calls, difference = steps(arguments.tiny, device, getattr(torch, dtype), batch, left_out)
-    times = common.warm_turns(calls, arguments.repeats, device, left_out, clock)
+    times = timing.warm_turns(calls, arguments.repeats, device, left_out, clock)
     row = dict(difference=difference)
     row["ms"] = {name: round(statistics.median(ms), 1) for name, ms in times.items()}
     if PEER in times:
         for name, own in (("attnlib", row), ("lean", row.setdefault("lean", {}))):
             if name in times:
-                own |= common.ratio(times[name], times[PEER])
+                own |= timing.ratio(times[name], times[PEER])
     return [row] if times else []
 
 
@@ -107,19 +107,19 @@ def encoder(arguments, clock, left_out):
         name: lambda rate=rate: model.forward_encoder(x, rate, noise)
         for name, rate in rates.items()
     }
-    times = common.warm_turns(calls, arguments.repeats, device, left_out, clock)
-    return [common.ratio(times["quarter"], times["all"])] if len(times) == 2 else []
+    times = timing.warm_turns(calls, arguments.repeats, device, left_out, clock)
+    return [timing.ratio(times["quarter"], times["all"])] if len(times) == 2 else []
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=9)
+    parser = runner.timing_parser(__doc__, repeats=9)
     arguments = parser.parse_args()
     device, batch = arguments.device, 2
     torch.set_num_threads(1)
     fast_half = arguments.tiny or "bf16" in machine("cpu")["device"] or device == "cuda"
     clock = time.process_time if device == "cpu" else time.perf_counter
     path = arguments.out and arguments.out / f"mae_speed_{device}.json"
-    bench = common.Rows(path, device, arguments.minutes, arguments.tiny, rows=[], encoders=[])
+    bench = runner.Rows(path, device, arguments.minutes, arguments.tiny, rows=[], encoders=[])
 
     def go():
         for dtype in ("float32", "bfloat16") if fast_half else ("float32",):

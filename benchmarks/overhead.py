@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from attnlib import flash, windows
 from attnlib.attention import attention, attention_backend
 from attnlib.swin import window_layout
-from benchmarks import common
+from benchmarks import runner, timing
 
 WANTED = 25  # microseconds
 
@@ -75,8 +75,8 @@ def measure(repeats, times):
         return run
 
     runs = {name: often(call) for name, call in calls().items()}
-    common.take_turns(runs, 1, "cpu")  # a first round is not counted
-    found = common.take_turns(runs, repeats, "cpu", clock=time.process_time)
+    timing.take_turns(runs, 1, "cpu")  # a first round is not counted
+    found = timing.take_turns(runs, repeats, "cpu", clock=time.process_time)
     return {name: [1000 * ms / times for ms in some] for name, some in found.items()}
 
 
@@ -93,7 +93,7 @@ def profile(times):
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=9)
+    parser = runner.timing_parser(__doc__, repeats=9)
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -103,13 +103,13 @@ def main():
         return
     found, rows = without_launches(lambda: measure(arguments.repeats, times)), []
     for name, some in found.items():
-        us, low, high = statistics.median(some), *common.quartiles(some)
+        us, low, high = statistics.median(some), *timing.quartiles(some)
         peer = "SDPA, graph" if "graph" in name else "SDPA"
         row = {
             "name": name,
             "us": round(us, 2),
             "peer": peer,
-            **common.ratio(some, found[peer]),
+            **timing.ratio(some, found[peer]),
         }
         rows.append(row | {"us_quartiles": [round(low, 2), round(high, 2)]})
         print(
@@ -117,7 +117,7 @@ def main():
             f"{row['ratio']:5.1f} times as long as {peer}"
         )
     if arguments.out:
-        common.write(arguments.out, "overhead", "cpu", {"wanted": WANTED, "rows": rows})
+        runner.write(arguments.out, "overhead", "cpu", {"wanted": WANTED, "rows": rows})
 
 
 if __name__ == "__main__":

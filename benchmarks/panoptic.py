@@ -40,7 +40,7 @@ from attnlib.panoptic import (
     small_panoptic,
 )
 from attnlib.train import epochs, fit
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.runner import Runs, experiment_parser
 
 SEEDS, SIZE, THINGS = (0, 1, 2), 48, range(4)
 NO_OBJECT = 0.3  # more than in COCO: 4 of 10 queries have an object, there 7 of 100
@@ -187,11 +187,11 @@ def forest(train, test, trees, per_image=15):
     return torch.from_numpy(np.stack(found)).view(-1, SIZE, SIZE)
 
 
-class Panoptic(Bench):
+class Panoptic(Runs):
     """The runs of the record."""
 
     def __init__(self, path, minutes, tiny):
-        super().__init__(path, minutes, detectors=[])
+        super().__init__(path, minutes, runs=[], detectors=[])
         self.tiny, self.kept = tiny, {}
         self.steps = TINY if tiny else STEPS
         counts = (32, 8, 8) if tiny else (4000, 300, 1000)

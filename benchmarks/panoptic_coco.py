@@ -19,7 +19,7 @@ from PIL import Image
 from attnlib.models import create_model
 from attnlib.panoptic import confident, merge, panoptic_quality
 from attnlib.train import write_record
-from benchmarks.common import experiment_parser
+from benchmarks.runner import experiment_parser
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -18,9 +18,9 @@ from attnlib.detr import DETR
 from attnlib.inference import optimize_for_inference
 from attnlib.models import load_pretrained
 from attnlib.panoptic import PanopticDETR
-from benchmarks import common
-from benchmarks.common import OPTIMIZED, OURS
+from benchmarks import runner, timing
 from benchmarks.detr_speed import peer_config
+from benchmarks.timing import OPTIMIZED, OURS
 
 PEER, KEPT = "transformers", "10 masks"
 
@@ -56,7 +56,7 @@ def forward_calls(tiny, x, left_out):
         f"masks alone, {KEPT}": lambda: ours.forward_masks(features, ten(found)),
     }
     if x.device.type == "cpu":
-        fast = common.attempt(left_out, OPTIMIZED, lambda: optimize_for_inference(ours))
+        fast = timing.attempt(left_out, OPTIMIZED, lambda: optimize_for_inference(ours))
         if fast is not None:
             calls[OPTIMIZED] = lambda: fast(x)
             calls[f"{OPTIMIZED}, {KEPT}"] = lambda: fast(x, choose=ten)
@@ -67,19 +67,19 @@ def forward_calls(tiny, x, left_out):
 def measure(x, arguments, left_out):
     """A row for each contestant."""
     calls = forward_calls(arguments.tiny, x, left_out)
-    times = common.warm_turns(calls, arguments.repeats, arguments.device, left_out)
-    return [dict(what=name, **common.median_row(times, name, PEER)) for name in times]
+    times = timing.warm_turns(calls, arguments.repeats, arguments.device, left_out)
+    return [dict(what=name, **timing.median_row(times, name, PEER)) for name in times]
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=7)
+    parser = runner.timing_parser(__doc__, repeats=7)
     arguments = parser.parse_args()
     device, size = arguments.device, 64 if arguments.tiny else 320
     torch.set_num_threads(1)
     x = torch.randn(1, 3, size, size, device=device)
     path = arguments.out and arguments.out / f"panoptic_speed_{device}.json"
     known = dict(tiny=arguments.tiny, size=f"{size} × {size}")
-    bench = common.Rows(path, device, arguments.minutes, **known)
+    bench = runner.Rows(path, device, arguments.minutes, **known)
 
     def go():
         print(*bench.once(dict(task="forward"), partial(measure, x, arguments)), sep="\n")

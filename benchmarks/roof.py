@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from attnlib.cost import GPUS, best_roofline, roofline_probes, take_turns
-from benchmarks import common
+from benchmarks import runner, timing
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -34,7 +34,7 @@ def measure(dtype, arguments, left_out):
         arguments.device, DTYPES[dtype], shapes=shapes, megabytes=megabytes
     )
     calls = {name: probe.call for name, probe in probes.items()}
-    warm = common.attempt_all(calls, left_out)  # the largest may find no memory
+    warm = timing.attempt_all(calls, left_out)  # the largest may find no memory
     probes = {name: probes[name] for name in warm}
     calls = {name: calls[name] for name in warm}
     del warm
@@ -56,10 +56,10 @@ def measure(dtype, arguments, left_out):
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=20)
+    parser = runner.timing_parser(__doc__, repeats=20)
     arguments = parser.parse_args()
     path = arguments.out and arguments.out / f"roof_{arguments.device}.json"
-    bench = common.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
+    bench = runner.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
 
     def go():
         for dtype in DTYPES:

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from attnlib import recipes, translation
 from attnlib.train import write_record
 from attnlib.transformer import POSITIONS
-from benchmarks.common import save_half
+from benchmarks.runner import save_half
 
 
 def half_precision():
@@ -158,9 +158,9 @@ def captions(folder, tiny):
 
 def gpt(data, folder, tiny):
     """A GPT of 12 million parameters on this book, or of 29 million on TinyStories."""
-    from benchmarks import gpt_book  # needs tokenizers, which not every machine has
+    from benchmarks import gpt  # needs tokenizers, which not every machine has
 
-    return gpt_book.longer(data, folder, tiny)
+    return gpt.longer(data, folder, tiny)
 
 
 BACKBONES = ("vit", "deit", "swin", "swinv2", "tnt")

@@ -15,7 +15,7 @@ import torch
 from attnlib import deit, swin, swinv2, tnt, vit  # noqa: F401  they register their models
 from attnlib.models import create_model
 from attnlib.train import write_record
-from benchmarks.common import peak_memory, take_turns
+from benchmarks.timing import peak_memory, take_turns
 
 NAMES = (
     "vit_tiny_patch16_224",

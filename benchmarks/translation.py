@@ -25,9 +25,9 @@ from attnlib.decoding import greedy
 from attnlib.inference import optimize_for_inference
 from attnlib.transformer import label_smoothing_loss
 from attnlib.translation import from_marian
-from benchmarks import common
+from benchmarks import runner, timing
 
-# the peers import torchvision, which needs what `common` imports
+# the peers import torchvision, which needs what `timing` imports
 # isort: split
 from transformers import MarianConfig, MarianMTModel
 
@@ -181,7 +181,7 @@ def peers(size, dropout, left_out):
         "x-transformers": partial(XPeer, size, dropout, False),  # the default
         "x-transformers, flash": partial(XPeer, size, dropout, True),
     }
-    return {common.OURS: ours, **common.attempt_all(makers, left_out)}
+    return {timing.OURS: ours, **timing.attempt_all(makers, left_out)}
 
 
 def sentences(size, seed):
@@ -206,7 +206,7 @@ def errors(models, mode, device, size, left_out):
     (precision, dtype), found = MODES[mode], {}
     torch.set_float32_matmul_precision(precision)
     src, tgt = (sentences(size, seed).to(device) for seed in (7, 8))
-    exact = copy.deepcopy(models[common.OURS]).double()(src, tgt)
+    exact = copy.deepcopy(models[timing.OURS]).double()(src, tgt)
 
     def error(model):
         with torch.autocast(device, dtype, enabled=dtype is not None):
@@ -215,7 +215,7 @@ def errors(models, mode, device, size, left_out):
 
     for name, model in models.items():
         if not name.startswith("x-"):
-            found[name] = common.attempt(left_out, name, partial(error, model))
+            found[name] = timing.attempt(left_out, name, partial(error, model))
             assert name in left_out or found[name] < (1e-5 if mode == "float32" else 0.05), (
                 f"{name}: logits differ by {found[name]:.1e}"
             )
@@ -223,7 +223,7 @@ def errors(models, mode, device, size, left_out):
 
 
 def loss_of(name, logits, targets):
-    if name == common.OURS:
+    if name == timing.OURS:
         loss, count = label_smoothing_loss(logits, targets, smoothing=0.1, pad_id=PAD)
         return loss / count
     return F.cross_entropy(
@@ -256,7 +256,7 @@ def train(size, device, repeats, mode, dropout, left_out):
     counts = [sum(p.numel() for p in model.parameters()) for model in models.values()]
     assert max(counts) < 1.02 * min(counts) or size is TINY, counts
     placed = {name: partial(model.to, device) for name, model in models.items()}
-    models = common.attempt_all(placed, left_out)
+    models = timing.attempt_all(placed, left_out)
     wrong = {}
     if dropout == 0:
         wrong = errors(models, mode, device, size, left_out)
@@ -267,16 +267,16 @@ def train(size, device, repeats, mode, dropout, left_out):
     for name, model in models.items():
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
         steps[name] = training_step(name, model.train(), optimizer, device, dtype, size)
-    memory = common.memories(steps, device, left_out)  # which warms up, too
+    memory = timing.memories(steps, device, left_out)  # which warms up, too
     steps = {name: steps[name] for name in memory}
-    times = common.take_turns(steps, repeats, device, left_out=left_out)
+    times = timing.take_turns(steps, repeats, device, left_out=left_out)
     rows = []
     for name in times:
         row = {"model": name, "error": wrong.get(name), "memory": memory[name]}
-        rows.append({**row, **common.compared(times, name)})
+        rows.append({**row, **timing.compared(times, name)})
         print(
             f"training {mode:16} dropout {dropout}  {name:22} {rows[-1]['ms']:9.1f} ms   "
-            f"{common.told(rows[-1], common.OURS)}",
+            f"{timing.told(rows[-1], timing.OURS)}",
             flush=True,
         )
     return rows
@@ -289,7 +289,7 @@ def bandwidth(device, size):
     """Bytes per second read and written by a copy of 2^28 bytes (fewer for a tiny model)."""
     source = torch.zeros(2**16 if size is TINY else 2**26, device=device)
     target = torch.empty_like(source)
-    times = common.take_turns({"copy": lambda: target.copy_(source)}, 9, device)["copy"]
+    times = timing.take_turns({"copy": lambda: target.copy_(source)}, 9, device)["copy"]
     return 2 * source.numel() * 4 / (statistics.median(times) / 1000)
 
 
@@ -320,10 +320,10 @@ def largest_gap(model, src, tokens, others):
 
 def decoders(theirs, ours, src, length, device, left_out):
     """{name: a function that decodes `src`}, ours first."""
-    models = {common.OURS: ours}
+    models = {timing.OURS: ours}
     if device == "cpu":
-        copies = {common.OPTIMIZED: partial(optimize_for_inference, ours)}
-        models |= common.attempt_all(copies, left_out)
+        copies = {timing.OPTIMIZED: partial(optimize_for_inference, ours)}
+        models |= timing.attempt_all(copies, left_out)
     options = dict(max_new_tokens=length, num_beams=1, do_sample=False)
     options["attention_mask"] = torch.ones_like(src)
 
@@ -336,7 +336,7 @@ def decoders(theirs, ours, src, length, device, left_out):
 
 def compare(exact, src, mode, tokens):
     """{name: share of the tokens that are ours, largest gap of the logits where not}."""
-    found, ours = {}, tokens[common.OURS]
+    found, ours = {}, tokens[timing.OURS]
     for name, others in tokens.items():
         assert others.shape == ours.shape
         same = (others == ours).float().mean().item()
@@ -352,22 +352,22 @@ def decode_batch(theirs, ours, exact, mode, src, device, repeats, left_out):
     """A row for each contestant."""
     batch, length = src.shape
     calls = decoders(theirs, ours, src, length, device, left_out)
-    tokens = common.attempt_all(calls, left_out)  # warms up, too
+    tokens = timing.attempt_all(calls, left_out)  # warms up, too
     found = {}
-    if common.OURS in tokens:
-        assert tokens[common.OURS].shape == (batch, length)
+    if timing.OURS in tokens:
+        assert tokens[timing.OURS].shape == (batch, length)
         found = compare(exact, src, mode, tokens)
     calls = {name: calls[name] for name in tokens}
-    memory = common.memories(calls, device, left_out)
+    memory = timing.memories(calls, device, left_out)
     calls = {name: calls[name] for name in memory}
-    times = common.take_turns(calls, repeats, device, left_out=left_out)
+    times = timing.take_turns(calls, repeats, device, left_out=left_out)
     rows = []
     for name in times:
         row = {"model": name, **found.get(name, {}), "memory": memory[name]}
-        rows.append({**row, **common.compared(times, name)})
+        rows.append({**row, **timing.compared(times, name)})
         print(
             f"decoding {mode:16} batch {batch:2}  {name:18} {rows[-1]['ms']:9.1f} ms   "
-            f"{common.told(rows[-1], common.OURS)}  "
+            f"{timing.told(rows[-1], timing.OURS)}  "
             f"same tokens {row.get('same_tokens', math.nan):.1%}",
             flush=True,
         )
@@ -397,7 +397,7 @@ def decode(size, device, repeats, mode, batch, speed, left_out):
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=5)
+    parser = runner.timing_parser(__doc__, repeats=5)
     parser.add_argument(
         "--parts", nargs="+", choices=["decoding", "training"], default=["decoding", "training"]
     )
@@ -409,7 +409,7 @@ def main():
     size = TINY if arguments.tiny else SIZE
     path = arguments.out and arguments.out / f"translation_{device}.json"
     lists = {kind: [] for kind in arguments.parts}
-    bench = common.Rows(path, device, arguments.minutes, arguments.tiny, size=size, **lists)
+    bench = runner.Rows(path, device, arguments.minutes, arguments.tiny, size=size, **lists)
 
     def decode_all():
         speed = bench.guarded(dict(task="a copy"), partial(bandwidth, device, size))

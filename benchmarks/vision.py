@@ -28,8 +28,8 @@ from attnlib.attention import attention_backend
 from attnlib.inference import optimize_for_inference
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
-from benchmarks import common
-from benchmarks.common import OPTIMIZED, OURS
+from benchmarks import runner, timing
+from benchmarks.timing import OPTIMIZED, OURS
 
 MODES = {  # name: (torch.set_float32_matmul_precision, dtype)
     "float32": ("highest", torch.float32),
@@ -178,11 +178,11 @@ def peers(name, num_classes=1000, left_out=None, **options):
     # timm's Swin drops paths by default
     options = dict(num_classes=num_classes, drop_path_rate=0.0) | options
     ours = attnlib.create_model(name, **options)
-    makers = {"timm": partial(common.timm_like, ours, name, options)}
+    makers = {"timm": partial(timing.timm_like, ours, name, options)}
     for library, maker in PEERS.get(name.split("_")[0], {}).items():
         makers[library] = partial(maker, ours)
     left_out = {} if left_out is None else left_out
-    return {OURS: ours, **common.attempt_all(makers, left_out)}
+    return {OURS: ours, **timing.attempt_all(makers, left_out)}
 
 
 def image_size(ours):
@@ -257,7 +257,7 @@ def contestants(name, mode, kind, device, compiled, options, left_out):
     models = peers(name, left_out=left_out, **options)
     if compiled:  # to compile takes minutes
         models = {library: models[library] for library in (OURS, "timm") if library in models}
-    models = common.attempt_all(
+    models = timing.attempt_all(
         {library: partial(model.to, device) for library, model in models.items()}, left_out
     )
     ours, kernels = models.get(OURS), has_kernels(device)
@@ -266,7 +266,7 @@ def contestants(name, mode, kind, device, compiled, options, left_out):
     fuses = isinstance(ours, SwinTransformer) if kernels else device == "cpu"
     if ours is not None and kind == "forward" and not compiled and fuses:
         copies = {OPTIMIZED: lambda: optimize_for_inference(ours.to(dtype))}
-        models |= common.attempt_all(copies, left_out)
+        models |= timing.attempt_all(copies, left_out)
     for library in models:
         model = models[library]
         models[library] = model.to(dtype).eval() if kind == "forward" else model.train()
@@ -290,7 +290,7 @@ def compare(models, name, mode, x, device, left_out):
             return models[library](x.to(dtype)).float()
 
     some = [library for library in (OURS, OPTIMIZED, "timm") if library in models]
-    found = common.attempt_all(
+    found = timing.attempt_all(
         {library: partial(logits, library) for library in some}, left_out
     )
     for library in some:
@@ -323,15 +323,15 @@ def measure(name, mode, kind, batch, device, repeats, compiled, options, left_ou
             else training(model, images, dtype, device)
         )
         calls[library] = under(backend_of(library, device), call)
-    memory = common.memories(calls, device, left_out)  # which warms up, too
+    memory = timing.memories(calls, device, left_out)  # which warms up, too
     calls = {library: calls[library] for library in memory}
     graphs = (OURS, OPTIMIZED, "timm") if kind == "forward" and not compiled else ()
-    rows = common.measured(calls, repeats, device, graphs=graphs, left_out=left_out)
+    rows = timing.measured(calls, repeats, device, graphs=graphs, left_out=left_out)
     for library, row in rows.items():
         print(
             f"{name} {mode:16} {kind:8} batch {batch:3} "
             f"{'compiled' if compiled else 'eager':8} {library:14} "
-            f"{row['ms']:9.1f} ms   {common.told(row, OURS)}",
+            f"{row['ms']:9.1f} ms   {timing.told(row, OURS)}",
             flush=True,
         )
     return [
@@ -340,7 +340,7 @@ def measure(name, mode, kind, batch, device, repeats, compiled, options, left_ou
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=9)
+    parser = runner.timing_parser(__doc__, repeats=9)
     parser.add_argument("--models", nargs="+", default=["vit_small_patch16_224"])
     parser.add_argument(
         "--batch", type=int, nargs="+", help="8 on a CPU; 128, 64 and 1 on a GPU"
@@ -358,13 +358,13 @@ def main():
     arguments = parser.parse_args()
     differences = {}
     device, repeats = arguments.device, arguments.repeats
-    common.own_stream(device)
+    timing.own_stream(device)
     batches = arguments.batch or ([128, 64, 1] if device == "cuda" else [8])
     token = any(name.startswith(("vit", "deit", "tnt")) for name in arguments.models)
     path = arguments.out and arguments.out / f"{arguments.name}_{device}.json"
     skipped = {"skipped": SKIPPED} if token else {}
     record = dict(differences=differences, **skipped)
-    bench = common.Rows(path, device, arguments.minutes, arguments.tiny, **record)
+    bench = runner.Rows(path, device, arguments.minutes, arguments.tiny, **record)
 
     def go(name, options, compiled):
         for mode, kind, batch in itertools.product(arguments.modes, arguments.passes, batches):

@@ -23,7 +23,7 @@ from attnlib.attention import attention_backend, register_backend
 from attnlib.models import create_model
 from attnlib.swin import cyclic_shift, reverse_cyclic_shift, window_partition, window_reverse
 from attnlib.swinv2 import normalize
-from benchmarks import common
+from benchmarks import runner, timing
 
 MODELS = {"swin_tiny_patch4_window7_224": 224, "swinv2_tiny_window8_256": 256}
 TINY = dict(
@@ -126,7 +126,7 @@ def ways(name, stage, shifted, options, device, dtype, left_out=None):
     """{way: function of a map}, for one block of timm's and of ours; and a map's shape."""
     torch.manual_seed(0)
     ours = create_model(name, drop_path_rate=0.0, **options)
-    theirs = common.attempt(left_out, "timm", partial(common.timm_like, ours, name, options))
+    theirs = timing.attempt(left_out, "timm", partial(timing.timm_like, ours, name, options))
     own = ours.layers[stage].blocks[int(shifted)].to(device, dtype).eval()
     side = ours.patch_embed.grid_size[0] // 2**stage
     calls = {}
@@ -169,7 +169,7 @@ def measure(name, stage, shifted, kind, dtype, arguments, left_out):
         return run(call, kind, pool[0]).detach().float().clone()
 
     # FlexAttention fails on a CPU and backward
-    maps = common.attempt_all({way: partial(found, calls[way]) for way in calls}, left_out)
+    maps = timing.attempt_all({way: partial(found, calls[way]) for way in calls}, left_out)
     wanted = maps.get("timm", maps.get("PyTorch"))
     if wanted is None:
         raise RuntimeError("neither timm nor PyTorch has run, to compare with")
@@ -184,7 +184,7 @@ def measure(name, stage, shifted, kind, dtype, arguments, left_out):
     runs = {way: cycled(calls[way]) for way in differences}
     turn = "shifted" if shifted else "plain"
     label = f"{name} stage {stage + 1} {turn:7} {kind:8} {dtype}"
-    rows = common.race(runs, label, arguments, "kernel", left_out)
+    rows = timing.race(runs, label, arguments, "kernel", left_out)
     bytes_moved = 4 * pool[0].numel() * pool[0].element_size()
     return [
         {
@@ -199,15 +199,15 @@ def measure(name, stage, shifted, kind, dtype, arguments, left_out):
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=20)
+    parser = runner.timing_parser(__doc__, repeats=20)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=DTYPES)
     parser.add_argument("--batch", type=int, default=64)
     arguments = parser.parse_args()
     register()
-    common.own_stream(arguments.device)
+    timing.own_stream(arguments.device)
     path = arguments.out and arguments.out / f"windows_{arguments.device}.json"
-    bench = common.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
+    bench = runner.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
     stages, shifts = range(4), (False, True)
     if arguments.tiny:
         arguments.batch, arguments.dtypes, stages, shifts = 1, ["float32"], (0,), (True,)

@@ -20,7 +20,7 @@ from attnlib.autoformer import (
 )
 from attnlib.models import load_pretrained
 from attnlib.train import find_records, read_record
-from benchmarks import autoformer, autoformer_speed, common
+from benchmarks import autoformer, autoformer_speed, timing
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -202,7 +202,7 @@ def test_both_forms_of_relative_positions_agree():
 def test_the_speed_is_recorded(tmp_path, monkeypatch):
     argv = ["x", "--tiny", "--repeats", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(common.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(timing.torch, "set_num_threads", lambda count: None)
     autoformer_speed.main()
     found = json.loads((tmp_path / "autoformer_speed_cpu.json").read_text())
     assert {row["group"] for row in found["rows"]} == {"training step", "forward", "attention"}

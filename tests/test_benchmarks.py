@@ -18,7 +18,7 @@ import torch
 from attnlib.cost import count_operations
 from attnlib.inference import forward_short
 from attnlib.models import create_model
-from benchmarks import common, gpu, runs, vision
+from benchmarks import gpu, runner, runs, timing, vision
 from tools import speed_table
 
 ROOT = Path(__file__).parent.parent
@@ -129,12 +129,12 @@ def test_the_skipped_work_is_what_the_counter_counts(title):
 def test_turns_are_taken_in_a_new_order_each_round():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = common.take_turns(calls, 20, "cpu")
+    times = timing.take_turns(calls, 20, "cpu")
     rounds = [tuple(order[i : i + 3]) for i in range(0, 60, 3)]
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds) and len(set(rounds)) > 3
     assert [len(times[name]) for name in "abc"] == [20, 20, 20]
     order.clear()
-    common.take_turns(calls, 20, "cpu")
+    timing.take_turns(calls, 20, "cpu")
     assert [tuple(order[i : i + 3]) for i in range(0, 60, 3)] == rounds  # seeded
 
 
@@ -145,15 +145,15 @@ def test_ratios_are_medians_over_rounds():
         "timm": [2, 40, 2, 2],
         "attnlib, optimized": [1, 10, 0.5, 1],
     }
-    row = common.compared(times, "timm")
+    row = timing.compared(times, "timm")
     assert row["ratio"] == 0.5 and row["quartiles"] == [0.5, 0.5] and row["rounds"] == 4
     assert row["optimized"] == {"ratio": 0.375, "quartiles": [0.25, 0.5], "rounds": 4}
-    assert row["ms"] == 2 and "optimized" not in common.compared({"attnlib": [1]}, "attnlib")
+    assert row["ms"] == 2 and "optimized" not in timing.compared({"attnlib": [1]}, "attnlib")
 
 
 def test_rows_have_medians_quartiles_and_rounds():
     calls = {name: lambda: sum(range(1000)) for name in ("attnlib", "timm")}
-    rows = common.measured(calls, 5, "cpu")
+    rows = timing.measured(calls, 5, "cpu")
     for row in rows.values():
         low, high = row["ms_quartiles"]
         assert low <= row["ms"] <= high and row["rounds"] == 5 and "kernel" not in row
@@ -213,7 +213,7 @@ def test_kernel_times_leave_overheads_out(monkeypatch):
         return run
 
     renewed = []
-    monkeypatch.setattr(common, "new_random_state", lambda: renewed.append(True))
+    monkeypatch.setattr(timing, "new_random_state", lambda: renewed.append(True))
     for name, fake in {
         "Event": lambda enable_timing: Event(now),
         "CUDAGraph": lambda: Graph(now),
@@ -223,26 +223,26 @@ def test_kernel_times_leave_overheads_out(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     calls = {"attnlib": call(2), "slow": call(4), "other": call(2, can=False)}
-    rows = common.measured(calls, 3, "cuda")
+    rows = timing.measured(calls, 3, "cuda")
     assert "kernel" not in rows["other"] and renewed == [True]
     kernel = {name: rows[name]["kernel"] for name in ("attnlib", "slow")}
     assert [row["ms"] for row in kernel.values()] == [2, 4]
     assert kernel["slow"]["ratio"] == 0.5 and kernel["slow"]["rounds"] == 3
     assert kernel["attnlib"]["graph"] and rows["slow"]["ms"] > 0
-    few = common.measured(calls, 3, "cuda", graphs=("attnlib", "slow"))
+    few = timing.measured(calls, 3, "cuda", graphs=("attnlib", "slow"))
     assert {name for name in few if "kernel" in few[name]} == {"attnlib", "slow"}
-    none = common.measured(calls, 3, "cuda", graphs=())
+    none = timing.measured(calls, 3, "cuda", graphs=())
     assert [row["kernel"]["ms"] for row in none.values()] == [12, 14, 12]
     assert not any(row["kernel"]["graph"] for row in none.values())
-    monkeypatch.setattr(common, "LONG", 0.0)
-    assert not common.measured(calls, 3, "cuda")["slow"]["kernel"]["graph"]
+    monkeypatch.setattr(timing, "LONG", 0.0)
+    assert not timing.measured(calls, 3, "cuda")["slow"]["kernel"]["graph"]
 
 
 def test_rows_are_kept_until_the_code_changes(tmp_path, monkeypatch, capsys):
     path, made = tmp_path / "rows_cpu.json", []
 
     def bench(minutes):
-        rows = common.Rows(path, "cpu", minutes, more=1)
+        rows = runner.Rows(path, "cpu", minutes, more=1)
 
         def go():
             for size in (1, 2):
@@ -255,13 +255,13 @@ def test_rows_are_kept_until_the_code_changes(tmp_path, monkeypatch, capsys):
 
     with pytest.raises(SystemExit) as end:
         bench(0)
-    assert end.value.code == common.UNFINISHED and not made
+    assert end.value.code == runner.UNFINISHED and not made
     bench(1)
     bench(0)  # all is there
     record = json.loads(path.read_text())
     assert made == [1, 2] and record["rows"] == [{"size": 1}, {"size": 2}]
-    assert record["more"] == 1 and record["code"] == common.version("attnlib", "benchmarks")
-    monkeypatch.setattr(common, "version", lambda *folders: "other code")
+    assert record["more"] == 1 and record["code"] == runner.version("attnlib", "benchmarks")
+    monkeypatch.setattr(runner, "version", lambda *folders: "other code")
     bench(1)
     assert made == [1, 2, 1, 2]
     assert "0 rows so far" in capsys.readouterr().out
@@ -363,7 +363,7 @@ def test_a_part_that_can_go_on_is_no_finished_part(monkeypatch, tmp_path, capsys
 
     def call(command, seconds):
         given.append(float(command[command.index("--minutes") + 1]))
-        return common.UNFINISHED, "3 rows so far"
+        return runner.UNFINISHED, "3 rows so far"
 
     monkeypatch.setattr(gpu, "call", call)
     command_line(monkeypatch, "--part", "windows", "--out", str(tmp_path))
@@ -391,7 +391,7 @@ def test_children_of_a_part_end_with_it(tmp_path):
 
 
 def test_a_finished_part_is_not_run_again(tmp_path):
-    done = {"attention": {"how": "done", "code": common.version(*gpu.CODE)}}
+    done = {"attention": {"how": "done", "code": runner.version(*gpu.CODE)}}
     (tmp_path / "gpu_tiny_cpu.json").write_text(json.dumps({"parts": done}))
     command = [*GPU, "--tiny", "--device", "cpu", "--part", "attention"]
     done = subprocess.run(
@@ -408,7 +408,8 @@ def test_no_part_is_forgotten():
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {
         "__init__",
         "basics",
-        "common",
+        "runner",
+        "timing",
         "gpu",
         *("inference", "overhead", "pages", "scaling", "windows_static"),  # of CPUs
         "runs",
@@ -420,7 +421,7 @@ def test_no_part_is_forgotten():
         # of Part IV; `run_mae_cifar` is for a GPU
         *("autoformer", "beit", "captions", "detr", "detr_coco", "glimpses", "hidden", "mae"),
         *("mae_photographs", "panoptic", "panoptic_coco"),
-        *("gpt", "gpt_book", "nanogpt"),
+        "gpt",
     }
     assert scripts <= set(gpu.PARTS) and set(gpu.VISION) <= set(gpu.PARTS)
     assert set(gpu.RUNS + gpu.NETWORK) == set(runs.PARTS) and set(gpu.NEEDS) <= set(gpu.PARTS)
@@ -739,9 +740,9 @@ def test_on_a_gpu_the_model_takes_part_with_its_kernels(monkeypatch):
     monkeypatch.setattr(vision, "under", lambda backend, call: used.append(backend) or call)
     row = dict(ms=1.0, ratio=1.0, quartiles=[1.0, 1.0])
     monkeypatch.setattr(
-        vision.common, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
+        vision.timing, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
     )
-    monkeypatch.setattr(vision.common, "peak_memory", lambda call, device: 1)
+    monkeypatch.setattr(vision.timing, "peak_memory", lambda call, device: 1)
     options, rest = dict(vision.TINY["vit"], num_classes=4), ("forward", 1, "cpu", 1, False)
     rows = vision.measure("vit_small_patch16_224", "float32", *rest, options, {})
     backends = dict(zip((row["library"] for row in rows), used, strict=True))
@@ -759,9 +760,9 @@ def test_on_a_gpu_swin_takes_part_with_fused_blocks(monkeypatch):
     monkeypatch.setattr(inference, "devices", lambda model: ["cuda:0"])
     monkeypatch.setattr(windows, "fuse_swin", lambda m: made.append(type(m)) or fuse_swin(m))
     monkeypatch.setattr(
-        vision.common, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
+        vision.timing, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
     )
-    monkeypatch.setattr(vision.common, "peak_memory", lambda call, device: 1)
+    monkeypatch.setattr(vision.timing, "peak_memory", lambda call, device: 1)
     small = dict(img_size=16, window_size=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2))
     for name, kind, options in (
         ("swin", "forward", small),
