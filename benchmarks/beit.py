@@ -1,21 +1,9 @@
-"""Visual tokens on scanned digits: `python -m benchmarks.beit PART --out FOLDER`.
+"""What was run for 41_beit: `python -m benchmarks.beit COMMAND --out FOLDER`.
 
-Part "main", recorded as FOLDER/beit.json: a vector quantizer makes 64 tokens of patches of
-2 × 2 pixels; BEiT, 64 wide with 4 blocks, learns to guess the tokens of 6 hidden patches of 16,
-with blocks of patches hidden; then what its features are worth with 20, 50, 100 and 1,200
-labels, frozen and fine-tuned, beside raw pixels, an untrained network and one from scratch, the
-latter also at equal time. The learning rate of pre-training is the best of four on validation
-images after a shorter run. FOLDER/beit_digits.safetensors has tokenizer and network of the
-first seed. Tokenizer and network together are to take the time of the masked autoencoder of
-`benchmarks.mae`; the list "pace" has the time of a step of each.
+    digits    pre-train on scanned digits, and measure what the features are worth
+    variants  compare tokenizers and masks
 
-Part "variants", recorded as FOLDER/beit_variants.json: other tokenizers, and shorter
-pre-training with other tokens and with patches hidden at random. The tokenizer with a teacher
-learns features of the masked autoencoder in FOLDER/mae_digits.safetensors.
-
-A record is written after every run. With --minutes the command stops after that time, and goes
-on when it is given again. With --tiny a few runs take a few steps, to see that all works; such
-a record means nothing.
+A record is written after every run.
 """
 
 import itertools
@@ -23,6 +11,7 @@ import math
 import random
 import statistics
 import time
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -50,13 +39,13 @@ from benchmarks.hidden import (
     COUNTS,
     SEEDS,
     STEPS,
+    TUNING_RATES,
     digit_parts,
     fine_tuned,
     more_steps,
     probe,
-    tuned,
 )
-from benchmarks.runner import Runs, experiment_parser, save_half
+from benchmarks.runner import Commands, Runs, save_half, tune
 from benchmarks.timing import ratio, take_turns
 
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=4, num_heads=4)
@@ -172,7 +161,7 @@ class Tokens(Runs):
             model.load_state_dict({k: x.float() for k, x in load_file(path).items()})
         elif not self.tiny:
             raise FileNotFoundError(
-                f"{path}: give the command `python -m benchmarks.mae` first"
+                f"{path}: give the command `python -m benchmarks.mae digits` first"
             )
         encoder = model.encoder().eval()
 
@@ -331,9 +320,11 @@ class Tokens(Runs):
         """BEiT and a network from scratch; returns the latter's best rate and its seconds."""
         steps = 3 if self.tiny else STEPS[labels]
         for name in ("BEiT", "from scratch"):
-            rate, entries = tuned(
-                lambda seed, lr, name=name: self.fine_tune(name, labels, steps, lr, seed),
-                **(dict(rates=(1e-3,), seeds=self.seeds) if self.tiny else {}),
+            rate, entries = tune(
+                lambda lr, seed, name=name: self.fine_tune(name, labels, steps, lr, seed),
+                rates=(1e-3,) if self.tiny else TUNING_RATES,
+                seeds=self.seeds,
+                score=lambda run: run["valid"],
             )
         return steps, rate, sum(entry["seconds"] for entry in entries) / len(entries)
 
@@ -417,15 +408,42 @@ def pooled(encoder):
     return of
 
 
-def main():
-    parser = experiment_parser(__doc__)
-    parser.add_argument("part", choices=["main", "variants"])
-    arguments = parser.parse_args()
+def run_part(arguments, name, part):
     arguments.out.mkdir(parents=True, exist_ok=True)
-    name = "beit" if arguments.part == "main" else "beit_variants"
-    path = arguments.out / f"{name}.json"
-    bench = Tokens(path, arguments.minutes, arguments.tiny)
-    bench.work(getattr(bench, arguments.part))
+    bench = Tokens(arguments.out / f"{name}.json", arguments.minutes, arguments.tiny)
+    bench.work(partial(part, bench))
+
+
+def digits(arguments):
+    """Learn visual tokens of scanned digits, pre-train BEiT on them, and judge its features.
+
+    A vector quantizer makes 64 tokens of patches of 2 × 2 pixels. BEiT, of width 64 with 4
+    blocks, learns to predict the tokens of 6 masked patches of 16, masked in blocks. Then its
+    features are used with 20, 50, 100, and 1,200 labels, frozen and fine-tuned, next to raw
+    pixels, an untrained network, and a network from scratch, also at equal time. The learning
+    rate of the pre-training is the best of four on validation images after a shorter run.
+    Tokenizer and network together take the time of the masked autoencoder of
+    `benchmarks.mae digits`; the list "pace" has the time of a step of each. The record is
+    FOLDER/beit.json; FOLDER/beit_digits.safetensors has tokenizer and network of the first
+    seed.
+    """
+    run_part(arguments, "beit", Tokens.main)
+
+
+def variants(arguments):
+    """Compare tokenizers, and shorter pre-training with other tokens and with random masks.
+
+    The tokenizer with a teacher learns features of the masked autoencoder in
+    FOLDER/mae_digits.safetensors. The record is FOLDER/beit_variants.json.
+    """
+    run_part(arguments, "beit_variants", Tokens.variants)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    commands.experiment("digits", digits)
+    commands.experiment("variants", variants)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

@@ -148,15 +148,9 @@ PARTS = {  # the most important first
     "attention": benchmark("attention"),
     "translation": benchmark("translation", "--dropout", "0", "0.1"),
     **{
-        name: benchmark(name)
-        for name in (
-            "mae_speed",
-            "detr_speed",
-            "panoptic_speed",
-            "autoformer_speed",
-        )
+        f"{name}_speed": benchmark(name, "speed")
+        for name in ("mae", "detr", "panoptic", "autoformer", "gpt")
     },
-    "gpt_speed": benchmark("gpt", "speed"),
     "efficient": lambda device, tiny: [script("efficient", "crossover")],
     **{f"run_{name}": run(name) for name in RUNS + NETWORK},
 }

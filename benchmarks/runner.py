@@ -140,11 +140,11 @@ class Runs:
         if not any(isinstance(value, list) for value in record.values()):
             record = {"runs": []} | record
         self.record = record
+        self.lists = [key for key, value in record.items() if isinstance(value, list)]
         if path.exists():
             old = json.loads(path.read_text())
-            for key, value in record.items():
-                if isinstance(value, list) and isinstance(old.get(key), list):
-                    self.record[key] = old[key]
+            for name in self.lists:
+                self.record[name] = old.get(name, [])
 
     def once(self, settings, make, kind="runs"):
         """Return the run with these settings; if there is none, make it.
@@ -186,20 +186,16 @@ class Runs:
         self.record |= more
         write_record(self.path, self.record)
 
-    def count(self):
-        """The number of runs in all lists."""
-        lists = [value for value in self.record.values() if isinstance(value, list)]
-        return sum(len(runs) for runs in lists)
-
     def work(self, go):
         """Call `go`, which asks for runs, and print how far it came."""
         torch.set_num_threads(1)  # the networks are too small to gain from more
         try:
             go()
+            ending = f", recorded in {self.path}"
         except TimeoutError:
-            print(f"{self.count()} runs so far; give the command again to continue")
-        else:
-            print(f"{self.count()} runs, recorded in {self.path}")
+            ending = " so far; give the command again to continue"
+        count = len(self.record[self.lists[0]])
+        print(f"{count} runs{ending}")
 
 
 def start(chapter, arguments, **record):

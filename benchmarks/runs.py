@@ -151,9 +151,9 @@ def supernet(data, folder, tiny):
 
 def captions(folder, tiny):
     """Captioners four times as wide, with soft and with hard attention, trained for longer."""
-    from benchmarks import captions  # needs scikit-learn, SciPy and pycocotools
+    from benchmarks import spatial  # needs scikit-learn, SciPy and pycocotools
 
-    return captions.longer(folder, tiny)
+    return spatial.longer(folder, tiny)
 
 
 def gpt(data, folder, tiny):

@@ -85,7 +85,7 @@ def functions():
 def source_hash(kernel, cosine=False):
     """A fingerprint of a launch's function and of all that it calls; words do not count.
 
-    `_through_length` is one branch, `if COSINE`: without it nothing of the function is compiled.
+    `_through_length` is one branch, `if COSINE`: without it nothing of it is compiled.
     """
     left_out = () if cosine else ("_through_length",)
     first = "_product" if kernel in PRODUCTS else windows.FUNCTIONS[kernel].__name__

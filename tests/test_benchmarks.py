@@ -419,8 +419,7 @@ def test_no_part_is_forgotten():
         *("collages", "dense", "distillation", "finetune", "growth", "heads"),
         *("modern", "positions", "sizes", "zero_shot"),
         # of Part IV; `run_mae_cifar` is for a GPU
-        *("autoformer", "beit", "captions", "detr", "detr_coco", "glimpses", "hidden", "mae"),
-        *("mae_photographs", "panoptic", "panoptic_coco"),
+        *("autoformer", "beit", "detr", "hidden", "mae", "panoptic", "spatial"),
         "gpt",
     }
     assert scripts <= set(gpu.PARTS) and set(gpu.VISION) <= set(gpu.PARTS)

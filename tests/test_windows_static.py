@@ -76,7 +76,9 @@ def test_another_source_or_tile_drops_rows(monkeypatch):
     hashed = static.source_hash
     monkeypatch.undo()
     static.windows.tiling.cache_clear()
-    monkeypatch.setattr(static, "source_hash", lambda k, cosine: hashed(k, cosine) + "x" * (k == "bias"))
+    monkeypatch.setattr(
+        static, "source_hash", lambda k, cosine: hashed(k, cosine) + "x" * (k == "bias")
+    )
     assert {job[0] for job in before.keys() - static.read(RECORD).keys()} == {"bias"}
 
 
