@@ -1,9 +1,9 @@
 """Compile ahead, in many processes, what is timed on a GPU: `python -m benchmarks.compile`.
 
 The kernels of `benchmarks.flash` and `benchmarks.windows`, FlexAttention in the same cases, the
-compiled models of `benchmarks.vision` and the fused one of `benchmarks.fused`: each is called
-once, which fills the caches that Triton and PyTorch's compiler keep on disk, and the benchmarks
-find them there. The processes share the GPU, so a job starts when the memory that it needs is
+compiled models of `benchmarks.vision`, and the Swin with fused blocks: each is called once,
+which fills the caches that Triton and PyTorch's compiler keep on disk, and the benchmarks find
+them there. The processes share the GPU, so a job starts when the memory that it needs is
 free. What does not compile is printed, and told again by the benchmark. With --minutes no
 further job begins after so many, and the command goes on when it is given again, quickly over
 what the caches hold.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import flash, fused, runner, timing, vision, windows
+from benchmarks import flash, runner, timing, vision, windows
 
 MODELS = (
     "swin_tiny_patch4_window7_224",
@@ -60,7 +60,7 @@ def model_call(device, name, library, kind, batch, options):
 
 
 def fused_call(device, name, library, kind, batch, options):
-    models, size = fused.contestants(device, torch.bfloat16, options)
+    models, size = windows.contestants(device, torch.bfloat16, options)
     images = torch.randn(batch, 3, size, size, device=device, dtype=torch.bfloat16)
     with torch.inference_mode():
         models[library](images)
@@ -99,7 +99,7 @@ def jobs(device, tiny):
         cases = [
             Job(flash_call, (device, (1, 1, 4, 16), "causal", "forward"), 1.0),
             Job(windows_call, (device, MODELS[0], 0, True, *options), 1.0),
-            Job(fused_call, (device, fused.MODEL, fused.FUSED, *options), 1.0),
+            Job(fused_call, (device, windows.SWIN, windows.FUSED, *options), 1.0),
         ]
         return {"kernels": cases, "models": []}  # to compile one on a CPU takes a minute
     kernels = [
@@ -126,7 +126,7 @@ def jobs(device, tiny):
         for kind in ("forward", "training")
         for library in (timing.OURS, timing.OPTIMIZED, "timm")
     ]
-    arguments = device, fused.MODEL, fused.FUSED, "forward", 128, {}
+    arguments = device, windows.SWIN, windows.FUSED, "forward", 128, {}
     models += [Job(fused_call, arguments, MODEL_MEMORY["forward"])]
     return {"kernels": kernels, "models": models}
 

@@ -139,12 +139,14 @@ PARTS = {  # the most important first
     "checks": checks,
     "sanitize": sanitize,
     "roof": benchmark("roof"),
-    "flash": benchmark("flash", "--widths", "64"),
-    "windows": benchmark("windows"),
+    "flash": benchmark("flash", "speed", "--widths", "64"),
+    "windows": benchmark("windows", "speed"),
     "compile_models": lambda device, tiny: [script("compile", "--group", "models")],
-    "fused": benchmark("fused"),
+    "fused": benchmark("windows", "fused"),
     **{name: vision(name) for name in VISION},
-    "flash_wide": benchmark("flash", "--widths", "128"),  # further rows of the same record
+    "flash_wide": benchmark(
+        "flash", "speed", "--widths", "128"
+    ),  # further rows of the same record
     "attention": benchmark("attention"),
     "translation": benchmark("translation", "--dropout", "0", "0.1"),
     **{

@@ -411,7 +411,7 @@ def test_no_part_is_forgotten():
         "runner",
         "timing",
         "gpu",
-        *("inference", "overhead", "pages", "scaling", "windows_static"),  # of CPUs
+        *("inference", "pages", "scaling"),  # of CPUs
         "runs",
         "vision",
         # experiments of Parts I and II: many small models, each too small for a GPU
@@ -519,7 +519,7 @@ def test_fused(record):
 def test_what_is_timed_is_compiled_ahead(monkeypatch, capsys):
     """The cases of `compile` are those of the benchmarks, and it does them in its processes."""
     pytest.importorskip("triton")
-    from benchmarks import compile, flash, fused, windows
+    from benchmarks import compile, flash, windows
 
     (command,) = gpu.PARTS["compile"]("cpu", True)
     assert command[1:] == ["-m", "benchmarks.compile"]
@@ -532,7 +532,7 @@ def test_what_is_timed_is_compiled_ahead(monkeypatch, capsys):
     assert names.count("flash_call") == 2 * len(flash.SHAPES) * len(flash.KINDS) * 2
     assert names.count("windows_call") == len(windows.MODELS) * 4 * 2 * 2
     assert {job.arguments[1] for job in some["models"]} == set(gpu.VISION.values())
-    assert fused.MODEL == gpu.VISION["swin"]
+    assert windows.SWIN == gpu.VISION["swin"]
     batch = {job.arguments[-2] for job in some["models"]}
     assert batch == {128}  # the largest of vision.py on a GPU, which alone is compiled
     made = []
@@ -654,7 +654,7 @@ def test_a_tile_is_that_of_one_kernel(flash, monkeypatch):
 def test_tuning_takes_all_kernels_and_kinds(flash, monkeypatch, tmp_path, capsys):
     """Without a name, too; a tile that does not compile is told and left out."""
     seen = launches(flash, monkeypatch)
-    launch, tiny = flash.flash.launch, ["flash.py", "--tiny", "--device", "cpu", "--repeats"]
+    launch, tiny = flash.flash.launch, ["--tiny", "--device", "cpu", "--repeats"]
 
     def refuse(function, *arguments, **options):
         launch(function, *arguments, **options)
@@ -662,8 +662,7 @@ def test_tuning_takes_all_kernels_and_kinds(flash, monkeypatch, tmp_path, capsys
             raise RuntimeError("out of resource: shared memory")
 
     monkeypatch.setattr(flash.flash, "launch", refuse)
-    monkeypatch.setattr(sys, "argv", [*tiny, "2", "--tune", "--out", str(tmp_path)])
-    flash.main()
+    flash.main(["tune", *tiny, "2", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "tiles_cpu.json").read_text())["rows"]
     tuned = {(row["kernel"], row["kind"]) for row in rows}
     assert tuned == {(kernel, kind) for kernel, some in flash.TUNED.items() for kind in some}
@@ -687,27 +686,26 @@ def test_overhead(monkeypatch, tmp_path):
     """Calls in which no kernel starts, and behind them the launchers stand again."""
     pytest.importorskip("triton")
     from attnlib import flash, windows
-    from benchmarks import overhead
+    from benchmarks import windows as benchmark
 
     before, threads, seen = (flash.launch, windows.launch), torch.get_num_threads(), []
-    measure = overhead.measure
+    measure = benchmark.measure_overhead
 
     def noted(*arguments):
         seen.extend([flash.launch is before[0], windows.launch is before[1]])
         return measure(*arguments)
 
-    monkeypatch.setattr(overhead, "measure", noted)
-    command_line(monkeypatch, "--repeats", "5", "--out", str(tmp_path))
-    overhead.main()
+    monkeypatch.setattr(benchmark, "measure_overhead", noted)
+    benchmark.main(["overhead", "--tiny", "--repeats", "5", "--out", str(tmp_path)])
     torch.set_num_threads(threads)
     assert seen == [False, False] and (flash.launch, windows.launch) == before
     rows = json.loads((tmp_path / "overhead_cpu.json").read_text())["rows"]
-    assert {row["name"] for row in rows} == set(overhead.calls())
+    assert {row["name"] for row in rows} == set(benchmark.kernel_calls())
     for row in rows:
         low, high = row["us_quartiles"]
         assert 0 < low <= row["us"] <= high and row["rounds"] == 5
     with pytest.raises(ZeroDivisionError):
-        overhead.without_launches(lambda: 1 / 0)
+        benchmark.without_launches(lambda: 1 / 0)
     assert (flash.launch, windows.launch) == before
 
 
