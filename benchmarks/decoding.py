@@ -1,24 +1,17 @@
-"""What a better search gains: `python -m benchmarks.decoding --out FOLDER [--seeds 0 1 2]`.
+"""What was run for 22_decoding: `python -m benchmarks.decoding COMMAND --out FOLDER`.
 
-Translators of numbers are trained too briefly, so that they are unsure, and searched with beams
-of several sizes. Size and length penalty are chosen on the validation numbers; the test numbers
-are counted once. A perfect search is one whose result is proved to be the most probable.
-
-The record is FOLDER/decoding.json. What an older record there has of other seeds stays, so the
-runs can be made one at a time. With --tiny all of it runs in seconds, to see that it works.
+search  measure what a better search gains
 """
 
-import argparse
 import itertools
-import json
-from pathlib import Path
+from functools import partial
 
 import torch
 
 from attnlib import recipes
 from attnlib.data import decode, number_words
 from attnlib.decoding import beam_search
-from attnlib.train import write_record
+from benchmarks.runner import Commands, Runs
 
 LIMIT = 24  # tokens of a result; the longest right name has 13
 FULL = dict(
@@ -126,10 +119,6 @@ def examples(model, test, outputs):
     return found
 
 
-def search_runs(seed, tokenizer, parts, size):
-    return [search_run(seed, steps, tokenizer, parts, size) for steps in size["brief"]]
-
-
 def search_run(seed, steps, tokenizer, parts, size):
     options = dict(steps=steps, every=steps, seed=seed, warmup=min(100, steps))
     model, _ = recipes.train_translator(tokenizer, parts, **options)
@@ -164,24 +153,35 @@ def search_run(seed, steps, tokenizer, parts, size):
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--tiny", action="store_true", help="a few steps and numbers")
-    arguments = parser.parse_args()
+def search(arguments):
+    """Measure what a better search gains.
+
+    Translators of numbers are trained too briefly, so that they are unsure, and searched with
+    beams of several sizes. Size and length penalty are chosen on the validation numbers; the
+    test numbers are counted once. A perfect search is one whose result is proved to be the most
+    probable.
+
+    The record is FOLDER/decoding.json. What an older record there has of other seeds stays, so
+    the runs can be made one at a time. With --tiny all of it runs in seconds, to see that it
+    works.
+    """
     size = TINY if arguments.tiny else FULL
     tokenizer, parts = recipes.number_pairs()
-    path = arguments.out / "decoding.json"
-    for seed in arguments.seeds:
-        runs = search_runs(seed, tokenizer, parts, size)
-        older = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        others = [row for row in older.get("search", []) if row["seed"] != seed]
-        rows = sorted([*others, *runs], key=lambda row: (row["steps"], row["seed"]))
-        write_record(path, {"search": rows})
-        print(f"seed {seed}: recorded in {path}", flush=True)
+    bench = Runs(arguments.out / "decoding.json", arguments.minutes, search=[])
+
+    def go():
+        for steps, seed in itertools.product(size["brief"], arguments.seeds):
+            work = partial(search_run, seed, steps, tokenizer, parts, size)
+            bench.once(dict(seed=seed, steps=steps), work, "search")
+
+    bench.work(go)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    parser = commands.experiment("search", search)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Cheaper attention beside exact attention: `python -m benchmarks.efficient NAME --out FOLDER`.
+"""What was run for 54_efficient: `python -m benchmarks.efficient COMMAND --out FOLDER`.
 
-    recall     pairs of symbols, then the first of each again: what stood behind it?
-    cliff      copy the token that stood so many places back
-    text       the book's own prose, bits a byte
-    swap       the attention of a trained ViT replaced, without training and with some
-    crossover  milliseconds against the length of the sequence
+    recall     fetch the symbol that stood after the first of a pair
+    cliff      copy the token that stood a given number of positions back
+    text       train on the book's own prose, in bits per byte
+    swap       replace the attention of a trained ViT, without training and with some
+    crossover  time forward passes against the length of the sequence
 
-Every contestant is the same model of the library inside `attention_backend`. Learning rates are
-chosen for each on other data than those that judge. A record, FOLDER/efficient_NAME.json, is
-written after each run, and a second command goes on where the first one ended. With --tiny the
-numbers mean nothing.
+Every method is the same model of the library inside `attention_backend`. Learning rates are
+chosen for each method on other data than those that judge. The record is
+FOLDER/efficient_COMMAND.json.
 """
 
 import time
@@ -28,9 +27,9 @@ from attnlib.models import create_model
 from attnlib.recipes import accuracy
 from attnlib.train import epochs
 from benchmarks import runner, timing
-from benchmarks.collages import pixels
 from benchmarks.gpt import text_run, texts, train
-from benchmarks.runner import Runs, experiment_parser
+from benchmarks.runner import Commands, start
+from benchmarks.tnt import pixels
 
 SEEDS, RATES = (0, 1, 2), (1e-3, 3e-3, 1e-2)
 
@@ -50,7 +49,6 @@ def seeded(seed):
 
 
 # --- decoders ---------------------------------------------------------------------------------
-
 WINDOW, GLOBAL = 8, 2
 
 
@@ -140,7 +138,6 @@ def tuned(record, name, run, rates, seeds):
 
 
 # --- recall -----------------------------------------------------------------------------------
-
 PAIRS, KEYS, VALUES = 16, 64, 64
 
 
@@ -167,8 +164,10 @@ def recall_batches(rows=32, pairs=PAIRS):
     return of
 
 
-def recall(record, tiny):
+def recall(arguments):
     """Associative recall: every key is told once, and asked once."""
+    tiny = arguments.tiny
+    record = start("efficient", arguments, rows=[])
     steps, pairs = (4, 4) if tiny else (2000, PAIRS)
     shape = dict(n_layer=2, n_head=1, n_embd=32, position="none", tied=False)
     config = GPTConfig(KEYS + VALUES, 4 * pairs, **shape)
@@ -185,7 +184,6 @@ def recall(record, tiny):
 
 
 # --- the cliff --------------------------------------------------------------------------------
-
 JUDGES = dict(valid=998, test=999)
 SYMBOLS, LENGTH = 16, 64
 BACK = (14, 15, 30)
@@ -206,8 +204,10 @@ def copy_batches(back, rows=32):
     return of
 
 
-def cliff(record, tiny):
+def cliff(arguments):
     """Copy from a distance: two layers with a window of 8 reach 14 places back."""
+    tiny = arguments.tiny
+    record = start("efficient", arguments, rows=[])
     steps, seeds = (4, SEEDS[:1]) if tiny else (600, SEEDS)
     shape = dict(n_layer=2, n_head=4, n_embd=64, position="rotary")
     config = GPTConfig(SYMBOLS, LENGTH, **shape)
@@ -230,10 +230,10 @@ def cliff(record, tiny):
 
 
 # --- text -------------------------------------------------------------------------------------
-
-
-def text(record, tiny):
+def text(arguments):
     """Bits a byte of the book's prose; what was learned is judged on its test part."""
+    tiny = arguments.tiny
+    record = start("efficient", arguments, rows=[])
     ids, sizes = texts(tiny)
     shape = dict(block_size=64, n_layer=2, n_head=4, n_embd=64)
     config, steps = GPTConfig(300 if tiny else 512, **shape), 4 if tiny else 400
@@ -250,7 +250,6 @@ def text(record, tiny):
 
 
 # --- a trained ViT ----------------------------------------------------------------------------
-
 SIDE = 8  # patches of `vit_collages` along a side; a class token stands before them
 
 
@@ -386,8 +385,10 @@ def learned(method, data, judge, steps, lr, seed):
     return dict(lr=lr, seed=seed, steps=steps, right=curve[-1][1], curve=curve, seconds=seconds)
 
 
-def swap(record, tiny):
+def swap(arguments):
     """First without a step of training, then with some."""
+    tiny = arguments.tiny
+    record = start("efficient", arguments, rows=[])
     steps, count = (2, 64) if tiny else (400, 2000)
     model = create_model("vit_collages", pretrained=True).eval()
     test = pixels(collages(count, "test", seed=1))
@@ -421,8 +422,6 @@ def swap(record, tiny):
 
 
 # --- crossover --------------------------------------------------------------------------------
-
-
 def lengths(device, tiny):
     if tiny:
         return (64, 128)
@@ -471,14 +470,15 @@ def contestants(n, d, device):
 
 
 @torch.no_grad()
-def crossover(record, tiny, minutes):
+def crossover(arguments):
     """Forward, one sequence of four heads of width 64; a ratio is to exact attention."""
+    tiny = arguments.tiny
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, heads = (torch.float32, 4) if device == "cpu" else (torch.bfloat16, 16)
     torch.set_num_threads(1) if device == "cpu" else None
     clock, repeats = (time.process_time, 7) if device == "cpu" else (time.perf_counter, 15)
-    path = record.path.with_name(f"efficient_crossover_{device}.json")
-    bench = runner.Rows(path, device, minutes, tiny)
+    path = arguments.out / f"efficient_crossover_{device}.json"
+    bench = runner.Rows(path, device, arguments.minutes, tiny)
 
     def measure(n, left_out):
         q, k, v = torch.randn(3, 1, heads, n, 64, device=device, dtype=dtype).unbind()
@@ -504,20 +504,11 @@ def crossover(record, tiny, minutes):
     bench.work(go)
 
 
-RUNS = dict(recall=recall, cliff=cliff, text=text, swap=swap, crossover=crossover)
-
-
-def main():
-    parser = experiment_parser(__doc__)
-    parser.add_argument("what", choices=RUNS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    path = arguments.out / f"efficient_{arguments.what}.json"
-    record = Runs(path, arguments.minutes, rows=[])
-    if arguments.what == "crossover":
-        crossover(record, arguments.tiny, arguments.minutes)
-    else:
-        RUNS[arguments.what](record, arguments.tiny)
+def main(arguments=None):
+    commands = Commands(__doc__)
+    for function in (recall, cliff, text, swap, crossover):
+        commands.experiment(function.__name__, function)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ PARTS = {  # the most important first
     "kernels": kernels,
     "checks": checks,
     "sanitize": sanitize,
-    "roof": benchmark("roof"),
+    "roof": benchmark("cost", "roofline"),
     "flash": benchmark("flash", "speed", "--widths", "64"),
     "windows": benchmark("windows", "speed"),
     "compile_models": lambda device, tiny: [script("compile", "--group", "models")],
@@ -147,8 +147,8 @@ PARTS = {  # the most important first
     "flash_wide": benchmark(
         "flash", "speed", "--widths", "128"
     ),  # further rows of the same record
-    "attention": benchmark("attention"),
-    "translation": benchmark("translation", "--dropout", "0", "0.1"),
+    "attention": benchmark("attention", "speed"),
+    "translation": benchmark("transformer", "speed", "--dropout", "0", "0.1"),
     **{
         f"{name}_speed": benchmark(name, "speed")
         for name in ("mae", "detr", "panoptic", "autoformer", "gpt")

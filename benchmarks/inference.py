@@ -1,12 +1,6 @@
-"""What an optimized copy gains, piece by piece: `python -m benchmarks.inference --out FOLDER`.
+"""What was run for 53_inference: `python -m benchmarks.inference COMMAND --out FOLDER`.
 
-On a CPU alone. Part "models": the vision models in evaluation beside timm's, as it is, compiled
-and compiled with freezing, and beside ONNX Runtime; and the optimized copy beside copies that
-lack one piece each. Part "decoding": 64 tokens, greedily, beside `generate` of the transformers
-library, and without a piece. Weights are copied, outputs compared, and all take turns.
-
-The mode "float32, MKL AVX2" asks MKL, by an environment variable, for the instructions that it
-takes on processors of other makers than Intel: a stand-in for such a processor, no more.
+speed  time what an optimized copy gains, piece by piece
 """
 
 import argparse
@@ -33,9 +27,11 @@ from attnlib.swinv2 import WindowAttentionV2
 from attnlib.transformer import CrossAttention, FeedForward, SelfAttention
 from attnlib.vit import Mlp
 from benchmarks import runner, timing
+from benchmarks.runner import Commands
 from benchmarks.timing import OPTIMIZED, OURS
 from benchmarks.vision import TINY
 
+PARTS = ("models", "decoding")
 MODELS = {  # name: batch
     "vit_small_patch16_224": 8,
     "swin_tiny_patch4_window7_224": 4,
@@ -210,8 +206,8 @@ def vision(name, batch, mode, repeats, compiled, tiny):
 
 def decoding(mode, repeats, tiny):
     from attnlib.translation import from_marian
-    from benchmarks.translation import END, PAD, SIZE, marian
-    from benchmarks.translation import TINY as SMALL
+    from benchmarks.transformer import END, PAD, SIZE, marian
+    from benchmarks.transformer import TINY as SMALL
 
     size = SMALL if tiny else SIZE
     theirs = marian(size, 0.0).eval()
@@ -263,20 +259,18 @@ def measure(mode, arguments):
     return found
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--parts", nargs="+", choices=["models", "decoding"])
-    parser.add_argument("--compile", action="store_true", help="also torch.compile, minutes")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds of each measurement")
-    parser.add_argument("--out", type=Path, help="folder for the record")
-    parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # where a mode's goes
-    arguments = parser.parse_args()
-    arguments.parts = arguments.parts or ["models", "decoding"]
+def speed(arguments):
+    """Time what an optimized copy gains, piece by piece.
+
+    "models" times the vision models in evaluation next to timm's, as it is, compiled, and
+    compiled with freezing, and next to ONNX Runtime; and the optimized copy next to copies that
+    lack one piece each. "decoding" times 64 tokens, greedily, next to `generate` of the
+    transformers library, and without a piece. Weights are copied, outputs compared, and all
+    take turns. The record is FOLDER/inference_cpu.json.
+
+    The mode "float32, MKL AVX2" asks MKL, by an environment variable, for the instructions that
+    it takes on processors of other makers than Intel: a stand-in for such a processor, no more.
+    """
     if "models" not in arguments.parts:
         arguments.models = []
     if arguments.worker:
@@ -287,7 +281,8 @@ def main():
     for mode in arguments.modes:  # each in a process of its own, which has its environment
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "found.json"
-            command = [sys.executable, "-m", "benchmarks.inference", "--worker", str(path)]
+            command = [sys.executable, "-m", "benchmarks.inference", "speed"]
+            command += ["--worker", str(path)]
             command += ["--modes", mode, "--repeats", str(arguments.repeats)]
             command += ["--parts", *arguments.parts, "--models", *arguments.models]
             command += ["--tiny"] * arguments.tiny + ["--compile"] * arguments.compile
@@ -297,6 +292,17 @@ def main():
         record["rows"] += found["rows"]
     if arguments.out:
         runner.write(arguments.out, "inference", "cpu", record)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    parser = commands.timing("speed", speed, repeats=15)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--compile", action="store_true", help="also torch.compile, minutes")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # where a mode's goes
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

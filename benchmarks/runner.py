@@ -77,9 +77,14 @@ class Commands:
         parser.set_defaults(function=function)
         return parser
 
-    def experiment(self, name, function):
-        """Add a command that trains models: it has `--out`, `--minutes`, and `--tiny`."""
+    def experiment(self, name, function, record=None):
+        """Add a command that trains models: it has `--out`, `--minutes`, and `--tiny`.
+
+        With `record`, a name, the function returns the whole record, a dict, which is written
+        to FOLDER/RECORD.json with the seconds of CPU time.
+        """
         parser = self.add(name, function)
+        parser.set_defaults(record=record)
         parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
         add_shared_options(parser)
         return parser
@@ -102,8 +107,14 @@ class Commands:
         out = getattr(parsed, "out", None)
         if getattr(parsed, "tiny", False) and out is not None and out.resolve() == RESULTS:
             self.parser.error("--tiny would replace a real record: give --out another folder")
+        began = time.process_time()
         try:
-            parsed.function(parsed)
+            found = parsed.function(parsed)
+            if getattr(parsed, "record", None):
+                seconds = round(time.process_time() - began)
+                path = parsed.out / f"{parsed.record}.json"
+                write_record(path, {**found, "seconds": seconds})
+                print(f"{seconds} s, recorded in {path}")
         except TimeoutError:
             print("the time is up; give the command again to continue")
 

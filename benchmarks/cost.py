@@ -1,8 +1,6 @@
-"""The three numbers of this machine: `python -m benchmarks.roof --out FOLDER`.
+"""What was run for 50_cost: `python -m benchmarks.cost COMMAND --out FOLDER`.
 
-The best product in each dtype, the best bandwidth of copying, adding and reading, and the
-cheapest start of an operator, as `attnlib.cost` measures them, all in turns; on a GPU that the
-chapter on cost knows, beside its data sheet. The record is FOLDER/roof_DEVICE.json.
+roofline  measure the three numbers of this machine
 """
 
 import re
@@ -12,6 +10,7 @@ import torch
 
 from attnlib.cost import GPUS, best_roofline, roofline_probes, take_turns
 from benchmarks import runner, timing
+from benchmarks.runner import Commands
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -55,9 +54,13 @@ def measure(dtype, arguments, left_out):
     return [row]
 
 
-def main():
-    parser = runner.timing_parser(__doc__, repeats=20)
-    arguments = parser.parse_args()
+def roofline(arguments):
+    """Measure the three numbers of this machine.
+
+    The best product in each dtype, the best bandwidth of copying, adding and reading, and the
+    cheapest start of an operator, as `attnlib.cost` measures them, all in turns; on a GPU that
+    the chapter on cost knows, beside its data sheet. The record is FOLDER/roof_DEVICE.json.
+    """
     path = arguments.out and arguments.out / f"roof_{arguments.device}.json"
     bench = runner.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
 
@@ -66,6 +69,12 @@ def main():
             bench.once({"dtype": dtype}, partial(measure, dtype, arguments))
 
     bench.work(go)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    commands.timing("roofline", roofline, repeats=20)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

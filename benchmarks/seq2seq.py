@@ -1,28 +1,18 @@
-"""One vector or attention: the runs of 20_seq2seq, `python -m benchmarks.bottleneck`.
+"""What was run for 20_seq2seq: `python -m benchmarks.seq2seq COMMAND --out FOLDER`.
 
-Two tasks. "copy": random strings must be written down again, so that a string of n tokens
-carries n·log2(alphabet) bits and none of them can be guessed. "numbers": English names of
-numbers are translated into German. Each model's learning rate is chosen on validation data;
-then it is trained with three seeds and tested on other data. Some models are also trained
-for another number of steps.
-
-Every run is recorded in FOLDER/bottleneck.json when it is complete, and a run that is there is
-not repeated, so the work can be done in pieces: --seconds stops after the run in which so much
-time has passed. With --tiny all runs in seconds, to see that it works.
+bottleneck  compare one vector with attention on copying and on names of numbers
 """
 
-import argparse
-import json
 import math
-import time
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from attnlib.data import PAD, decode, draw_numbers, encode, number_words, train_bpe
 from attnlib.seq2seq import Seq2Seq
-from attnlib.train import epochs, fit, write_record
+from attnlib.train import epochs, fit
+from benchmarks.runner import Commands, Runs
 
 ALPHABET, LONGEST = 32, 16  # of the strings
 LENGTHS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
@@ -32,8 +22,6 @@ RATES = {"copy": (5e-3, 1.2e-2, 3e-2, 6e-2), "numbers": (2e-3, 5e-3, 1.2e-2, 3e-
 
 
 # --- random strings ---------------------------------------------------------------------------
-
-
 def strings(count, length, seed):
     """Random strings as source and, behind the start token, as target."""
     generator = torch.Generator().manual_seed(seed)
@@ -106,8 +94,6 @@ def copy_run(attention, width, steps, lr, seed, part, tiny):
 
 
 # --- names of numbers -------------------------------------------------------------------------
-
-
 def number_data(tiny=False):
     """The texts and vocabularies of 20_seq2seq: {part: (numbers, sources, targets)}."""
     shown = [4_321, 87_654, 653_978]
@@ -155,8 +141,6 @@ def number_run(attention, width, steps, lr, seed, part, tiny):
 
 
 # --- all runs ---------------------------------------------------------------------------------
-
-
 def train(model, batches, steps, lr, evaluate, every):
     history = fit(
         model,
@@ -211,35 +195,41 @@ def best_rate(runs, task, attention, width):
     return max(tuned, key=lambda run: run["valid"])["lr"]
 
 
+def bottleneck(arguments):
+    """Compare one vector with attention on copying and on names of numbers.
+
+    Two tasks. "copy": random strings must be written down again, so that a string of n tokens
+    carries n·log2(alphabet) bits and none of them can be guessed. "numbers": English names of
+    numbers are translated into German. Each model's learning rate is chosen on validation data;
+    then it is trained with three seeds and tested on other data. Some models are also trained
+    for another number of steps.
+
+    Every run is recorded in FOLDER/bottleneck.json when it is complete, and a run that is there
+    is not repeated, so the work can be done in pieces: --seconds stops after the run in which
+    so much time has passed. With --tiny all runs in seconds, to see that it works.
+    """
+    path = arguments.out / "bottleneck.json"
+    bench = Runs(path, arguments.minutes, alphabet=ALPHABET, longest=LONGEST, runs=[])
+
+    def go():
+        for task, part, attention, width, steps, seed, rate in jobs(arguments.tiny):
+            if arguments.task not in (None, task):
+                continue
+            lr = rate or best_rate(bench.record["runs"], task, attention, width)
+            settings = dict(task=task, part=part, attention=attention, width=width)
+            settings |= dict(steps=steps, seed=seed, lr=lr)
+            train_one = copy_run if task == "copy" else number_run
+            job = attention, width, steps, lr, seed, part, arguments.tiny
+            bench.once(settings, partial(train_one, *job))
+
+    bench.work(go)
+
+
 def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
-    parser.add_argument("--task", choices=("copy", "numbers"), help="this one only")
-    parser.add_argument("--tiny", action="store_true", help="a few steps of small models")
-    arguments = parser.parse_args(arguments)
-    path, began = arguments.out / "bottleneck.json", time.perf_counter()
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
-    names = ("task", "part", "attention", "width", "steps", "seed")
-    done = {tuple(run[name] for name in names) + (run["lr"],) for run in runs}
-    for *job, rate in jobs(arguments.tiny):
-        task, part, attention, width, steps, seed = job
-        if arguments.task not in (None, task):
-            continue
-        lr = rate or best_rate(runs, task, attention, width)
-        if (*job, lr) in done:
-            continue
-        call, clock = copy_run if task == "copy" else number_run, time.perf_counter()
-        found = call(attention, width, steps, lr, seed, part, arguments.tiny)
-        seconds = round(time.perf_counter() - clock, 1)
-        runs.append({**dict(zip(names, job)), "lr": lr, "seconds": seconds, **found})
-        write_record(path, {"alphabet": ALPHABET, "longest": LONGEST, "runs": runs})
-        print(*job, lr, found["valid"], f"{seconds} s", flush=True)
-        if time.perf_counter() - began > arguments.seconds:
-            return
-    print("complete")
+    commands = Commands(__doc__)
+    parser = commands.experiment("bottleneck", bottleneck)
+    parser.add_argument("--task", choices=("copy", "numbers"), help="only this task")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,34 @@
-"""Fine-tuning with few labels: `python -m benchmarks.finetune --out FOLDER`.
+"""What was run for 36_practice: `python -m benchmarks.practice COMMAND --out FOLDER`.
 
-The ViT that comes with the library names the largest digit of a collage. Here it learns to name
-the kinds of the two shapes in a drawn scene, ten pairs, from 100 or 1,000 labelled scenes.
-Contestants: logistic regression on the class token; the network from scratch; and from its
-weights, with one rate for all layers, with rates by layer, and with mixup as well. Each takes
-its learning rate from validation scenes, on the first seed, and is then trained with the other
-two, each with labelled scenes of its own.
-Every run is tested with its last and with its averaged weights. From scratch there are also
-runs four times as long.
-
-The record, FOLDER/finetune.json, is written after every run. With --minutes the command stops
-after that time, and goes on when it is given again. With --tiny a few runs take a few steps, to
-see that all works; such a record means nothing.
+finetune  fine-tune with few labels
+sizes     measure speed and memory of the backbones in one setting
 """
 
 import itertools
+import statistics
 from functools import cache
 
 import torch
-from sklearn.linear_model import LogisticRegression
 
-from attnlib import vit  # noqa: F401  registers the model
+from attnlib import (  # noqa: F401  they register their models
+    deit,
+    swin,
+    swinv2,
+    tnt,
+    vit,
+)
 from attnlib.data import describe_scenes, draw_scenes
 from attnlib.models import create_model
 from attnlib.practice import fine_tune
-from benchmarks.runner import Runs, accuracy, experiment_parser
+from attnlib.train import write_record
+from benchmarks.runner import (
+    Commands,
+    Runs,
+    accuracy,
+    logistic_regression,
+    tune,
+)
+from benchmarks.timing import peak_memory, take_turns
 
 MODEL = "vit_collages"
 CONTESTANTS = {  # pretrained, settings of `fine_tune`, rates
@@ -75,10 +79,8 @@ class FineTuning(Runs):
         def train():
             pairs = shapes(labels, 100 + seed), self.valid, self.test
             known, valid, test = ((features(images), answers) for images, answers in pairs)
-            models = [LogisticRegression(C=C, max_iter=3000) for C in (0.1, 1.0, 10.0, 100.0)]
-            best = max((model.fit(*known) for model in models), key=lambda m: m.score(*valid))
-            found = best.score(*valid), best.score(*test)
-            return dict(C=best.C, valid=round(found[0], 4), test=round(found[1], 4))
+            strengths = (0.1, 1.0, 10.0, 100.0)
+            return logistic_regression(known, valid, test, strengths, max_iter=3000)
 
         what = dict(contestant="head alone", labels=labels, steps=0, lr=None, seed=seed)
         return self.once(what, train)
@@ -108,10 +110,12 @@ class FineTuning(Runs):
 
     def contestant(self, name, labels, steps, seeds, rates):
         """All rates with the first seed, the best of them with all."""
-        tried = [self.network(name, labels, steps, lr, seeds[0]) for lr in rates]
-        best = max(tried, key=lambda run: run["valid"])["lr"]
-        for seed in seeds[1:]:
-            self.network(name, labels, steps, best, seed)
+        best, _ = tune(
+            lambda lr, seed: self.network(name, labels, steps, lr, seed),
+            rates=rates,
+            seeds=seeds,
+            score=lambda run: run["valid"],
+        )
         return best
 
     def all(self):
@@ -127,11 +131,89 @@ class FineTuning(Runs):
             self.network("from scratch", labels, 4 * steps, lr, seeds[0])
 
 
-def main():
-    arguments = experiment_parser(__doc__).parse_args()
+def finetune(arguments):
+    """Fine-tune with few labels.
+
+    The ViT that comes with the library names the largest digit of a collage. Here it learns to
+    name the kinds of the two shapes in a drawn scene, ten pairs, from 100 or 1,000 labelled
+    scenes. Contestants: logistic regression on the class token; the network from scratch; and
+    from its weights, with one rate for all layers, with rates by layer, and with mixup as well.
+    Each takes its learning rate from validation scenes, on the first seed, and is then trained
+    with the other two, each with labelled scenes of its own. Every run is tested with its last
+    and with its averaged weights. From scratch there are also runs four times as long.
+
+    The record, FOLDER/finetune.json, is written after every run. With --minutes the command
+    stops after that time, and goes on when it is given again. With --tiny a few runs take a few
+    steps, to see that all works; such a record means nothing.
+    """
     path = arguments.out / "finetune.json"
     bench = FineTuning(path, arguments.minutes, arguments.tiny)
     bench.work(bench.all)
+
+
+# --- speed and memory ------------------------------------------------------------------------
+
+SIZES_NAMES = (
+    "vit_tiny_patch16_224",
+    "vit_small_patch16_224",
+    "vit_base_patch32_224",
+    "vit_base_patch16_224",
+    "deit_small_distilled_patch16_224",
+    "swin_tiny_patch4_window7_224",
+    "swin_small_patch4_window7_224",
+    "swinv2_tiny_window8_256",
+    "swinv2_tiny_window16_256",
+    "tnt_s_patch16_224",
+)
+SIZES_BATCH = 4
+
+
+def forward(name, device):
+    """A function that passes a batch through a model of this name."""
+    model = create_model(name, device=device).eval()
+    side = 256 if name.endswith("256") else 224
+    x = torch.rand(SIZES_BATCH, 3, side, side, device=device)
+
+    def call():
+        with torch.no_grad():
+            return model(x)
+
+    return call
+
+
+def sizes(arguments):
+    """Measure speed and memory of the backbones in one setting.
+
+    For the small sizes a forward pass of four images in float32 and in evaluation, without
+    gradients: images per second, from the median of the rounds, in which all models take turns,
+    and the MiB by which the pass raises the memory in use. The record is FOLDER/sizes.json.
+    With --tiny one model takes one turn; such a record means nothing.
+    """
+    names, rounds = (SIZES_NAMES[:1], 1) if arguments.tiny else (SIZES_NAMES, 7)
+    calls = {name: forward(name, arguments.device) for name in names}
+    memory = {name: peak_memory(call, arguments.device) for name, call in calls.items()}
+    times = take_turns(calls, rounds, arguments.device)
+    rows = [
+        {
+            "model": name,
+            "images_per_second": round(1000 * SIZES_BATCH / statistics.median(times[name]), 2),
+            "memory": memory[name],
+        }
+        for name in names
+    ]
+    path = arguments.out / "sizes.json"
+    write_record(
+        path, {"batch": SIZES_BATCH, "dtype": "float32", "rows": rows}, arguments.device
+    )
+    print(f"{len(rows)} models, recorded in {path}")
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    commands.experiment("finetune", finetune)
+    parser = commands.experiment("sizes", sizes)
+    parser.add_argument("--device", default="cpu")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

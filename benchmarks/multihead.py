@@ -1,18 +1,12 @@
-"""What trained heads reach: `python -m benchmarks.heads [PART ...] --out FOLDER`.
+"""What was run for 11_multihead: `python -m benchmarks.multihead COMMAND --out FOLDER`.
 
-Three comparisons of the chapter on multi-head attention, recorded as FOLDER/heads_PART.json:
+    payloads   compare layers with 1 to 8 heads with the bound for four payloads
+    retrieval  compare attention, perceptrons, and convolutions at fetching by key
+    digits     train heads on scanned digits, and remove them again
 
-- payloads: layers with 1 to 8 heads fetch four payloads; how near do they come to the bound?
-- retrieval: attention, perceptrons and convolutions fetch the payload of a key.
-- digits: heads on scanned digits, and which of them can be taken out again.
-
-Every contestant gets its learning rate from a validation split, which no later number uses.
-With --tiny every part runs in seconds, to see that it works; such a record means nothing.
+Each method gets its learning rate from a validation split, which no later number uses. The
+records are FOLDER/heads_COMMAND.json.
 """
-
-import argparse
-import time
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -22,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.svm import SVC
 
 from attnlib.multihead import MultiHeadAttention
-from attnlib.train import write_record
+from benchmarks.runner import Commands
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 DIGIT_RATES = (1e-2, 3e-2, 1e-1)
@@ -84,8 +78,6 @@ def tuned(make, batch, valid, test, steps, rates, seeds):
 
 
 # --- four payloads ----------------------------------------------------------------------------
-
-
 def named_payloads(size, n=8, k=4, p=8):
     """(query, addresses, payloads) and the k payloads that the query names, side by side."""
     names = torch.rand(size, n).argsort(-1)[:, :k]  # (B, k), all different
@@ -96,7 +88,9 @@ def named_payloads(size, n=8, k=4, p=8):
     return (query, torch.eye(n).expand(size, n, n), payloads), target
 
 
-def payloads(tiny):
+def payloads(arguments):
+    """Compare layers with 1 to 8 heads, which fetch four payloads, with the bound."""
+    tiny = arguments.tiny
     steps, seeds = (4, 1) if tiny else (1200, 3)
     valid, test = drawn(named_payloads, 100, 5000), drawn(named_payloads, 101, 20_000)
     found = {}
@@ -110,8 +104,6 @@ def payloads(tiny):
 
 
 # --- one payload, by its key ------------------------------------------------------------------
-
-
 def retrieval_batch(size, n=16):
     """n tokens (key, payload) and a last one (key J, nothing); wanted: payload J."""
     keys, values = torch.randn(2, size, n, 8)
@@ -160,7 +152,9 @@ CONTESTANTS = {
 }
 
 
-def retrieval(tiny):
+def retrieval(arguments):
+    """Compare attention, perceptrons, and convolutions at fetching the payload of a key."""
+    tiny = arguments.tiny
     steps, seeds = (4, 1) if tiny else (4000, 3)
     valid, test = drawn(retrieval_batch, 100, 5000), drawn(retrieval_batch, 101, 10_000)
     longer = drawn(retrieval_batch, 102, 10_000, 64)
@@ -175,8 +169,6 @@ def retrieval(tiny):
 
 
 # --- digits -----------------------------------------------------------------------------------
-
-
 class RowClassifier(nn.Module):
     """Rows of an image as tokens, one layer of self-attention, the mean token to 10 classes.
 
@@ -237,7 +229,9 @@ def removals(model, valid, test):
     return {"single": [score([i], test) for i in range(h)], "order": gone, "path": path}
 
 
-def digits(tiny):
+def digits(arguments):
+    """Train heads on scanned digits, and find out which of them can be removed again."""
+    tiny = arguments.tiny
     train, valid, test = digit_parts()
     steps, seeds, tries = (4, 1, 1) if tiny else (1000, 5, 2)
 
@@ -290,28 +284,12 @@ def baselines(train, valid, test):
     return found
 
 
-PARTS = {"payloads": payloads, "retrieval": retrieval, "digits": digits}
-
-
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "parts", nargs="*", default=list(PARTS), metavar="PART", help=", ".join(PARTS)
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results"), help="folder of the records"
-    )
-    parser.add_argument("--tiny", action="store_true", help="a few steps, to see that all runs")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the models are too small to gain from more
-    for name in arguments.parts:
-        began = time.process_time()
-        record = PARTS[name](arguments.tiny)
-        record["seconds"] = round(time.process_time() - began)
-        write_record(arguments.out / f"heads_{name}.json", record)
-        print(f"{name}: {record['seconds']} s", flush=True)
+def main(arguments=None):
+    commands = Commands(__doc__)
+    for function in (payloads, retrieval, digits):
+        name = function.__name__
+        commands.experiment(name, function, record=f"heads_{name}")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

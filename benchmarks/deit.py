@@ -1,20 +1,12 @@
-"""A teacher for small transformers, or none: `python -m benchmarks.distillation --out FOLDER`.
+"""What was run for 31_deit: `python -m benchmarks.deit COMMAND --out FOLDER`.
 
-200 labeled digits for everybody, another 200 for the learning rate, 360 for the test; the
-seed decides which. A small convolutional network is the teacher, the students are Vision
-Transformers with one token or two. Two of them see no label at all, but 1,237 pictures with the
-teacher's answers. Noise is added to every batch.
-
-The record, distillation.json, is written after every model. With --minutes the command stops
-after that time, and goes on when it is given again. With --tiny every model takes a few steps,
-to see that all runs; such a record means nothing.
+distillation  train small transformers with and without a teacher
 """
 
 import functools
 
 import torch
 import torch.nn.functional as F
-from sklearn.linear_model import LogisticRegression
 
 from attnlib.data import digits
 from attnlib.deit import (
@@ -23,9 +15,8 @@ from attnlib.deit import (
     soft_distillation_loss,
 )
 from attnlib.recipes import accuracy, distill, small_convnet, train_classifier
-from attnlib.train import write_record
 from attnlib.vit import VisionTransformer
-from benchmarks.runner import Runs, experiment_parser
+from benchmarks.runner import Commands, Runs, logistic_regression, tune
 
 RATES = (1e-3, 3e-3, 1e-2)
 STUDENT = dict(
@@ -136,27 +127,36 @@ class Students(Runs):
 
     def tuned(self, name, rates, seeds):
         """All rates with the first seed, all seeds with the rate that was best there."""
-        tried = [self.run(name, lr, seeds[0]) for lr in rates]
-        best = max(tried, key=lambda run: run["curve"][-1][1])["lr"]
-        for seed in seeds:
-            self.run(name, best, seed)
+        best, _ = tune(
+            lambda lr, seed: self.run(name, lr, seed),
+            rates=rates,
+            seeds=seeds,
+            score=lambda run: run["curve"][-1][1],
+        )
         self.record["best"][name] = best
-        write_record(self.path, self.record)
+        self.write()
 
 
 def logistic(seed):
     """Test accuracy of scikit-learn's logistic regression, its C from the validation."""
-    (x, y), (x_valid, y_valid), (x_test, y_test) = (
+    train, valid, test = (
         (images.flatten(1).numpy(), labels.numpy()) for images, labels in parts(seed)[:3]
     )
-    tries = (0.001, 0.01, 0.1, 1)
-    models = [LogisticRegression(C=c, max_iter=1000).fit(x, y) for c in tries]
-    best = max(models, key=lambda model: model.score(x_valid, y_valid))
-    return {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
+    return logistic_regression(train, valid, test, strengths=(0.001, 0.01, 0.1, 1))
 
 
-def main():
-    arguments = experiment_parser(__doc__).parse_args()
+def distillation(arguments):
+    """Train small transformers with and without a teacher.
+
+    200 labeled digits for everybody, another 200 for the learning rate, 360 for the test; the
+    seed decides which. A small convolutional network is the teacher, the students are Vision
+    Transformers with one token or two. Two of them see no label at all, but 1,237 pictures with
+    the teacher's answers. Noise is added to every batch.
+
+    The record, distillation.json, is written after every model. With --minutes the command
+    stops after that time, and goes on when it is given again. With --tiny every model takes a
+    few steps, to see that all runs; such a record means nothing.
+    """
     steps, rates, seeds = (2, RATES[:1], (0,)) if arguments.tiny else (600, RATES, (0, 1, 2))
     bench = Students(arguments.out / "distillation.json", arguments.minutes, steps)
     bench.record["logistic regression"] = [logistic(seed) for seed in seeds]
@@ -166,6 +166,12 @@ def main():
             bench.tuned(name, rates, seeds)
 
     bench.work(go)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    commands.experiment("distillation", distillation)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

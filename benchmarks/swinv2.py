@@ -1,14 +1,8 @@
-"""How the stream of Swin V1 and V2 grows, and other windows: `python -m benchmarks.growth`.
+"""What was run for 33_swinv2: `python -m benchmarks.swinv2 COMMAND --out FOLDER`.
 
-Small models learn the digits at 24 by 24 pixels: V1, V2 with norms that begin at 0 as in the
-published code, and V2 with norms that begin at 1. Each gets its learning rate from 300
-validation images and then three seeds. On the way the size of the stream is taken after every
-block; in the end the model is tried with other windows and sizes of images on the test images.
-The measuring functions are cells of the chapter's notebook, run here as they stand.
+    growth  measure how the residual stream of Swin V1 and V2 grows, and transfer to new windows
 
-The record, growth.json in the folder --out, is written after every model. With --minutes the
-command stops after that time, and goes on when it is given again. With --tiny every model takes
-a few steps, to see that all runs; such a record means nothing.
+`python -m benchmarks.vision` times the model next to its peers.
 """
 
 import copy
@@ -17,13 +11,18 @@ import nbformat
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from sklearn.linear_model import LogisticRegression
 
 from attnlib.data import digits, standardize
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
-from attnlib.train import adamw, epochs, learning_rate, write_record
-from benchmarks.runner import Runs, accuracy, experiment_parser
+from attnlib.train import adamw, epochs, learning_rate
+from benchmarks.runner import (
+    Commands,
+    Runs,
+    accuracy,
+    logistic_regression,
+    tune,
+)
 from tools.notebooks import NBS, code_of
 
 KINDS = {  # the class, and where the weights of the norms behind the branches begin
@@ -113,12 +112,10 @@ def transfer(trained, stretch):
 
 def logistic(data):
     """Test accuracy of scikit-learn's logistic regression, its C from the validation."""
-    (x, y), (x_valid, y_valid), (x_test, y_test) = (
+    train, valid, test = (
         (images.flatten(1).numpy(), labels.numpy()) for images, labels in data
     )
-    models = [LogisticRegression(C=c, max_iter=300).fit(x, y) for c in (1e-4, 1e-3, 1e-2)]
-    best = max(models, key=lambda model: model.score(x_valid, y_valid))
-    return {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
+    return logistic_regression(train, valid, test, strengths=(1e-4, 1e-3, 1e-2), max_iter=300)
 
 
 class Growth(Runs):
@@ -143,16 +140,30 @@ class Growth(Runs):
 
     def tuned(self, kind, rates, seeds):
         """All rates with the first seed, all seeds with the rate that was best there."""
-        tried = [self.run(kind, lr, seeds[0]) for lr in rates]
-        best = max(tried, key=lambda run: run["looks"][-1]["valid"])["lr"]
-        for seed in seeds:
-            self.run(kind, best, seed)
+        best, _ = tune(
+            lambda lr, seed: self.run(kind, lr, seed),
+            rates=rates,
+            seeds=seeds,
+            score=lambda run: run["looks"][-1]["valid"],
+        )
         self.record["best"][kind] = best
-        write_record(self.path, self.record)
+        self.write()
 
 
-def main():
-    arguments = experiment_parser(__doc__).parse_args()
+def growth(arguments):
+    """Measure how the residual stream grows, and transfer to other windows.
+
+    Small models learn the digits at 24 by 24 pixels: V1, V2 with norms that begin at 0 as in
+    the published code, and V2 with norms that begin at 1. Each gets its learning rate from 300
+    validation images and then three seeds. On the way the size of the stream is taken after
+    every block; in the end the model is tried with other windows and sizes of images on the
+    test images. The measuring functions are cells of the chapter's notebook, run here as they
+    stand.
+
+    The record, growth.json in the folder --out, is written after every model. With --minutes
+    the command stops after that time, and goes on when it is given again. With --tiny every
+    model takes a few steps, to see that all runs; such a record means nothing.
+    """
     looks, rates, seeds = (
         ((0, 2), RATES[:1], (0,)) if arguments.tiny else (LOOKS, RATES, (0, 1, 2))
     )
@@ -164,6 +175,12 @@ def main():
             bench.tuned(kind, rates, seeds)
 
     bench.work(go)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    commands.experiment("growth", growth)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

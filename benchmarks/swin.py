@@ -1,22 +1,8 @@
-"""Which digit does each pixel belong to? `python -m benchmarks.dense --out FOLDER`.
+"""What was run for 32_swin: `python -m benchmarks.swin COMMAND --out FOLDER`.
 
-Semantic segmentation of collages (`attnlib.data.collages`) of 48 × 48 pixels: eleven classes,
-the ground and ten digits. Small backbones of about 0.32 million parameters are trained from
-scratch with the same plain head: a linear layer on each of the maps, brought to the finest
-map's size and added (which is the same as to concatenate the maps and apply one linear layer),
-then enlarged to the image. They are a Swin Transformer, the same one without shifts, a ViT
-with larger patches, and timm's ConvNeXt.
+    dense  train backbones to name the digit under each pixel
 
-For each network three learning rates are tried with one seed; the one with the best score on
-validation images gets two more seeds. (With --times 4 all runs are four times as long.) The
-score is the IoU of ink, any digit against the ground; the mean IoU of the classes is recorded
-as well. Validation images show the digits and photographs of the training images in other
-collages; test images show other digits on other parts of the photographs.
-
-The record, FOLDER/dense.json, has the curves of each run on test images, with the seconds of
-training so far (of the process). It is written after every run. With --minutes the command
-begins no run after that time, and goes on when it is given again. With --tiny the runs take a
-few steps, to see that all works; such a record means nothing.
+`python -m benchmarks.vision` times the model next to its peers.
 """
 
 import itertools
@@ -31,7 +17,7 @@ from attnlib.data import collages
 from attnlib.swin import SwinTransformer
 from attnlib.train import epochs, fit
 from attnlib.vit import VisionTransformer
-from benchmarks.runner import Runs, experiment_parser
+from benchmarks.runner import Commands, Runs
 from tools import torchvision_ops  # noqa: F401  before timm imports torchvision
 
 SIZE, CLASSES, BATCH = 48, 11, 32
@@ -40,8 +26,6 @@ GROUND = 0.3  # weight of the ground in the loss: nine pixels of ten show it
 
 
 # --- the contestants --------------------------------------------------------------------------
-
-
 class Segmenter(nn.Module):
     """Logits (B, 11, H, W) for every pixel from the maps of a backbone."""
 
@@ -108,8 +92,6 @@ CONTESTANTS = {
 
 
 # --- images and scores ------------------------------------------------------------------------
-
-
 def parts(counts=(4096, 400, 500)):
     """Images from -1 to 1 and masks: training, validation and test."""
     found = [
@@ -207,11 +189,27 @@ class Segmentation(Runs):
         return self.once(dict(model=name, lr=lr, seed=seed, of=steps), make)
 
 
-def main():
-    parser, names = experiment_parser(__doc__), list(CONTESTANTS)
-    parser.add_argument("--models", nargs="+", default=names, choices=names)
-    parser.add_argument("--times", type=int, default=1, help="so many times the steps")
-    arguments = parser.parse_args()
+def dense(arguments):
+    """Train backbones to name the digit under each pixel.
+
+    Semantic segmentation of collages (`attnlib.data.collages`) of 48 × 48 pixels: eleven
+    classes, the ground and ten digits. Small backbones of about 0.32 million parameters are
+    trained from scratch with the same plain head: a linear layer on each of the maps, brought
+    to the finest map's size and added (which is the same as to concatenate the maps and apply
+    one linear layer), then enlarged to the image. They are a Swin Transformer, the same one
+    without shifts, a ViT with larger patches, and timm's ConvNeXt.
+
+    For each network three learning rates are tried with one seed; the one with the best score
+    on validation images gets two more seeds. (With --times 4 all runs are four times as long.)
+    The score is the IoU of ink, any digit against the ground; the mean IoU of the classes is
+    recorded as well. Validation images show the digits and photographs of the training images
+    in other collages; test images show other digits on other parts of the photographs.
+
+    The record, FOLDER/dense.json, has the curves of each run on test images, with the seconds
+    of training so far (of the process). It is written after every run. With --minutes the
+    command begins no run after that time, and goes on when it is given again. With --tiny the
+    runs take a few steps, to see that all works; such a record means nothing.
+    """
     steps, rates, seeds, counts = arguments.times * STEPS, RATES, (0, 1, 2), (4096, 400, 500)
     if arguments.tiny:
         steps, rates, seeds, counts = 2, RATES[:1], (0, 1), (64, 8, 8)
@@ -227,6 +225,15 @@ def main():
             bench.run(name, best[name], seed, steps, every)
 
     bench.work(go)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    names = list(CONTESTANTS)
+    parser = commands.experiment("dense", dense)
+    parser.add_argument("--models", nargs="+", default=names, choices=names)
+    parser.add_argument("--times", type=int, default=1, help="factor of the number of steps")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":
