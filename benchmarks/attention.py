@@ -1,7 +1,9 @@
 """What was run for 10_attention: `python -m benchmarks.attention COMMAND --out FOLDER`.
 
-speed        time the attention backends side by side
-association  compare attention, a convolution, and a network of pairs at finding partners
+    speed        time the attention backends side by side
+    association  compare attention, a convolution, and a network of pairs at finding partners
+
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import functools
@@ -106,9 +108,13 @@ def speed(arguments):
 
 # --- who finds partners? ---------------------------------------------------------------------
 
-D, N, WIDTH = 8, 8, 64  # width of a token, tokens in a sequence, channels inside
+# width of a token, tokens in a sequence, channels inside
+D = 8
+N = 8
+WIDTH = 64
 RATES = (0.001, 0.003, 0.01)
-ODD, EVEN = torch.arange(1, N, 2), torch.arange(2, N, 2)
+ODD = torch.arange(1, N, 2)
+EVEN = torch.arange(2, N, 2)
 
 
 def vocabularies(orbits=4):
@@ -156,7 +162,8 @@ class Convolve(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.each, self.all = nn.Conv1d(D, WIDTH, 1), nn.Conv1d(WIDTH, 32, N)
+        self.each = nn.Conv1d(D, WIDTH, 1)
+        self.all = nn.Conv1d(WIDTH, 32, N)
 
     def forward(self, x):
         return self.all(self.each(x.mT).relu())[..., 0].relu()  # (B, N, D) -> (B, 32)
@@ -167,7 +174,8 @@ class Pair(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.both, self.then = nn.Linear(2 * D, WIDTH), nn.Linear(WIDTH, 32)
+        self.both = nn.Linear(2 * D, WIDTH)
+        self.then = nn.Linear(WIDTH, 32)
 
     def forward(self, x):
         pairs = torch.cat([x[:, :1].expand_as(x), x], -1)  # (B, N, 2 D)
@@ -191,7 +199,8 @@ def one_run(name, examples_seen, rate, seed, steps):
     torch.manual_seed(seed)
     model = nn.Sequential(CONTESTANTS[name](), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.Adam(model.parameters(), rate)
-    best, curve = -1.0, []
+    best = -1.0
+    curve = []
     for step in range(1, steps + 1):
         rows = torch.randint(examples_seen, (128,), generator=generator)
         loss = F.binary_cross_entropy_with_logits(model(x[rows])[:, 0], there[rows])
@@ -240,7 +249,9 @@ def association(arguments):
     seeds = (0, 1, 2)
     steps = 3000
     if arguments.tiny:
-        sizes, seeds, steps = (100,), (0,), 2
+        sizes = (100,)
+        seeds = (0,)
+        steps = 2
     path = arguments.out / "association.json"
     bench = Runs(path, arguments.minutes, steps=steps, rows=[], tuning=[])
 

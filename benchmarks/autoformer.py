@@ -50,11 +50,17 @@ from attnlib.vit import VisionTransformer
 from benchmarks import runner, timing
 from benchmarks.runner import Commands, Runs
 
-SEEDS, RATES, BATCH = (0, 1, 2), (2e-3, 4e-3, 8e-3), 64
+SEEDS = (0, 1, 2)
+RATES = (2e-3, 4e-3, 8e-3)
+BATCH = 64
 STEPS = {"uniform": 2000, "classical": 2000, "sandwich": 600}
 ALONE = 800  # steps of a network that is trained alone
-CLOUD, SPREAD, EQUAL = 60, 12, 12  # how many subnets are judged, and trained alone
-BUDGETS, SAME_SIZE = (15_000, 24_000, 50_000), (22_000, 24_000)
+# how many subnets are judged, and trained alone
+CLOUD = 60
+SPREAD = 12
+EQUAL = 12
+BUDGETS = (15_000, 24_000, 50_000)
+SAME_SIZE = (22_000, 24_000)
 EVOLUTION = dict(population=20, generations=5, parents=6, crossovers=7, mutations=7)
 PARTS = ("valid", "test")  # of the digits, on which networks are judged
 LOSSES = {"uniform": uniform_loss, "sandwich": sandwich_loss, "classical": uniform_loss}
@@ -63,10 +69,14 @@ LOSSES = {"uniform": uniform_loss, "sandwich": sandwich_loss, "classical": unifo
 # --- digits, scores ---------------------------------------------------------------------------
 def parts(tiny):
     """Digits at all places to train and to test, at three of them to validate."""
-    (x, y), (unseen, answers) = digits("train"), digits("test")
+    (x, y) = digits("train")
+    (unseen, answers) = digits("test")
     count = 20 if tiny else 300
     if tiny:
-        x, y, unseen, answers = x[:60], y[:60], unseen[:10], answers[:10]
+        x = x[:60]
+        y = y[:60]
+        unseen = unseen[:10]
+        answers = answers[:10]
     return {
         "train": at_places(x[count:], y[count:]),
         "valid": at_places(x[:count], y[:count], every=4),
@@ -127,8 +137,10 @@ class Look:
     """
 
     def __init__(self, data, subnets):
-        self.data, self.subnets = data, subnets
-        self.seconds, self.began = 0.0, time.process_time()
+        self.data = data
+        self.subnets = subnets
+        self.seconds = 0.0
+        self.began = time.process_time()
 
     def __call__(self, model):
         self.seconds += time.process_time() - self.began
@@ -148,10 +160,17 @@ class Supernets(Runs):
         super().__init__(
             path, minutes, runs=[], searches=[], everything=[], alone=[], inherited=[]
         )
-        self.tiny, self.part, self.shape = tiny, part, SCENES if part == "scenes" else {}
+        self.tiny = tiny
+        self.part = part
+        self.shape = SCENES if part == "scenes" else {}
         self.data = scene_parts(tiny) if part == "scenes" else parts(tiny)
         self.steps = dict.fromkeys(STEPS, 4) if tiny else STEPS
-        self.seeds, self.rates = (SEEDS[:1], RATES[:2]) if tiny else (SEEDS, RATES)
+        if tiny:
+            self.seeds = SEEDS[:1]
+            self.rates = RATES[:2]
+        else:
+            self.seeds = SEEDS
+            self.rates = RATES
         self.space = SUPERNET.space
         draws = [sample(self.space, seed) for seed in range(4000)]
         unlike = list(dict.fromkeys(draws))
@@ -242,7 +261,8 @@ class Supernets(Runs):
 
     def stored(self, kind, times=1):
         """The trained supernets of a kind, by their files: pairs of settings and model."""
-        rate, steps = self.before("supernets").best_rate(kind), times * self.steps[kind]
+        rate = self.before("supernets").best_rate(kind)
+        steps = times * self.steps[kind]
         for seed in self.seeds[: 1 if times > 1 else None]:
             path = self.checkpoint(f"{kind}-{seed}-{rate}-{steps}")
             model = self.new(kind)
@@ -308,7 +328,8 @@ class Supernets(Runs):
 
     def ranking(self):
         self.inherit("uniform")
-        rates, steps = self.alone_rates(), self.alone_steps()
+        rates = self.alone_rates()
+        steps = self.alone_steps()
         for group, subnets in self.groups.items():
             for s in subnets:
                 self.alone(s, 0, rates[s.embed_dim], steps, group)
@@ -317,7 +338,8 @@ class Supernets(Runs):
         """What the networks inherit elsewhere; the same with a second seed, some for longer."""
         self.inherit("sandwich")
         self.inherit("uniform", times=4)
-        rates, steps = self.before("ranking").alone_rates(), self.alone_steps()
+        rates = self.before("ranking").alone_rates()
+        steps = self.alone_steps()
         for seed, times, group in ((1, 1, "equal"), (0, 2, "spread"), (1, 1, "spread")):
             for s in self.groups[group]:
                 self.alone(s, seed, rates[s.embed_dim], times * steps, group)
@@ -350,7 +372,8 @@ class Supernets(Runs):
         options = dict(max_params=budget, seed=seed)
         small = dict(population=6, generations=2, parents=2, crossovers=2, mutations=2)
         evolution = small if self.tiny else EVOLUTION
-        what, evaluations = dict(supernet=supernet, budget=budget, seed=seed), 0
+        what = dict(supernet=supernet, budget=budget, seed=seed)
+        evaluations = 0
         for method in ("evolution", "random"):
 
             def make(method=method, evaluations=evaluations):
@@ -379,11 +402,13 @@ class Supernets(Runs):
 
     def retrain(self):
         """What evolution found of the size of the second group, trained alone."""
-        rates, budget = self.before("ranking").alone_rates(), SAME_SIZE[1]
+        rates = self.before("ranking").alone_rates()
+        budget = SAME_SIZE[1]
         for supernet in self.seeds:
             what = dict(method="evolution", supernet=supernet, budget=budget, seed=0)
             (row,) = (row for row in self.record["searches"] if what.items() <= row.items())
-            subnet, group = read(row["subnet"]), f"evolution {supernet} {budget}"
+            subnet = read(row["subnet"])
+            group = f"evolution {supernet} {budget}"
             self.alone(subnet, 0, rates[subnet.embed_dim], self.alone_steps(), group)
 
 
@@ -392,14 +417,28 @@ def longer(folder, tiny, data="digits"):
     if data == "digits":
         train, test = (at_places(*digits(part)) for part in ("train", "test"))
         torch.manual_seed(0)
-        model, augment, steps = small_supernet(), lambda x: x, 20_000
+        model = small_supernet()
+
+        def augment(images):
+            return images
+
+        steps = 20_000
     else:
         train, test = small_images(data)
         space = Space((128, 192, 256), (6, 8, 10), (2, 3, 4), (2, 3, 4))
         shape = dict(img_size=32, patch_size=4, num_classes=10)
         torch.manual_seed(0)
-        model, augment, steps = SuperTransformer(space, **shape), crop_and_flip, 40_000
-    steps, batch, count = (2, 4, 2) if tiny else (steps, 256, 100)
+        model = SuperTransformer(space, **shape)
+        augment = crop_and_flip
+        steps = 40_000
+    if tiny:
+        steps = 2
+        batch = 4
+        count = 2
+    else:
+        steps = steps
+        batch = 256
+        count = 100
     test = tuple(x[:20] for x in test) if tiny else test
     history = fit(
         model,
@@ -451,7 +490,8 @@ def bare(attn, x, _=None):
 def forward_calls(tiny, device):
     model = supernet(tiny).to(device).eval()
     subnet = Subnet(192, (3,) * 12, (4,) * 12)
-    fixed, size = extract(model, subnet).eval(), model.patch_embed.img_size
+    fixed = extract(model, subnet).eval()
+    size = model.patch_embed.img_size
     without = extract(model, subnet).eval()
     for block in without.blocks:
         block.attn.forward = partial(bare, block.attn)
@@ -519,7 +559,7 @@ def speed(arguments):
 
     Contestants take turns; a row has the ratio to the last named of its group. On a CPU one
     thread is used, and its own time counts, without that of other programs. The record is
-    FOLDER/autoformer_speed_DEVICE.json; with --tiny its numbers mean nothing.
+    FOLDER/autoformer_speed_DEVICE.json.
     """
     device = arguments.device
     torch.set_num_threads(1)

@@ -50,8 +50,15 @@ from benchmarks.timing import ratio, take_turns
 
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=4, num_heads=4)
 SCALE = dict(init_values=0.1)  # LayerScale
-VOCABULARY, HIDDEN, SMALLEST = 64, 6, 2  # tokens; hidden patches, and of the smallest block
-LONG, SHORT, TUNING, TOKENIZING = 2800, 1000, 600, 600  # steps
+# tokens; hidden patches, and of the smallest block
+VOCABULARY = 64
+HIDDEN = 6
+SMALLEST = 2
+# steps
+LONG = 2800
+SHORT = 1000
+TUNING = 600
+TOKENIZING = 600
 RATES = 2e-3, 4e-3, 8e-3, 1.6e-2  # of pre-training
 TOKENIZERS = {  # what differs: the start of the codes, the weight of the divergence
     "VQ": dict(kmeans_steps=10),
@@ -90,7 +97,8 @@ def vq(kmeans_steps=10):
 
 
 def vq_loss(model, batch):
-    x, target = batch[0], batch[-1]
+    x = batch[0]
+    target = batch[-1]
     found, _, commitment = model(x)
     return len(x) * (F.mse_loss(found, target) + commitment), len(x)
 
@@ -109,10 +117,17 @@ class Tokens(Runs):
         super().__init__(
             path, minutes, runs=[], tokenizers=[], rates=[], probes=[], tuning=[], pace=[]
         )
-        self.parts, self.tiny, self.kept = digit_parts(), tiny, {}
+        self.parts = digit_parts()
+        self.tiny = tiny
+        self.kept = {}
         if tiny:
             self.parts = {name: (x[:100], y[:100]) for name, (x, y) in self.parts.items()}
-        self.long, self.short = (4, 3) if tiny else (LONG, SHORT)
+        if tiny:
+            self.long = 4
+            self.short = 3
+        else:
+            self.long = LONG
+            self.short = SHORT
         self.seeds = (0,) if tiny else SEEDS
         self.masks = {kind: masks(kind) for kind in ("blocks", "random")}
 
@@ -130,9 +145,11 @@ class Tokens(Runs):
 
     def trained_tokenizer(self, name, seed):
         torch.manual_seed(seed)
-        x, steps = self.parts["train"][0], 3 if self.tiny else TOKENIZING
+        x = self.parts["train"][0]
+        steps = 3 if self.tiny else TOKENIZING
         if name.startswith("dVAE"):
-            model, beta = DiscreteVAE(VOCABULARY, 1, 2, 32), TOKENIZERS[name]["beta"]
+            model = DiscreteVAE(VOCABULARY, 1, 2, 32)
+            beta = TOKENIZERS[name]["beta"]
 
             def loss_fn(model, batch, *, step):
                 tau = 0.3 ** (step / steps)  # the temperature falls from 1 to 0.3
@@ -146,9 +163,12 @@ class Tokens(Runs):
                 VectorQuantizer(VOCABULARY, 8),
                 nn.Sequential(nn.Conv2d(8, 64, 1), nn.GELU(), nn.Conv2d(64, 64, 1)),
             )
-            loss_fn, tensors = teacher_loss, (x, teacher(x))
+            loss_fn = teacher_loss
+            tensors = (x, teacher(x))
         else:
-            model, loss_fn, tensors = vq(**TOKENIZERS[name]), vq_loss, (x,)
+            model = vq(**TOKENIZERS[name])
+            loss_fn = vq_loss
+            tensors = (x,)
         batches = self.batches(seed, *tensors)
         _, seconds = self.train(model, loss_fn, batches, steps, 3e-3, seed, weight_decay=0.0)
         return model.eval(), seconds
@@ -226,11 +246,13 @@ class Tokens(Runs):
     @torch.no_grad()
     def guessed(self, model, name, tokens, draws=4):
         """Masked accuracy and cross-entropy, over the same masks by blocks for every model."""
-        x, pool = self.parts[name][0], masks("blocks", seed=1)
+        x = self.parts[name][0]
+        pool = masks("blocks", seed=1)
         total = right = count = 0
         for draw in range(draws):
             mask = pool[draw * len(x) : (draw + 1) * len(x)]
-            logits, wanted = model(x, mask), tokens[mask]
+            logits = model(x, mask)
+            wanted = tokens[mask]
             total += F.cross_entropy(logits, wanted, reduction="sum").item()
             right += (logits.argmax(-1) == wanted).sum().item()
             count += len(wanted)
@@ -250,7 +272,8 @@ class Tokens(Runs):
     def pretrained(self, variant, seed, steps, lr):
         """Pre-train; returns the model and what is recorded of it."""
         name, kind = VARIANTS[variant]
-        tokenizer, pool = self.tokenizer(name, seed), self.masks[kind]
+        tokenizer = self.tokenizer(name, seed)
+        pool = self.masks[kind]
         with torch.no_grad():
             tokens = {part: tokenizer.tokens(x) for part, (x, _) in self.parts.items()}
         torch.manual_seed(seed)
@@ -343,7 +366,8 @@ class Tokens(Runs):
 
     def pace(self):
         """Milliseconds of a training step of the tokenizer, of BEiT and of the autoencoder."""
-        x, steps = self.parts["train"][0], 1 if self.tiny else 10
+        x = self.parts["train"][0]
+        steps = 1 if self.tiny else 10
         model = BeitForMaskedImageModeling(**SHAPE, **SCALE, vocab_size=VOCABULARY)
         wanted = torch.randint(VOCABULARY, (len(x), 4, 4))
         both = self.batches(0, x, wanted, self.masks["blocks"][: len(x)])

@@ -9,6 +9,7 @@ further job begins after so many, and the command goes on when it is given again
 what the caches hold.
 """
 
+import argparse
 import itertools
 import multiprocessing
 import os
@@ -49,7 +50,8 @@ def windows_call(device, name, stage, shifted, kind, batch, options):
 
 def model_call(device, name, library, kind, batch, options):
     found = vision.peers(name, **options)
-    size, dtype = vision.image_size(found[timing.OURS]), torch.bfloat16
+    size = vision.image_size(found[timing.OURS])
+    dtype = torch.bfloat16
     model = found["timm" if library == "timm" else timing.OURS].to(device)
     images = itertools.repeat(torch.randn(batch, 3, size, size, device=device))
     if kind == "forward":
@@ -153,7 +155,9 @@ def run(pool, waiting, workers, total, minutes):
 
     A job that needs more than that runs alone. What does not compile is printed.
     """
-    waiting, running, end = list(waiting), {}, time.monotonic() + 60 * minutes
+    waiting = list(waiting)
+    running = {}
+    end = time.monotonic() + 60 * minutes
     while running or waiting and time.monotonic() < end:
         taken = sum(job.memory for job in running.values())
         fits = [job for job in waiting if taken + job.memory <= total]
@@ -181,13 +185,17 @@ def memory_of(device, workers):
 
 
 def main():
-    parser = runner.timing_parser(__doc__, repeats=1)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    runner.add_timing_options(parser, repeats=1)
     parser.add_argument("--workers", type=int, help="processes; 14 for kernels, 6 for models")
     parser.add_argument("--group", choices=WORKERS, default="kernels")
     arguments = parser.parse_args()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in each process
     workers = arguments.workers or min(WORKERS[arguments.group], os.cpu_count())
-    some, began = jobs(arguments.device, arguments.tiny)[arguments.group], time.monotonic()
+    some = jobs(arguments.device, arguments.tiny)[arguments.group]
+    began = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         total = memory_of(arguments.device, workers)

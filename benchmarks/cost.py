@@ -1,6 +1,8 @@
 """What was run for 50_cost: `python -m benchmarks.cost COMMAND --out FOLDER`.
 
-roofline  measure the three numbers of this machine
+    roofline  measure the three numbers of this machine
+
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import re
@@ -23,11 +25,15 @@ def sheet(device):
 
 def measure(dtype, arguments, left_out):
     """The row of a dtype."""
-    sizes, megabytes = (
-        ((4096, 8192), (1024, 4096)) if arguments.device == "cuda" else ((1024,), (128,))
-    )
+    if arguments.device == "cuda":
+        sizes = (4096, 8192)
+        megabytes = (1024, 4096)
+    else:
+        sizes = (1024,)
+        megabytes = (128,)
     if arguments.tiny:
-        sizes, megabytes = (32,), (0.1,)
+        sizes = (32,)
+        megabytes = (0.1,)
     shapes = [(size, size, size) for size in sizes]
     probes = roofline_probes(
         arguments.device, DTYPES[dtype], shapes=shapes, megabytes=megabytes

@@ -1,6 +1,8 @@
 """What was run for 22_decoding: `python -m benchmarks.decoding COMMAND --out FOLDER`.
 
-search  measure what a better search gains
+    search  measure what a better search gains
+
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import itertools
@@ -32,7 +34,8 @@ def searched(model, src, beam_size, length_penalty=0.0, rows=4096):
     for part in lengths.argsort(stable=True).split(max(1, rows // beam_size)):
         own = src[part, : lengths[part].max()]
         found, score = beam_search(model, own, LIMIT, beam_size, length_penalty=length_penalty)
-        tokens[part, : found.shape[1]], scores[part] = found, score
+        tokens[part, : found.shape[1]] = found
+        scores[part] = score
     return tokens, scores
 
 
@@ -41,7 +44,8 @@ def proved(model, src, sizes):
 
     K beams prove a sentence whose probability is above 1 / (K + 1). Zero: none of `sizes` did.
     """
-    tokens, beams = torch.zeros(len(src), LIMIT, dtype=torch.int64), torch.zeros(len(src))
+    tokens = torch.zeros(len(src), LIMIT, dtype=torch.int64)
+    beams = torch.zeros(len(src))
     left = torch.arange(len(src))
     for k in sizes:
         if len(left):
@@ -65,8 +69,10 @@ class Numbers:
     """Some numbers of a part, their sources, and what is right."""
 
     def __init__(self, tokenizer, part, count):
-        self.tokenizer, self.numbers = tokenizer, part["numbers"][:count]
-        self.src, self.tgt = part["src"][:count], part["tgt"][:count, 1:]
+        self.tokenizer = tokenizer
+        self.numbers = part["numbers"][:count]
+        self.src = part["src"][:count]
+        self.tgt = part["tgt"][:count, 1:]
         self.names = number_words(self.numbers, "de")
 
     def right(self, tokens):
@@ -76,7 +82,8 @@ class Numbers:
 
 def counts(model, test, tokens, scores, plain, length_penalty=0.0):
     """One row of the record: how many are right, and how that differs from greedy decoding."""
-    right, before = test.right(tokens), test.right(plain)
+    right = test.right(tokens)
+    before = test.right(plain)
     length = (test.tgt != 0).sum(1)
     wanted = token_log_probs(model, test.src, test.tgt).sum(1) / length**length_penalty
     return {
@@ -129,7 +136,9 @@ def search_run(seed, steps, tokenizer, parts, size):
         right = valid.right(searched(model, valid.src, k, alpha)[0])
         grid.append({"beams": k, "penalty": alpha, "right": int(right.sum())})
     chosen = max(grid, key=lambda row: (row["right"], -row["beams"], -row["penalty"]))
-    plain, rows, outputs = searched(model, test.src, 1)[0], [], {}
+    plain = searched(model, test.src, 1)[0]
+    rows = []
+    outputs = {}
     cases = [(0.0, k) for k in size["beams"]] + [(chosen["penalty"], chosen["beams"])]
     for alpha, k in dict.fromkeys(cases):
         tokens, scores = searched(model, test.src, k, alpha)
@@ -162,8 +171,7 @@ def search(arguments):
     probable.
 
     The record is FOLDER/decoding.json. What an older record there has of other seeds stays, so
-    the runs can be made one at a time. With --tiny all of it runs in seconds, to see that it
-    works.
+    the runs can be made one at a time.
     """
     size = TINY if arguments.tiny else FULL
     tokenizer, parts = recipes.number_pairs()

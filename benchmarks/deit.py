@@ -1,6 +1,8 @@
 """What was run for 31_deit: `python -m benchmarks.deit COMMAND --out FOLDER`.
 
-distillation  train small transformers with and without a teacher
+    distillation  train small transformers with and without a teacher
+
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import functools
@@ -22,7 +24,8 @@ RATES = (1e-3, 3e-3, 1e-2)
 STUDENT = dict(
     img_size=8, patch_size=4, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=4
 )
-hard, soft = hard_distillation_loss, soft_distillation_loss
+hard = hard_distillation_loss
+soft = soft_distillation_loss
 STUDENTS = {  # the model, its loss, and whether it sees pictures without labels
     "alone": (VisionTransformer, None, False),
     "hard, one token": (VisionTransformer, hard, False),
@@ -42,8 +45,10 @@ STUDENTS = {  # the model, its loss, and whether it sees pictures without labels
 
 def parts(seed):
     """Labelled pictures, those for validation and test, and pictures without labels."""
-    (x, y), (unseen, answers) = digits("train", seed=seed), digits("test", seed=seed)
-    x, unseen = 4 * x - 2, 4 * unseen - 2
+    (x, y) = digits("train", seed=seed)
+    (unseen, answers) = digits("test", seed=seed)
+    x = 4 * x - 2
+    unseen = 4 * unseen - 2
     pictures = torch.cat([x[:200], x[400:]])
     nothing = torch.zeros(len(pictures), dtype=torch.int64)  # labels of weight 0
     return (x[:200], y[:200]), (x[200:400], y[200:400]), (unseen, answers), (pictures, nothing)
@@ -57,7 +62,8 @@ def two_heads(model, test):
     """Accuracy and cross-entropy of each head and of their average, and the tokens' cosines."""
     images, labels = test
     tokens = model.forward_features(images)
-    a, b = model.head(tokens[:, 0]), model.head_dist(tokens[:, 1])
+    a = model.head(tokens[:, 0])
+    b = model.head_dist(tokens[:, 1])
     after = model.forward_intermediates(
         images, intermediates_only=True, return_prefix_tokens=True
     )
@@ -82,7 +88,8 @@ class Students(Runs):
 
     def __init__(self, path, minutes, steps):
         super().__init__(path, minutes, steps=steps, best={})
-        self.steps, self.teachers = steps, {}
+        self.steps = steps
+        self.teachers = {}
 
     def train(self, name, lr, seed):
         """A model, and what is recorded of it."""
@@ -93,10 +100,12 @@ class Students(Runs):
         )
         torch.manual_seed(seed)
         if name == "teacher":
-            model, loss = small_convnet(1, 10, (24, 48)), None
+            model = small_convnet(1, 10, (24, 48))
+            loss = None
         else:
             make, loss, without_labels = STUDENTS[name]
-            model, seen = make(**STUDENT), unlabeled if without_labels else seen
+            model = make(**STUDENT)
+            seen = unlabeled if without_labels else seen
         if loss is None:
             history = train_classifier(model, seen, valid, **options)
         else:
@@ -109,7 +118,8 @@ class Students(Runs):
                 found["heads"] = two_heads(model, test)
             if name == "teacher":
                 torch.manual_seed(seed)
-                images, labels = seen[0].repeat(5, 1, 1, 1), seen[1].repeat(5)
+                images = seen[0].repeat(5, 1, 1, 1)
+                labels = seen[1].repeat(5)
                 found["own images"] = share(model(seen[0]), seen[1])
                 found["own images, noisy"] = share(model(noisy(images)), labels)
         return model, found
@@ -153,11 +163,16 @@ def distillation(arguments):
     Transformers with one token or two. Two of them see no label at all, but 1,237 pictures with
     the teacher's answers. Noise is added to every batch.
 
-    The record, distillation.json, is written after every model. With --minutes the command
-    stops after that time, and goes on when it is given again. With --tiny every model takes a
-    few steps, to see that all runs; such a record means nothing.
+    The record, distillation.json, is written after every model.
     """
-    steps, rates, seeds = (2, RATES[:1], (0,)) if arguments.tiny else (600, RATES, (0, 1, 2))
+    if arguments.tiny:
+        steps = 2
+        rates = RATES[:1]
+        seeds = (0,)
+    else:
+        steps = 600
+        rates = RATES
+        seeds = (0, 1, 2)
     bench = Students(arguments.out / "distillation.json", arguments.minutes, steps)
     bench.record["logistic regression"] = [logistic(seed) for seed in seeds]
 

@@ -61,10 +61,13 @@ from benchmarks import runner, timing
 from benchmarks.runner import Commands, Runs
 from benchmarks.timing import OPTIMIZED, OURS
 
-SIZE, BATCH, SEEDS = 48, 16, (0, 1, 2)
+SIZE = 48
+BATCH = 16
+SEEDS = (0, 1, 2)
 CLASSES = {"shapes": 4, "digits": 10}
 COUNTS = {"train": 4000, "valid": 300, "test": 400}
-LOOKS, PRETRAINING = 12, 900
+LOOKS = 12
+PRETRAINING = 900
 
 
 class RecordedBoxQueryDETR(BoxQueryDETR):
@@ -116,12 +119,14 @@ def average_precision(found, scenes, any_class=False):
     from pycocotools.coco import COCO  # which not every machine has
     from pycocotools.cocoeval import COCOeval
 
-    truth, results = {"images": [], "annotations": [], "categories": []}, []
+    truth = {"images": [], "annotations": [], "categories": []}
+    results = []
     for i, (kind, box, one) in enumerate(zip(scenes["kind"], scenes["box"], found)):
         truth["images"].append({"id": i})
         for label, (x0, y0, x1, y1) in zip(kind.tolist(), box.tolist()):
             if label >= 0:
-                width, height = x1 - x0, y1 - y0
+                width = x1 - x0
+                height = y1 - y0
                 truth["annotations"].append(
                     {"id": len(truth["annotations"]) + 1, "image_id": i, "iscrowd": 0}
                     | {"category_id": 1 if any_class else label + 1}
@@ -143,7 +148,9 @@ def average_precision(found, scenes, any_class=False):
         if not results:
             return {"ap": 0.0, "ap50": 0.0}
         score = COCOeval(coco, coco.loadRes(results), "bbox")
-        score.params.areaRng, score.params.areaRngLbl = [[0, 1e10]], ["all"]  # of any size
+        # of any size
+        score.params.areaRng = [[0, 1e10]]
+        score.params.areaRngLbl = ["all"]
         score.params.maxDets = [100]
         score.evaluate(), score.accumulate()
     precision = score.eval["precision"]  # (thresholds, recalls, classes, 1, 1), -1 if unknown
@@ -154,7 +161,8 @@ def average_precision(found, scenes, any_class=False):
 @torch.no_grad()
 def detections(model, images):
     """What `postprocess` gives for images from 0 to 1."""
-    device, found = next(model.parameters()).device, []
+    device = next(model.parameters()).device
+    found = []
     for x in images.split(100):
         sizes = torch.full((len(x), 2), images.shape[-1])
         found += postprocess(model.eval()(pixels(x.to(device))), sizes)
@@ -187,7 +195,8 @@ def crops(scenes, width=32, seed=0):
     jitter = 8 * torch.rand(len(box), 2, generator=generator) - 4
     corner = ((box[:, :2] + box[:, 2:] - width) / 2 + jitter).round()
     x, y = corner.clamp(0, SIZE - width).long().T[..., None, None]  # (n, 1, 1) each
-    step, image = torch.arange(width), torch.arange(len(box))[:, None, None]
+    step = torch.arange(width)
+    image = torch.arange(len(box))[:, None, None]
     pieces = scenes["image"].permute(0, 2, 3, 1)[image, y + step[:, None], x + step]
     return pieces.permute(0, 3, 1, 2).contiguous()  # (n, w, w, 3) -> (n, 3, w, w)
 
@@ -213,7 +222,8 @@ def pretrained(kinds, seed, counts, steps):
     ]
     (x, y), (unseen, answers) = ((pixels(crops(some)), some["kind"][:, 0]) for some in data)
     torch.manual_seed(seed)
-    model, began = Classifier(CLASSES[kinds]), time.process_time()
+    model = Classifier(CLASSES[kinds])
+    began = time.process_time()
     fit(
         model,
         lambda model, batch: (
@@ -235,7 +245,8 @@ def pretrained(kinds, seed, counts, steps):
 
 def loss_function(num_classes, copies):
     """The loss of a batch of images, kinds and boxes, for `fit`."""
-    matched, restored = SetLoss(num_classes), SetLoss(num_classes, matcher=InOrder())
+    matched = SetLoss(num_classes)
+    restored = SetLoss(num_classes, matcher=InOrder())
 
     def loss(model, batch):
         images, kind, box = batch
@@ -254,9 +265,12 @@ class Look:
     """What a run's history records, and the seconds spent on the way, looks left out."""
 
     def __init__(self, scenes):
-        self.scenes, self.seconds, self.began = scenes, 0.0, time.process_time()
+        self.scenes = scenes
+        self.seconds = 0.0
+        self.began = time.process_time()
         self.few = {key: x[:150] for key, x in scenes["valid"].items()}
-        self.matcher, self.before = SetLoss(1).matcher, None
+        self.matcher = SetLoss(1).matcher
+        self.before = None
 
     def __call__(self, model):
         self.seconds += time.process_time() - self.began
@@ -266,7 +280,8 @@ class Look:
         changed = {}
         if self.before is not None:
             changed["changed"] = round((query != self.before).float().mean().item(), 4)
-        self.before, self.began = query, time.process_time()
+        self.before = query
+        self.began = time.process_time()
         layers = {f"entropy{i}": entropy for i, entropy in enumerate(entropies)}
         return {"seconds": round(self.seconds, 1), **scores, **changed, **layers}
 
@@ -308,12 +323,14 @@ def bright_detector(scenes, threshold):
         found = []
         for image in images:
             boxes = bright_parts(image, threshold)
-            labels, scores = np.zeros(0, int), np.zeros(0)
+            labels = np.zeros(0, int)
+            scores = np.zeros(0)
             if len(boxes):
                 margin = machine.decision_function(
                     np.stack([stamp(image, box) for box in boxes])
                 )
-                labels, scores = machine.classes_[margin.argmax(1)], margin.max(1)
+                labels = machine.classes_[margin.argmax(1)]
+                scores = margin.max(1)
             found.append(
                 dict(
                     scores=torch.tensor(scores),
@@ -332,10 +349,12 @@ class Detectors(Runs):
 
     def __init__(self, path, minutes, tiny, part):
         super().__init__(path, minutes, runs=[], pretraining=[], baseline=[])
-        self.part, self.tiny = part, tiny
+        self.part = part
+        self.tiny = tiny
         self.kinds, self.variants, self.rates, self.steps = PARTS[part]
         if tiny:
-            self.rates, self.steps = self.rates[:1], 3
+            self.rates = self.rates[:1]
+            self.steps = 3
         self.scenes = parts(self.kinds, dict.fromkeys(COUNTS, 24) if tiny else COUNTS)
 
     def checkpoint(self, name):
@@ -400,7 +419,8 @@ class Detectors(Runs):
     def baseline(self):
         """Bright parts; the threshold is chosen on validation scenes."""
         few = {key: x[:2000] for key, x in self.scenes["train"].items()}
-        valid, test = self.scenes["valid"], self.scenes["test"]
+        valid = self.scenes["valid"]
+        test = self.scenes["test"]
 
         def make():
             tried = {}
@@ -440,9 +460,11 @@ class Detectors(Runs):
 def longer(folder, tiny):
     """Anchors and denoising on digits for long; for a GPU (see `benchmarks.runs`)."""
     counts = dict.fromkeys(COUNTS, 24) if tiny else COUNTS | {"train": 20_000}
-    scenes, steps = parts("digits", counts), 2 if tiny else 6000
+    scenes = parts("digits", counts)
+    steps = 2 if tiny else 6000
     torch.manual_seed(0)
-    model, train = small_detr(CLASSES["digits"], RecordedBoxQueryDETR, 20), scenes["train"]
+    model = small_detr(CLASSES["digits"], RecordedBoxQueryDETR, 20)
+    train = scenes["train"]
     history = fit(
         model,
         loss_function(CLASSES["digits"], copies=3),
@@ -462,7 +484,8 @@ def longer(folder, tiny):
 
 def scaled_size(width, height, shorter=800, longer=1333):
     """Height and width with these limits, rounded as by the authors."""
-    low, high = min(width, height), max(width, height)
+    low = min(width, height)
+    high = max(width, height)
     if high / low * shorter > longer:
         shorter = round(longer * low / high)
     if width < height:
@@ -489,7 +512,8 @@ def read_truth(folder):
 @torch.no_grad()
 def coco_results(model, folder, truth, images, device="cpu", shorter=800):
     """What a model finds in pictures, in COCO's format of results."""
-    model, found = model.eval().to(device), []
+    model = model.eval().to(device)
+    found = []
     for number in images:
         (entry,) = truth.loadImgs([number])
         picture = Image.open(Path(folder) / "val2017" / entry["file_name"])
@@ -555,7 +579,14 @@ def pair(tiny, auxiliary):
     """Ours and theirs, with the same weights, both without dropout."""
     import transformers  # which not every machine has
 
-    backbone, width, layers = ("resnet18", 32, 1) if tiny else ("resnet50", 256, 6)
+    if tiny:
+        backbone = "resnet18"
+        width = 32
+        layers = 1
+    else:
+        backbone = "resnet50"
+        width = 256
+        layers = 6
     options = dict(num_labels=91, auxiliary_loss=auxiliary, dropout=0.0)
     config = peer_config(backbone, width, layers, **options)
     torch.manual_seed(0)
@@ -589,7 +620,8 @@ def forward_calls(tiny, x, left_out):
 
 def step_calls(tiny, x):
     ours, theirs = (model.train().to(x) for model in pair(tiny, auxiliary=True))
-    wanted, loss = targets(7, x.device), SetLoss(91)
+    wanted = targets(7, x.device)
+    loss = SetLoss(91)
     labels = [dict(class_labels=t["labels"], boxes=t["boxes"]) for t in wanted]
 
     def step():
@@ -651,7 +683,8 @@ def speed(arguments):
     counts, without that of other programs. The record is FOLDER/detr_speed_DEVICE.json; with
     --tiny its numbers mean nothing.
     """
-    device, size = arguments.device, (64, 96) if arguments.tiny else (480, 640)
+    device = arguments.device
+    size = (64, 96) if arguments.tiny else (480, 640)
     torch.set_num_threads(1)
     clock = time.process_time if device == "cpu" else time.perf_counter
     x = torch.randn(1, 3, *size, device=device)

@@ -31,7 +31,8 @@ from benchmarks.gpt import text_run, texts, train
 from benchmarks.runner import Commands, start
 from benchmarks.tnt import pixels
 
-SEEDS, RATES = (0, 1, 2), (1e-3, 3e-3, 1e-2)
+SEEDS = (0, 1, 2)
+RATES = (1e-3, 3e-3, 1e-2)
 
 
 def swapped(method):
@@ -49,7 +50,8 @@ def seeded(seed):
 
 
 # --- decoders ---------------------------------------------------------------------------------
-WINDOW, GLOBAL = 8, 2
+WINDOW = 8
+GLOBAL = 2
 
 
 def delta(q, k, v):
@@ -87,7 +89,8 @@ class ShiftedEmbedding(nn.Module):
 
     def __init__(self, vocab_size, width):
         super().__init__()
-        self.own, self.before = nn.Embedding(vocab_size, width), nn.Linear(width, width, False)
+        self.own = nn.Embedding(vocab_size, width)
+        self.before = nn.Linear(width, width, False)
 
     def forward(self, tokens):
         x = self.own(tokens)  # (B, N, C)
@@ -97,7 +100,8 @@ class ShiftedEmbedding(nn.Module):
 def symbol_run(method, config, batches, judge, steps, lr, seed, shift):
     """Train a small GPT on (tokens, targets), -100 where nothing is asked."""
     torch.manual_seed(seed)
-    model, began = GPT(config), time.process_time()
+    model = GPT(config)
+    began = time.process_time()
     for parameter in model.parameters():
         if parameter.ndim == 2:  # GPT-2's deviation of 0.02 is for wide models
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
@@ -138,7 +142,9 @@ def tuned(record, name, run, rates, seeds):
 
 
 # --- recall -----------------------------------------------------------------------------------
-PAIRS, KEYS, VALUES = 16, 64, 64
+PAIRS = 16
+KEYS = 64
+VALUES = 64
 
 
 def recall_batches(rows=32, pairs=PAIRS):
@@ -150,7 +156,8 @@ def recall_batches(rows=32, pairs=PAIRS):
             keys = torch.rand(rows, KEYS, generator=g).argsort(1)[:, :pairs]  # all different
             values = KEYS + torch.randint(VALUES, (rows, pairs), generator=g)
             order = torch.rand(rows, pairs, generator=g).argsort(1)
-            asked, told = keys.gather(1, order), values.gather(1, order)
+            asked = keys.gather(1, order)
+            told = values.gather(1, order)
             first = torch.stack([keys, values], -1).flatten(1)  # (B, P, 2) -> (B, 2 P)
             again = torch.stack([asked, told], -1).flatten(1)
             silent = torch.full_like(told, -100)
@@ -168,7 +175,12 @@ def recall(arguments):
     """Associative recall: every key is told once, and asked once."""
     tiny = arguments.tiny
     record = start("efficient", arguments, rows=[])
-    steps, pairs = (4, 4) if tiny else (2000, PAIRS)
+    if tiny:
+        steps = 4
+        pairs = 4
+    else:
+        steps = 2000
+        pairs = PAIRS
     shape = dict(n_layer=2, n_head=1, n_embd=32, position="none", tied=False)
     config = GPTConfig(KEYS + VALUES, 4 * pairs, **shape)
     batches = recall_batches(pairs=pairs)
@@ -185,7 +197,8 @@ def recall(arguments):
 
 # --- the cliff --------------------------------------------------------------------------------
 JUDGES = dict(valid=998, test=999)
-SYMBOLS, LENGTH = 16, 64
+SYMBOLS = 16
+LENGTH = 64
 BACK = (14, 15, 30)
 
 
@@ -208,7 +221,12 @@ def cliff(arguments):
     """Copy from a distance: two layers with a window of 8 reach 14 places back."""
     tiny = arguments.tiny
     record = start("efficient", arguments, rows=[])
-    steps, seeds = (4, SEEDS[:1]) if tiny else (600, SEEDS)
+    if tiny:
+        steps = 4
+        seeds = SEEDS[:1]
+    else:
+        steps = 600
+        seeds = SEEDS
     shape = dict(n_layer=2, n_head=4, n_embd=64, position="rotary")
     config = GPTConfig(SYMBOLS, LENGTH, **shape)
     for name, method in decoders(config.head_width, 0).items():
@@ -236,7 +254,8 @@ def text(arguments):
     record = start("efficient", arguments, rows=[])
     ids, sizes = texts(tiny)
     shape = dict(block_size=64, n_layer=2, n_head=4, n_embd=64)
-    config, steps = GPTConfig(300 if tiny else 512, **shape), 4 if tiny else 400
+    config = GPTConfig(300 if tiny else 512, **shape)
+    steps = 4 if tiny else 400
     for name, method in decoders(config.head_width, 0).items():
 
         def run(lr, seed, judge, method=method):
@@ -255,14 +274,16 @@ SIDE = 8  # patches of `vit_collages` along a side; a class token stands before 
 
 def near(reach):
     """Patches at most `reach` rows and columns apart, and the class token: bool (65, 65)."""
-    rows, columns = torch.arange(SIDE**2) // SIDE, torch.arange(SIDE**2) % SIDE
+    rows = torch.arange(SIDE**2) // SIDE
+    columns = torch.arange(SIDE**2) % SIDE
     apart = [(x[:, None] - x).abs() for x in (rows, columns)]
     return F.pad((apart[0] <= reach) & (apart[1] <= reach), (1, 0, 1, 0), value=True)
 
 
 def crosses():
     """Patches of the same row or column, and the class token."""
-    rows, columns = torch.arange(SIDE**2) // SIDE, torch.arange(SIDE**2) % SIDE
+    rows = torch.arange(SIDE**2) // SIDE
+    columns = torch.arange(SIDE**2) % SIDE
     same = (rows[:, None] == rows) | (columns[:, None] == columns)
     return F.pad(same, (1, 0, 1, 0), value=True)
 
@@ -370,7 +391,8 @@ def label_loss(model, batch):
 def learned(method, data, judge, steps, lr, seed):
     """The trained ViT, trained further with another attention; accuracy along the way."""
     torch.manual_seed(seed)
-    model, began = create_model("vit_collages", pretrained=True), time.process_time()
+    model = create_model("vit_collages", pretrained=True)
+    began = time.process_time()
 
     def evaluate(model):
         return dict(right=right(model, *judge))
@@ -389,7 +411,12 @@ def swap(arguments):
     """First without a step of training, then with some."""
     tiny = arguments.tiny
     record = start("efficient", arguments, rows=[])
-    steps, count = (2, 64) if tiny else (400, 2000)
+    if tiny:
+        steps = 2
+        count = 64
+    else:
+        steps = 400
+        count = 2000
     model = create_model("vit_collages", pretrained=True).eval()
     test = pixels(collages(count, "test", seed=1))
     for seed in SEEDS[: 1 if tiny else None]:
@@ -474,9 +501,19 @@ def crossover(arguments):
     """Forward, one sequence of four heads of width 64; a ratio is to exact attention."""
     tiny = arguments.tiny
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype, heads = (torch.float32, 4) if device == "cpu" else (torch.bfloat16, 16)
+    if device == "cpu":
+        dtype = torch.float32
+        heads = 4
+    else:
+        dtype = torch.bfloat16
+        heads = 16
     torch.set_num_threads(1) if device == "cpu" else None
-    clock, repeats = (time.process_time, 7) if device == "cpu" else (time.perf_counter, 15)
+    if device == "cpu":
+        clock = time.process_time
+        repeats = 7
+    else:
+        clock = time.perf_counter
+        repeats = 15
     path = arguments.out / f"efficient_crossover_{device}.json"
     bench = runner.Rows(path, device, arguments.minutes, tiny)
 

@@ -1,8 +1,10 @@
 """What was run for 51_flash: `python -m benchmarks.flash COMMAND --out FOLDER`.
 
-speed   time the tiled kernels next to PyTorch's backends
-tune    time other tiles than those of the table
-static  compile every kernel for GPUs that need not be there
+    speed   time the tiled kernels next to PyTorch's backends
+    tune    time other tiles than those of the table
+    static  compile every kernel for GPUs that need not be there
+
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import contextlib
@@ -78,7 +80,8 @@ class Case:
 
     def rule(self):
         """Whether query i sees key j, as FlexAttention asks."""
-        window, own = self.window or self.tokens, self.tokens // self.packed
+        window = self.window or self.tokens
+        own = self.tokens // self.packed
 
         def sees(b, h, i, j):
             return (i >= j) & (i - j < window) & (i // own == j // own)
@@ -94,7 +97,8 @@ class Case:
     @functools.cached_property
     def blocks(self):
         """The rule as FlexAttention reads it: which blocks it can skip."""
-        n, device = self.tokens, self.q.device
+        n = self.tokens
+        device = self.q.device
         return create_block_mask(self.rule(), None, None, n, n, device) if self.causal else None
 
     @functools.cached_property
@@ -114,7 +118,8 @@ class Case:
     @functools.cached_property
     def ranges(self):
         """The rule as our kernels read it, where it is more than causal."""
-        own, device = [self.tokens // self.packed] * self.packed, self.q.device
+        own = [self.tokens // self.packed] * self.packed
+        device = self.q.device
         if self.window or self.packed > 1:
             return packed_ranges(own, causal=True, window=self.window, device=device)
 
@@ -296,7 +301,8 @@ def measure(functions, step, case, device, repeats, left_out):
 def row_of(setting, lead, dtype, device, repeats, left_out):
     """One row: a case, its contestants and a line about them."""
     torch.compiler.reset()  # or the compiler gives up after a number of shapes
-    step, n = PASSES[setting["pass"]], setting["tokens"]
+    step = PASSES[setting["pass"]]
+    n = setting["tokens"]
     shape = (*lead, n, setting["width"])
     case = make(shape, dtype, device, setting["kind"], step is training)
     row = measure(contestants(device), step, case, device, repeats, left_out)
@@ -341,7 +347,8 @@ def launch_of(kernel, case, tile=None):
 
     Without `tile` that is the table's.
     """
-    found, launch = [], flash.launch
+    found = []
+    launch = flash.launch
 
     def noted(function, *arguments, **options):
         if kernel in function.fn.__name__:
@@ -376,7 +383,8 @@ def tune(kernel, case, candidates, repeats, device):
             return timing.kernel_turns(calls, repeats, times=5)
         return timing.take_turns(calls, repeats, device)
 
-    table, alone = launch_of(kernel, case)[1], {}
+    table = launch_of(kernel, case)[1]
+    alone = {}
     for tile in dict.fromkeys([table, *candidates]):
         try:
             call, started = launch_of(kernel, case, tile)
@@ -391,9 +399,11 @@ def tune(kernel, case, candidates, repeats, device):
 
 def tune_all(kernels, bench, arguments):
     """Tune kernels in all kinds, and print what is found."""
-    shape, candidates = (*SHAPES[4096], 4096), CANDIDATES
+    shape = (*SHAPES[4096], 4096)
+    candidates = CANDIDATES
     if arguments.tiny:
-        shape, candidates = (1, 1, 20), [(16, 16, 4, 1)]
+        shape = (1, 1, 20)
+        candidates = [(16, 16, 4, 1)]
     work = [
         (kernel, kind, width, getattr(torch, dtype))
         for kernel in kernels
@@ -462,13 +472,13 @@ def speed(arguments):
     and operations per second: two products forward, five backward, of what is seen. On a GPU
     each contestant has the time on the wall and, under "kernel", that between two events: of a
     CUDA graph, without Python and launches, or of the calls themselves where they are long. The
-    rows are written as they come; with --minutes the command ends after so many, and goes on
-    when it is given again.
+    rows are written as they come.
     """
     bench = record_rows(arguments.name, arguments)
     shapes = {n: SHAPES[n] for n in arguments.tokens}
     if arguments.tiny:
-        shapes, arguments.widths = {12: (1, 1)}, [16]
+        shapes = {12: (1, 1)}
+        arguments.widths = [16]
 
     def go():
         cases = (arguments.dtypes, shapes, arguments.widths, arguments.kinds, PASSES)
@@ -529,7 +539,8 @@ def jobs(only=()):
 
 def tile_of(kernel, gpu, dtype, width, extra):
     """Rows, columns, warps and stages by which a kernel is launched."""
-    room, more = SHARED[int(gpu[3:])] << 10, "m" in extra or "b" in extra
+    room = SHARED[int(gpu[3:])] << 10
+    more = "m" in extra or "b" in extra
     found = tiling(kernel, width, width, DTYPES[dtype], more, room)
     return [found[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
 
@@ -537,7 +548,8 @@ def tile_of(kernel, gpu, dtype, width, extra):
 def compiled(*job):
     """A row of the record: the tile, and what the compiler made of it."""
     kernel, gpu, dtype, width, extra = job
-    capability, tile = int(gpu[3:]), tile_of(*job)
+    capability = int(gpu[3:])
+    tile = tile_of(*job)
     more = {name: name[0] in extra for name in ("mask", "bias", "causal", "ranges")}
     code = code_of(*job)
     made = compile_for(kernel, capability, getattr(torch, dtype), width, **more)
@@ -566,7 +578,8 @@ def floor(row):
     fewer registers keeps them in slow memory, whatever the stack says. On sm_100 the sums lie
     in a memory of their own.
     """
-    rows, cols = int(row["rows"]), int(row["cols"])
+    rows = int(row["rows"])
+    cols = int(row["cols"])
     width = max(16, triton.next_power_of_2(int(row["width"])))
     sums = {"key": 2 * cols * width, "bias": rows * cols}
     own = sums.get(row["kernel"], rows * width) // (32 * int(row["warps"]))
@@ -575,7 +588,8 @@ def floor(row):
 
 def broken(row):
     """What is wrong with a kernel, in words; nothing, if nothing is."""
-    room, wrong = SHARED[int(row["gpu"][3:])] << 10, []
+    room = SHARED[int(row["gpu"][3:])] << 10
+    wrong = []
     if int(row["stack"]) > STACK:
         wrong.append(f"a stack of {row['stack']} bytes, above {STACK}")
     if int(row["registers"]) < floor(row):
@@ -608,10 +622,12 @@ def only_translated():
     before = triton.compile
 
     def translate(source, target, options):
-        backend, context = triton.compiler.make_backend(target), ir.context()
+        backend = triton.compiler.make_backend(target)
+        context = ir.context()
         ir.load_dialects(context)
         backend.load_dialects(context)
-        options, stages = backend.parse_options(dict(options)), {}
+        options = backend.parse_options(dict(options))
+        stages = {}
         asked = dict(
             target=target,  # Triton 3.4 does not ask for it
             options=options,
@@ -732,7 +748,8 @@ def static(arguments):
     path = arguments.out / "kernels_static.json"
     os.environ["TRITON_INTERPRET"] = "0"  # for the processes that compile
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
-        rows, failed = of_today(read(path), pool), {}
+        rows = of_today(read(path), pool)
+        failed = {}
         words = [word for word in arguments.only.split(",") if word]
         wanted = [job for job in jobs(words) if key_of(job) not in rows][: arguments.most]
         running = {pool.submit(compiled, *job): job for job in wanted}

@@ -52,7 +52,10 @@ from benchmarks import runner, timing
 from benchmarks.runner import RESULTS, Commands, start, write
 from benchmarks.timing import OPTIMIZED, OURS, ratio, take_turns
 
-LENGTH, BATCH, VOCAB, SEEDS = 64, 16, 512, (0, 1, 2)
+LENGTH = 64
+BATCH = 16
+VOCAB = 512
+SEEDS = (0, 1, 2)
 MODERN = dict(block_size=LENGTH, n_layer=2, n_head=4, n_embd=64)
 OPTIONS = {  # what is changed in MODERN
     "modern": {},
@@ -92,7 +95,8 @@ def train(model, loss, batches, steps, lr, seed, evaluate=None, times=4):
 def text_run(ids, sizes, config, steps, lr, seed, judge="valid"):
     """A model of the text, and a row: bits a byte of a part as the training goes on."""
     torch.manual_seed(seed)
-    model, began = GPT(config), time.process_time()
+    model = GPT(config)
+    began = time.process_time()
 
     def evaluate(model):
         return dict(bits=text_bits(model, ids[judge], config.block_size) / sizes[judge])
@@ -112,10 +116,16 @@ def options(arguments):
     tiny = arguments.tiny
     record = start("gpt", arguments, rows=[])
     ids, sizes = texts(tiny)
-    steps, vocab = (4, 300) if tiny else (400, VOCAB)
+    if tiny:
+        steps = 4
+        vocab = 300
+    else:
+        steps = 400
+        vocab = VOCAB
     some = dict(list(OPTIONS.items())[:2]) if tiny else OPTIONS
     for name, change in some.items():
-        config, tuned = GPTConfig(vocab, **MODERN | change), {}
+        config = GPTConfig(vocab, **MODERN | change)
+        tuned = {}
         for lr in RATES[: 1 if tiny else None]:
             row = record.add(
                 f"{name}, {lr}, tuning",
@@ -134,7 +144,8 @@ def options(arguments):
 
 
 # --- scaling ----------------------------------------------------------------------------------
-WIDTHS, FRACTIONS = (16, 32, 64, 128), (1 / 16, 1 / 4, 1)
+WIDTHS = (16, 32, 64, 128)
+FRACTIONS = (1 / 16, 1 / 4, 1)
 
 
 def scaling(arguments):
@@ -142,7 +153,12 @@ def scaling(arguments):
     tiny = arguments.tiny
     record = start("gpt", arguments, rows=[])
     ids, sizes = texts(tiny)
-    steps, vocab = (4, 300) if tiny else (600, VOCAB)
+    if tiny:
+        steps = 4
+        vocab = 300
+    else:
+        steps = 600
+        vocab = VOCAB
     for width in WIDTHS[:2] if tiny else WIDTHS:
         for fraction in FRACTIONS[1:] if tiny else FRACTIONS:
             for seed in SEEDS[: 1 if tiny else None]:
@@ -159,7 +175,8 @@ def scaling(arguments):
 
 
 # --- induction --------------------------------------------------------------------------------
-SYMBOLS, HALF = 16, 16
+SYMBOLS = 16
+HALF = 16
 
 
 def copies(seed, rows=64):
@@ -178,7 +195,8 @@ def copies(seed, rows=64):
 def copy_loss(model, batch):
     """Nats of the second half but its first token, and their number."""
     (tokens,) = batch
-    logits, told = model(tokens[:, :-1])[:, HALF:].flatten(0, 1), tokens[:, HALF + 1 :]
+    logits = model(tokens[:, :-1])[:, HALF:].flatten(0, 1)
+    told = tokens[:, HALF + 1 :]
     return F.cross_entropy(logits, told.flatten(), reduction="sum"), told.numel()
 
 
@@ -197,7 +215,8 @@ def heads(model, most=4):
         model(tokens)
     found = []
     for weights in maps:  # (B, h, N, N)
-        before, match = [], []
+        before = []
+        match = []
         for back in range(1, most + 1):
             before.append(weights.diagonal(-back, -2, -1).mean((0, 2)))  # (h,)
             behind = F.pad(tokens[:, :-back], (back, 0), value=-1)  # the token `back` before
@@ -213,7 +232,8 @@ def heads(model, most=4):
 
 def without(model, layer, head):
     """The loss when a head gives nothing."""
-    proj, d = model.h[layer].attn.c_proj.weight, model.config.head_width
+    proj = model.h[layer].attn.c_proj.weight
+    d = model.config.head_width
     kept = proj.detach().clone()
     with torch.no_grad():
         proj[:, head * d : (head + 1) * d] = 0
@@ -266,7 +286,8 @@ SETTINGS = {
     **{f"top-p {p}": dict(top_p=p) for p in (0.7, 0.8, 0.9, 0.95)},
     **{f"min-p {p}": dict(min_p=p) for p in (0.02, 0.05, 0.1, 0.2)},
 }
-PROMPT, NEW = 16, 96
+PROMPT = 16
+NEW = 96
 
 
 @torch.no_grad()
@@ -309,7 +330,9 @@ def first_token(model, ids, sizes, length):
     late = slice(length // 2, None)
     even = (1 / torch.arange(1, length + 1.0))[late].mean().item()
     share = [w[:, :, late, 0].mean((0, 2)).tolist() for w in maps]
-    plain, window, bits = gpt.decoder_mask, length // 4, {}
+    plain = gpt.decoder_mask
+    window = length // 4
+    bits = {}
     test = ids["test"][: 8 * length]
 
     def score(keep, sees):
@@ -334,9 +357,17 @@ def sampling(arguments):
     tiny = arguments.tiny
     record = start("gpt", arguments, rows=[])
     ids, sizes = texts(tiny, 1024)
-    length, steps, rows = (PROMPT + NEW, 3, 2) if tiny else (128, 400, 48)
+    if tiny:
+        length = PROMPT + NEW
+        steps = 3
+        rows = 2
+    else:
+        length = 128
+        steps = 400
+        rows = 48
     config = GPTConfig(300 if tiny else 1024, **MODERN | dict(block_size=length, n_embd=128))
-    config, models = replace(config, n_embd=32) if tiny else config, []
+    config = replace(config, n_embd=32) if tiny else config
+    models = []
     for seed in SEEDS[: 2 if tiny else None]:
         model, row = text_run(ids, sizes, config, steps, 2e-3, seed, "test")
         models.append(model.eval())
@@ -353,7 +384,9 @@ def sampling(arguments):
 
 
 # --- grouped queries --------------------------------------------------------------------------
-QUERIES, WIDTH = 32, 64  # heads of queries, and the width of a head
+# heads of queries, and the width of a head
+QUERIES = 32
+WIDTH = 64
 
 
 def page_faults(call):
@@ -409,9 +442,12 @@ def groups(arguments):
 
 # --- the book, a minute per run, and longer on a GPU -----------------------------------------
 
-BOOK_VOCABULARIES, BOOK_RATES = (1024, 2048, 4096), (2e-3, 4e-3, 8e-3)
+BOOK_VOCABULARIES = (1024, 2048, 4096)
+BOOK_RATES = (2e-3, 4e-3, 8e-3)
 MINUTE = 2048  # with a larger vocabulary the run takes more
-BOOK_LENGTH, BOOK_BATCH, BOOK_STEPS = 128, 16, 400
+BOOK_LENGTH = 128
+BOOK_BATCH = 16
+BOOK_STEPS = 400
 BOOK_SHAPE = dict(block_size=BOOK_LENGTH, n_layer=2, n_head=4, n_embd=128)
 
 
@@ -420,7 +456,8 @@ def book_run(texts, vocab, lr, seed, steps, part):
     tokenizer = train_tokenizer(texts["train"], vocab)
     train, held = (torch.tensor(tokenizer.encode(texts[name]).ids) for name in ("train", part))
     torch.manual_seed(seed)
-    model, began = GPT(GPTConfig(vocab, **BOOK_SHAPE)), time.process_time()
+    model = GPT(GPTConfig(vocab, **BOOK_SHAPE))
+    began = time.process_time()
     batches = text_batches(train, BOOK_LENGTH, BOOK_BATCH, seed)
     options = dict(steps=steps, lr=lr, warmup=steps // 15, betas=(0.9, 0.95), weight_decay=0.1)
     accelerator = Accelerator(cpu=True)
@@ -449,7 +486,10 @@ def compressed(pack, train, text):
 
 def n_grams(train, text, n):
     """Bits a character by an interpolated n-gram model of characters (Witten and Bell 1991)."""
-    counts, follow, totals, symbols = Counter(), Counter(), Counter(), len(set(train)) + 1
+    counts = Counter()
+    follow = Counter()
+    totals = Counter()
+    symbols = len(set(train)) + 1
     for order in range(n):
         new = Counter(train[i : i + order + 1] for i in range(len(train) - order))
         counts += new
@@ -516,15 +556,19 @@ def longer(data, folder, tiny):
     The row "best" has the least bits a character of the validation part; its "test" is the
     result.
     """
-    options, texts = TINY_LARGE if tiny else LARGE[data], text_parts(data, tiny)
-    shape, steps, batch = options["shape"], options["steps"], options["batch"]
+    options = TINY_LARGE if tiny else LARGE[data]
+    texts = text_parts(data, tiny)
+    shape = options["shape"]
+    steps = options["steps"]
+    batch = options["batch"]
     tokenizer = train_tokenizer(texts["train"][: 20 * MILLION], shape["vocab_size"])
     ids = {name: encoded(tokenizer, text) for name, text in texts.items()}
     torch.manual_seed(0)
     model = GPT(GPTConfig(**shape, dropout=options["dropout"]))
 
     def evaluate(model):
-        device, length = next(model.parameters()).device, shape["block_size"]
+        device = next(model.parameters()).device
+        length = shape["block_size"]
         return {
             name: text_bits(model, ids[name].to(device), length) / len(texts[name])
             for name in ("valid", "test")
@@ -554,10 +598,16 @@ def book(arguments):
     xz, and an n-gram model of characters, which see the same training text. The record is
     FOLDER/gpt_book.json.
     """
-    vocabularies, rates, seeds, steps = BOOK_VOCABULARIES, BOOK_RATES, SEEDS, BOOK_STEPS
+    vocabularies = BOOK_VOCABULARIES
+    rates = BOOK_RATES
+    seeds = SEEDS
+    steps = BOOK_STEPS
     texts = {name: book_text(name) for name in ("train", "valid", "test")}
     if arguments.tiny:
-        vocabularies, rates, seeds, steps = (300,), (4e-3,), (0,), 2
+        vocabularies = (300,)
+        rates = (4e-3,)
+        seeds = (0,)
+        steps = 2
         texts = {name: text[:3000] for name, text in texts.items()}
     baselines = {
         "bz2": compressed(bz2.compress, texts["train"], texts["test"]),
@@ -590,7 +640,8 @@ def book(arguments):
 
 # --- speed next to transformers --------------------------------------------------------------
 
-PEER, PRODUCTS = "transformers", "products"
+PEER = "transformers"
+PRODUCTS = "products"
 PROMPT_LENGTH = 32
 SIZES = {  # layers, heads, heads of keys and values, width, vocabulary, new tokens
     "tiny": (2, 3, 1, 48, 60, 3),
@@ -677,7 +728,9 @@ def step(model, loss):
 
 def training_calls(theirs, ours, batch, length, device):
     tokens = torch.randint(ours.config.vocab_size, (batch, length), device=device)
-    calls, targets = {}, F.pad(tokens[:, 1:], (0, 1), value=-100).flatten()  # the last has none
+    # the last has none
+    calls = {}
+    targets = F.pad(tokens[:, 1:], (0, 1), value=-100).flatten()
     theirs.train()
     models = {OURS: ours.train()}
     if device == "cuda":
@@ -695,7 +748,8 @@ def training_calls(theirs, ours, batch, length, device):
 
 def utilisation(model, batch, length, ms, peak):
     """The share of a processor's operations a second that the model's own operations are."""
-    c, n = model.config, sum(p.numel() for p in model.parameters())
+    c = model.config
+    n = sum(p.numel() for p in model.parameters())
     n -= model.wpe.weight.numel() if model.wpe is not None else 0
     work = 6 * n + 12 * c.n_layer * c.n_head * c.head_width * length
     return round(work * batch * length / (ms / 1000) / peak, 3)
@@ -703,7 +757,8 @@ def utilisation(model, batch, length, ms, peak):
 
 def measure(setting, length, arguments, clock, left_out):
     """A row for each contestant of a setting."""
-    device, batch = arguments.device, setting["batch"]
+    device = arguments.device
+    batch = setting["batch"]
     theirs, ours = transformers_pair(setting["kind"], setting["size"], device)
     training = setting["task"] == "training"
     with torch.set_grad_enabled(training):
@@ -747,9 +802,10 @@ def speed(arguments):
     that of other programs. On a GPU weights are in bfloat16, and a training step is timed
     compiled as well, with its model utilisation: 6 operations for each parameter and token, and
     12 L d N for attention (Chowdhery et al. 2022, appendix B), over --peak. The record is
-    FOLDER/gpt_speed_DEVICE.json; with --tiny its numbers mean nothing.
+    FOLDER/gpt_speed_DEVICE.json.
     """
-    device, tiny = arguments.device, arguments.tiny
+    device = arguments.device
+    tiny = arguments.tiny
     if device == "cpu":
         torch.set_num_threads(1)
     clock = time.process_time if device == "cpu" else time.perf_counter
@@ -833,7 +889,9 @@ def nanogpt(arguments):
     record["exact"] = differences(theirs, ours, tokens[:1], targets[:1])
     set_tanh(theirs)
     record["tanh"] = differences(theirs, ours, tokens[:1], targets[:1])
-    tokens, targets, models = tokens.to(device), targets.to(device), (theirs, ours)
+    tokens = tokens.to(device)
+    targets = targets.to(device)
+    models = (theirs, ours)
     if device == "cuda":
         models = [torch.compile(m.to(device, torch.bfloat16)) for m in models]
     calls = {
@@ -845,7 +903,8 @@ def nanogpt(arguments):
     }
     clock = time.process_time if device == "cpu" else time.perf_counter
     take_turns(calls, 3, device)  # first rounds are not counted
-    times, rows = take_turns(calls, arguments.repeats, device, clock=clock), []
+    times = take_turns(calls, arguments.repeats, device, clock=clock)
+    rows = []
     for name in calls:
         ms = round(median(times[name]), 2)
         rows.append({"what": name, "ms": ms, **ratio(times[name], times[NANOGPT])})

@@ -252,7 +252,9 @@ class Suite:
     """
 
     def __init__(self, path, device, again):
-        self.path, self.device, self.parts = path, device, {}
+        self.path = path
+        self.device = device
+        self.parts = {}
         self.code = version(*CODE)
         if path.exists() and not again:
             self.parts = json.loads(path.read_text())["parts"]
@@ -288,7 +290,8 @@ def run_part(name, suite, arguments, end):
     if missing:
         suite.end(name, "left out", f"since {', '.join(missing)} cannot be imported", 0)
         return True
-    seconds, began = min(LIMIT, end - time.monotonic()), time.monotonic()
+    seconds = min(LIMIT, end - time.monotonic())
+    began = time.monotonic()
     if seconds <= 0:
         suite.end(name, "not begun", "no time left", 0)
         return False
@@ -296,7 +299,8 @@ def run_part(name, suite, arguments, end):
     try:
         how, why = execute(name, arguments, seconds)
     except Exception as problem:  # the next part can still run
-        how, why = "failed", reason(problem)
+        how = "failed"
+        why = reason(problem)
     suite.end(name, how, why, time.monotonic() - began)
     return how == "done"
 

@@ -37,7 +37,8 @@ def digit_parts(size=8):
         "train", 1,200, "valid", 237, and "test", 360: images (n, 1, size, size) and their
         labels (n,).
     """
-    (x, y), (unseen, answers) = digits("train", size), digits("test", size)
+    (x, y) = digits("train", size)
+    (unseen, answers) = digits("test", size)
     parts = {
         "train": (x[:1200], y[:1200]),
         "valid": (x[1200:], y[1200:]),
@@ -102,7 +103,8 @@ def fine_tuned(make, parts, labels, seed, steps, lr, decay):
         The accuracies "valid" and "test", and "seconds" of CPU time.
     """
     torch.manual_seed(seed)
-    began, data = time.process_time(), few(parts["train"], labels, seed)
+    began = time.process_time()
+    data = few(parts["train"], labels, seed)
     options = dict(steps=steps, lr=lr, decay=decay, batch_size=min(32, labels), seed=seed)
     model, _ = fine_tune(make(), *data, **options)
     seconds = round(time.process_time() - began, 1)

@@ -1,6 +1,8 @@
 """What was run for 53_inference: `python -m benchmarks.inference COMMAND --out FOLDER`.
 
-speed  time what an optimized copy gains, piece by piece
+    speed  time what an optimized copy gains, piece by piece
+
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import argparse
@@ -57,7 +59,8 @@ SHAPES = ((1576, 384, 1536), (12544, 96, 384), (16, 512, 2048), (1, 512, 2048))
 @contextmanager
 def lacking(piece):
     """Inside, `optimize_for_inference` does not know a piece."""
-    kept, can_pack = dict(inference.REPLACEMENTS), inference.can_pack
+    kept = dict(inference.REPLACEMENTS)
+    can_pack = inference.can_pack
     for cls in PIECES[piece]:
         inference.REPLACEMENTS[cls] = lambda layer: None  # it is left as it is
     if piece == "packed weights":
@@ -102,7 +105,8 @@ def products(dtype, repeats):
     """GFLOP/s of products as they are and with packed weights: the roof of this processor."""
     found = []
     for count, width, out in SHAPES:
-        x, layer = torch.randn(count, width).to(dtype), nn.Linear(width, out).to(dtype)
+        x = torch.randn(count, width).to(dtype)
+        layer = nn.Linear(width, out).to(dtype)
         some = [PackedLinear(layer.weight, layer.bias, f) for f in ("none", "gelu")]
         calls = {
             "plain": lambda: layer(x),
@@ -176,11 +180,13 @@ def vision(name, batch, mode, repeats, compiled, tiny):
     ours = attnlib.create_model(name, **small).eval().requires_grad_(False)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     dtype, _ = MODES[mode]
-    ours, theirs = ours.to(dtype), theirs.to(dtype)
+    ours = ours.to(dtype)
+    theirs = theirs.to(dtype)
     size = small.get("img_size") or theirs.pretrained_cfg["input_size"][-1]
     x = torch.randn(batch, 3, size, size).to(dtype)
     calls = contestants(ours, theirs, x, mode, compiled)
-    wanted, differences = calls["timm"]().float(), {}
+    wanted = calls["timm"]().float()
+    differences = {}
     for contestant, call in calls.items():
         differences[contestant] = (call().float() - wanted).abs().max().item()
         allowed = 1e-5 if dtype == torch.float32 else 0.05 * wanted.abs().max().item()
@@ -214,11 +220,13 @@ def decoding(mode, repeats, tiny):
     theirs.final_logits_bias.normal_(generator=torch.Generator().manual_seed(1))
     theirs.final_logits_bias[0, [END, PAD]] = -1e4  # no sentence ends
     theirs.to(MODES[mode][0])
-    ours, found = from_marian(theirs.config, theirs.state_dict()).eval(), []
+    ours = from_marian(theirs.config, theirs.state_dict()).eval()
+    found = []
     copies = {f"without {piece}": without(piece, ours) for piece in PIECES}
     copies = {OPTIMIZED: optimize_for_inference(ours), **copies}
     for batch in (1, size["batch"]):
-        length, generator = size["length"], torch.Generator().manual_seed(2)
+        length = size["length"]
+        generator = torch.Generator().manual_seed(2)
         src = torch.randint(2, size["vocab"], (batch, length), generator=generator)
         options = dict(max_new_tokens=length, num_beams=1, do_sample=False)
         options["attention_mask"] = torch.ones_like(src)

@@ -51,7 +51,8 @@ from benchmarks.runner import Commands, Runs, save_half, tune
 
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=4, num_heads=4)
 DECODER = dict(decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=4)
-STEPS_LONG, STEPS_SWEEP = 3000, 2000
+STEPS_LONG = 3000
+STEPS_SWEEP = 2000
 RATES = 0.25, 0.5, 0.75, 0.875
 VARIANTS = {  # what differs from the first, which hides 75% and learns with a rate of 2e-3
     "base": {},
@@ -76,7 +77,8 @@ def network(without=(), **options):
 @torch.no_grad()
 def masked_error(model, images, mask_ratio=0.75, draws=4):
     """The mean squared error of hidden patches, over the same masks for every model."""
-    generator, errors = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    errors = []
     for _ in range(draws):
         noise = torch.rand(len(images), model.patch_embed.num_patches, generator=generator)
         errors.append(model.eval()(images, mask_ratio, noise)[0])
@@ -85,7 +87,9 @@ def masked_error(model, images, mask_ratio=0.75, draws=4):
 
 def filler_error(fill, images, mask_ratio=0.75, draws=4):
     """The same of a function of images and hidden pixels."""
-    generator, total, count = torch.Generator().manual_seed(0), 0.0, 0
+    generator = torch.Generator().manual_seed(0)
+    total = 0.0
+    count = 0
     for _ in range(draws):
         noise = torch.rand(len(images), 16, generator=generator)
         hidden = hidden_pixels(random_masking(noise, mask_ratio)[1], (4, 4), 2)
@@ -111,16 +115,20 @@ class Masked(Runs):
 
     def __init__(self, path, minutes, tiny):
         super().__init__(path, minutes, runs=[], fillers=[], probes=[], tuning=[])
-        self.parts, self.tiny, self.trained = digit_parts(), tiny, {}
+        self.parts = digit_parts()
+        self.tiny = tiny
+        self.trained = {}
         if tiny:
             self.parts = {name: (x[:100], y[:100]) for name, (x, y) in self.parts.items()}
 
     def pretrained(self, variant, seed, steps, **options):
         """Pre-train once; a run that was interrupted goes on from its checkpoint."""
-        rate, lr = options.pop("mask_ratio", 0.75), options.pop("lr", 2e-3)
+        rate = options.pop("mask_ratio", 0.75)
+        lr = options.pop("lr", 2e-3)
         batch = 64 if variant in VARIANTS else 128
         torch.manual_seed(seed)
-        model, began = network(**options), time.process_time()
+        model = network(**options)
+        began = time.process_time()
         history = fit(
             model,
             lambda model, batch: masked_loss(model, batch, rate),
@@ -146,7 +154,8 @@ class Masked(Runs):
 
         def make():
             entry = self.pretrained(variant, seed, steps, **options)
-            model, test = self.trained[variant, seed], self.parts["test"][0]
+            model = self.trained[variant, seed]
+            test = self.parts["test"][0]
             error = None if options.get("norm_pix_loss") else masked_error(model, test)
             own = masked_error(model, test, options.get("mask_ratio", 0.75))
             of = features(model.encoder())
@@ -233,7 +242,8 @@ class Masked(Runs):
         lr = max(short, key=lambda r: (r["seed"] == seeds[0], r["valid"]))["lr"]
         longs = [r["seconds"] for r in self.record["runs"] if r["variant"] == "long"]
         seconds = [r["seconds"] for r in short]
-        pre, own = sum(longs) / len(longs), max(0.01, sum(seconds) / len(seconds))
+        pre = sum(longs) / len(longs)
+        own = max(0.01, sum(seconds) / len(seconds))
         more = 6 if self.tiny else 100 * math.ceil(more_steps(steps, own, pre) / 100)
         for seed in seeds:
             known = [r for r in runs if (r["labels"], r["seed"]) == (labels, seed)]
@@ -241,7 +251,12 @@ class Masked(Runs):
                 self.tune("from scratch", labels, more, lr, seed)
 
     def all(self):
-        seeds, counts = ((0,), COUNTS[:1]) if self.tiny else (SEEDS, COUNTS)
+        if self.tiny:
+            seeds = (0,)
+            counts = COUNTS[:1]
+        else:
+            seeds = SEEDS
+            counts = COUNTS
         self.steps = 3 if self.tiny else STEPS_LONG
         self.fillers()
         for seed in seeds:
@@ -269,7 +284,12 @@ def cifar(folder, tiny):
     small = dict(embed_dim=12, depth=1, decoder_embed_dim=12, decoder_depth=1)
     torch.manual_seed(0)
     model = MaskedAutoencoder(**shape | decoder | (small if tiny else {}), norm_pix_loss=True)
-    steps, batch = (2, 4) if tiny else (20_000, 512)
+    if tiny:
+        steps = 2
+        batch = 4
+    else:
+        steps = 20_000
+        batch = 512
     history = fit(
         model,
         lambda model, batch: masked_loss(model, (crop_and_flip(batch[0]),)),
@@ -285,19 +305,22 @@ def cifar(folder, tiny):
 def cifar_probe(of, train, test, tiny):
     """Logistic regression on 10,000 labelled images, its strength chosen on 5,000 others."""
     counts = (20, 10) if tiny else (10_000, 5000)
-    (x, y), first = train, -counts[1]
+    (x, y) = train
+    first = -counts[1]
     parts = {"train": (x[:first], y[:first]), "valid": (x[first:], y[first:]), "test": test}
     return probe(of, parts, counts[0], 0)
 
 
 # --- two photographs -------------------------------------------------------------------------
 
-PHOTOGRAPHS, PHOTOGRAPH_RATES = "mae_photographs", (0.125, 0.25, 0.5, 0.75, 0.875)
+PHOTOGRAPHS = "mae_photographs"
+PHOTOGRAPH_RATES = (0.125, 0.25, 0.5, 0.75, 0.875)
 
 
 def filled(model, images, noise, rate):
     """All patches (B, N, p·q·C) from the model and from two fillers, and the mask."""
-    grid, size = model.patch_embed.grid_size, model.patch_size
+    grid = model.patch_embed.grid_size
+    size = model.patch_size
     _, mask = random_masking(noise, rate)
     hidden = hidden_pixels(mask, grid, size)
     seen = (images * ~hidden).sum((2, 3), keepdim=True) / (~hidden).sum((2, 3), keepdim=True)
@@ -313,7 +336,8 @@ def errors(model, images, seed=0):
     """The mean squared error of hidden pixels at each masking rate, {name: [...]}."""
     torch.manual_seed(seed)
     noise = torch.rand(len(images), model.patch_embed.num_patches)
-    target, found = patchify(images, model.patch_size), {}
+    target = patchify(images, model.patch_size)
+    found = {}
     for rate in PHOTOGRAPH_RATES:
         some, mask = filled(model, images, noise, rate)
         for name, x in some.items():
@@ -351,8 +375,7 @@ def photographs(arguments):
     hidden patches without learning: the mean of the visible pixels, and harmonic interpolation.
     All are tested at several masking rates; the model was trained at one, 75%. The weights of
     seed 0 go to mae_photographs.safetensors in float16, the errors with each seed to
-    mae_photographs.json, where those of other --seeds stay. With --tiny it takes a few steps,
-    to see that it runs; such a record means nothing.
+    mae_photographs.json, where those of other --seeds stay.
     """
     count = 64 if arguments.tiny else 8192
     steps = 4 if arguments.tiny else arguments.steps
@@ -386,8 +409,22 @@ PEER = "transformers"
 
 def pair(tiny):
     """Ours, and a function that makes theirs, whose weights ours then has."""
-    width, depth, heads = (24, 1, 3) if tiny else (768, 12, 12)
-    decoder, blocks, decoder_heads = (20, 1, 5) if tiny else (512, 8, 16)
+    if tiny:
+        width = 24
+        depth = 1
+        heads = 3
+    else:
+        width = 768
+        depth = 12
+        heads = 12
+    if tiny:
+        decoder = 20
+        blocks = 1
+        decoder_heads = 5
+    else:
+        decoder = 512
+        blocks = 8
+        decoder_heads = 16
     torch.manual_seed(0)
     ours = MaskedAutoencoder(224, 16, 3, width, depth, heads, decoder, blocks, decoder_heads)
 
@@ -462,7 +499,8 @@ def encoder(arguments, clock, left_out):
     small = dict(embed_dim=24, depth=1, num_heads=3) if arguments.tiny else {}
     model = create_model("mae_vit_base_patch16", decoder_depth=1, **small)
     model.eval().to(device)
-    x, noise = torch.randn(4, 3, 224, 224, device=device), torch.rand(4, 196, device=device)
+    x = torch.randn(4, 3, 224, 224, device=device)
+    noise = torch.rand(4, 196, device=device)
     rates = {"quarter": 0.75, "all": 0.0}
     calls = {
         name: lambda rate=rate: model.forward_encoder(x, rate, noise)
@@ -479,10 +517,10 @@ def speed(arguments):
     are given the same noise. "lean" leaves out what the loss does not need. Then the encoder
     takes a quarter of the patches, and all of them, in turns. On a processor without
     instructions for bfloat16 only float32 is timed. On a CPU one thread is used, and its own
-    time counts. The record is FOLDER/mae_speed_DEVICE.json; with --tiny its numbers mean
-    nothing.
+    time counts. The record is FOLDER/mae_speed_DEVICE.json.
     """
-    device, batch = arguments.device, 2
+    device = arguments.device
+    batch = 2
     torch.set_num_threads(1)
     fast_half = arguments.tiny or "bf16" in machine("cpu")["device"] or device == "cuda"
     clock = time.process_time if device == "cpu" else time.perf_counter

@@ -39,9 +39,12 @@ def make(rotary=False, **options):
 
 def parts():
     """Images and labels for training, validation and test: 1137, 300 and 360 digits."""
-    (x, y), test = digits("train"), digits("test")
-    mean, std = x.mean(), x.std()
-    x, test = (x - mean) / std, ((test[0] - mean) / std, test[1])
+    (x, y) = digits("train")
+    test = digits("test")
+    mean = x.mean()
+    std = x.std()
+    x = (x - mean) / std
+    test = ((test[0] - mean) / std, test[1])
     return (x[300:], y[300:]), (x[:300], y[:300]), test
 
 
@@ -103,7 +106,12 @@ def tuned(make, draw, valid, steps, seeds, score):
 def options(arguments):
     """Compare a small ViT on scanned digits, plain and with each option."""
     tiny = arguments.tiny
-    steps, seeds = (8, 1) if tiny else (800, 3)
+    if tiny:
+        steps = 8
+        seeds = 1
+    else:
+        steps = 800
+        seeds = 3
     training, valid, test = parts()
 
     def contest(name):
@@ -123,20 +131,28 @@ def options(arguments):
 @torch.no_grad()
 def largest_logit(model, x):
     """The largest absolute logit of any head of any block, over a batch of images."""
-    largest, x = 0.0, model.embed(x)
+    largest = 0.0
+    x = model.embed(x)
     for block in model.blocks:
         q, k, _ = block.attn.qkv(block.norm1(x)).chunk(3, dim=-1)
         q, k = (y.unflatten(-1, (block.attn.num_heads, -1)).transpose(1, 2) for y in (q, k))
-        q, k = block.attn.q_norm(q), block.attn.k_norm(k)
+        q = block.attn.q_norm(q)
+        k = block.attn.k_norm(k)
         logits = q @ k.mT / q.shape[-1] ** 0.5  # (B, h, N, N)
-        largest, x = max(largest, logits.abs().max().item()), block(x)
+        largest = max(largest, logits.abs().max().item())
+        x = block(x)
     return largest
 
 
 def rates(arguments):
     """Raise the learning rate until training fails, with and without query-key norm."""
     tiny = arguments.tiny
-    steps, seeds = (8, 1) if tiny else (300, 3)
+    if tiny:
+        steps = 8
+        seeds = 1
+    else:
+        steps = 300
+        seeds = 3
     training, valid, _ = parts()
     found = {}
     for name in ("plain", "QK-norm"):
@@ -168,7 +184,12 @@ def pasted(data, side, generator=None):
 def larger(arguments):
     """Test learned and rotary positions on images larger than those of the training."""
     tiny = arguments.tiny
-    steps, seeds = (8, 1) if tiny else (600, 3)
+    if tiny:
+        steps = 8
+        seeds = 1
+    else:
+        steps = 600
+        seeds = 3
     training, valid, test = parts()
     few = batches(training)
     sides = (12, 16, 20, 24)

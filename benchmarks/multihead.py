@@ -91,8 +91,14 @@ def named_payloads(size, n=8, k=4, p=8):
 def payloads(arguments):
     """Compare layers with 1 to 8 heads, which fetch four payloads, with the bound."""
     tiny = arguments.tiny
-    steps, seeds = (4, 1) if tiny else (1200, 3)
-    valid, test = drawn(named_payloads, 100, 5000), drawn(named_payloads, 101, 20_000)
+    if tiny:
+        steps = 4
+        seeds = 1
+    else:
+        steps = 1200
+        seeds = 3
+    valid = drawn(named_payloads, 100, 5000)
+    test = drawn(named_payloads, 101, 20_000)
     found = {}
     for h in (1, 2, 4, 8):
         found[h], _ = tuned(
@@ -107,7 +113,8 @@ def payloads(arguments):
 def retrieval_batch(size, n=16):
     """n tokens (key, payload) and a last one (key J, nothing); wanted: payload J."""
     keys, values = torch.randn(2, size, n, 8)
-    keys, each = F.normalize(keys, dim=-1), torch.arange(size)
+    keys = F.normalize(keys, dim=-1)
+    each = torch.arange(size)
     wanted = torch.randint(n, (size,))
     last = F.pad(keys[each, wanted], (0, 8))[:, None]  # (B, 1, 16)
     return (torch.cat([torch.cat([keys, values], -1), last], 1),), values[each, wanted]
@@ -155,8 +162,14 @@ CONTESTANTS = {
 def retrieval(arguments):
     """Compare attention, perceptrons, and convolutions at fetching the payload of a key."""
     tiny = arguments.tiny
-    steps, seeds = (4, 1) if tiny else (4000, 3)
-    valid, test = drawn(retrieval_batch, 100, 5000), drawn(retrieval_batch, 101, 10_000)
+    if tiny:
+        steps = 4
+        seeds = 1
+    else:
+        steps = 4000
+        seeds = 3
+    valid = drawn(retrieval_batch, 100, 5000)
+    test = drawn(retrieval_batch, 101, 10_000)
     longer = drawn(retrieval_batch, 102, 10_000, 64)
     found = {}
     for name, make in CONTESTANTS.items():
@@ -177,7 +190,8 @@ class RowClassifier(nn.Module):
 
     def __init__(self, num_heads, d=16):
         super().__init__()
-        self.embed, self.position = nn.Linear(8, d), nn.Parameter(0.02 * torch.randn(8, d))
+        self.embed = nn.Linear(8, d)
+        self.position = nn.Parameter(0.02 * torch.randn(8, d))
         self.norm = nn.LayerNorm(d)
         self.attend = MultiHeadAttention(d, num_heads) if num_heads else None
         self.classify = nn.Linear(d, 10)
@@ -215,13 +229,15 @@ def removals(model, valid, test):
 
     Which one is the least useful is read from the validation images.
     """
-    h, smaller = model.attend.num_heads, RowClassifier(model.attend.num_heads)
+    h = model.attend.num_heads
+    smaller = RowClassifier(model.attend.num_heads)
 
     def score(heads, part):
         smaller.load_state_dict(without(model, heads))
         return round(accuracy(smaller, part), 4)
 
-    gone, path = [], [score([], test)]
+    gone = []
+    path = [score([], test)]
     while len(gone) < h:
         left = [i for i in range(h) if i not in gone]
         gone.append(max(left, key=lambda i: score([*gone, i], valid)))
@@ -233,7 +249,14 @@ def digits(arguments):
     """Train heads on scanned digits, and find out which of them can be removed again."""
     tiny = arguments.tiny
     train, valid, test = digit_parts()
-    steps, seeds, tries = (4, 1, 1) if tiny else (1000, 5, 2)
+    if tiny:
+        steps = 4
+        seeds = 1
+        tries = 1
+    else:
+        steps = 1000
+        seeds = 5
+        tries = 2
 
     def batch():
         chosen = torch.randint(len(train[0]), (128,))
@@ -241,7 +264,8 @@ def digits(arguments):
 
     def run(h, lr, seed):
         torch.manual_seed(seed)
-        model, every = RowClassifier(h), max(1, steps // 10)
+        model = RowClassifier(h)
+        every = max(1, steps // 10)
         curve = fit(
             model, batch, F.cross_entropy, steps, lr, lambda m: accuracy(m, valid), every
         )

@@ -47,9 +47,13 @@ from benchmarks.detr import peer_config
 from benchmarks.runner import Commands, Runs
 from benchmarks.timing import OPTIMIZED, OURS
 
-SEEDS, SIZE, THINGS = (0, 1, 2), 48, range(4)
+SEEDS = (0, 1, 2)
+SIZE = 48
+THINGS = range(4)
 NO_OBJECT = 0.3  # more than in COCO: 4 of 10 queries have an object, there 7 of 100
-RATES, HEAD_RATES, PIXEL_RATES = (5e-4, 1e-3, 2e-3), (3e-3, 1e-2, 3e-2), (1e-3, 3e-3, 1e-2)
+RATES = (5e-4, 1e-3, 2e-3)
+HEAD_RATES = (3e-3, 1e-2, 3e-2)
+PIXEL_RATES = (1e-3, 3e-3, 1e-2)
 THRESHOLDS = (0.35, 0.5, 0.7, 0.85, 0.95)
 STEPS = dict(pretraining=400, tuning=400, detector=2400, head=500, pixels=1600)
 TINY = dict(pretraining=2, tuning=3, detector=4, head=4, pixels=4)
@@ -152,7 +156,8 @@ def connected(maps, smallest=4):
     things; a piece takes the class that most of its pixels have."""
     found = []
     for kind in maps.numpy():
-        segments, infos = np.zeros(kind.shape, dtype=np.int64), []
+        segments = np.zeros(kind.shape, dtype=np.int64)
+        infos = []
         pieces = [(kind == c, c) for c in (4, 5)]
         lumps, count = ndimage.label((kind >= 0) & (kind < 4))
         pieces += [
@@ -199,7 +204,8 @@ class Panoptic(Runs):
 
     def __init__(self, path, minutes, tiny):
         super().__init__(path, minutes, runs=[], detectors=[])
-        self.tiny, self.kept = tiny, {}
+        self.tiny = tiny
+        self.kept = {}
         self.steps = TINY if tiny else STEPS
         counts = (32, 8, 8) if tiny else (4000, 300, 1000)
         self.train, self.valid, self.test = (
@@ -230,7 +236,8 @@ class Panoptic(Runs):
 
     def detector_run(self, seed, lr, steps):
         """The entry of a detector, whose weights are stored; its loss on validation scenes."""
-        path, data = self.weights(seed, lr, steps), self.train
+        path = self.weights(seed, lr, steps)
+        data = self.train
         criterion = SetLoss(6, no_object=NO_OBJECT)
 
         def loss_fn(model, batch):
@@ -261,7 +268,8 @@ class Panoptic(Runs):
     def detector(self, seed):
         """The detector of a seed, its features and matching, at the rate that is best for the
         first seed in shorter runs."""
-        tuning, steps = self.steps["tuning"], self.steps["detector"]
+        tuning = self.steps["tuning"]
+        steps = self.steps["detector"]
         rates = RATES[:1] if self.tiny else RATES
         tried = {lr: self.detector_run(0, lr, tuning) for lr in rates}
         lr = min(rates, key=lambda lr: tried[lr]["history"][-1]["valid"])
@@ -413,7 +421,8 @@ class Panoptic(Runs):
 
 # --- the published model on COCO -------------------------------------------------------------
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 
 
 def read_picture(path, shorter=800, longer=1333):
@@ -444,7 +453,9 @@ def evaluate(model, images, annotations, threshold=0.85, count=None):
     data = json.loads(Path(annotations).read_text())
     names = {row["id"]: row["file_name"] for row in data["images"]}
     things = {row["id"] for row in data["categories"] if row["isthing"]}
-    device, found, truths = next(model.parameters()).device, [], []
+    device = next(model.parameters()).device
+    found = []
+    truths = []
     for row in data["annotations"][:count]:
         x, size = read_picture(Path(images) / names[row["image_id"]])
         out = model.eval()(
@@ -483,14 +494,22 @@ def coco(arguments):
 
 # --- speed -----------------------------------------------------------------------------------
 
-PEER, KEPT = "transformers", "10 masks"
+PEER = "transformers"
+KEPT = "10 masks"
 
 
 def pair(tiny):
     """Ours and theirs, with the same weights."""
     import transformers  # which not every machine has
 
-    backbone, width, layers = ("resnet18", 128, 1) if tiny else ("resnet50", 256, 6)
+    if tiny:
+        backbone = "resnet18"
+        width = 128
+        layers = 1
+    else:
+        backbone = "resnet50"
+        width = 256
+        layers = 6
     config = peer_config(backbone, width, layers, num_labels=250)
     torch.manual_seed(0)
     theirs = transformers.DetrForSegmentation(config)
@@ -541,10 +560,10 @@ def speed(arguments):
     computes a mask for each of 100 queries. Ours does so too, and then for ten alone, as many
     as are kept of a usual picture; both of the plain model and of its copy that is optimized
     for inference. The masks are timed on their own as well: without the detector, whose
-    features are given. The record is FOLDER/panoptic_speed_DEVICE.json; with --tiny its numbers
-    mean nothing.
+    features are given. The record is FOLDER/panoptic_speed_DEVICE.json.
     """
-    device, size = arguments.device, 64 if arguments.tiny else 320
+    device = arguments.device
+    size = 64 if arguments.tiny else 320
     torch.set_num_threads(1)
     x = torch.randn(1, 3, size, size, device=device)
     path = arguments.out and arguments.out / f"panoptic_speed_{device}.json"

@@ -15,7 +15,9 @@ from benchmarks.runner import Commands, Runs
 from tools.notebooks import NBS, code_of
 
 CELLS = ("imports", "setup", "grid", "layer", "network", "fit", "tasks", "digits")
-RATES, TABLE_RATES, BASES = (1e-3, 3e-3, 1e-2), (3e-3, 3e-2, 1e-1), (10.0, 100.0, 10000.0)
+RATES = (1e-3, 3e-3, 1e-2)
+TABLE_RATES = (3e-3, 3e-2, 1e-1)
+BASES = (10.0, 100.0, 10000.0)
 SEQUENCES = {  # scheme and number of heads
     "none": ("none", 2),
     "sinusoidal": ("sinusoidal", 2),
@@ -118,7 +120,12 @@ def schemes(arguments):
 
     def go():
         for do, task, name, times in work:
-            steps, seeds = (2, (0,)) if arguments.tiny else (TASKS[task], (0, 1, 2))
+            if arguments.tiny:
+                steps = 2
+                seeds = (0,)
+            else:
+                steps = TASKS[task]
+                seeds = (0, 1, 2)
             do(task, name, steps, seeds, times)
 
     bench.work(go)

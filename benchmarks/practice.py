@@ -1,7 +1,9 @@
 """What was run for 36_practice: `python -m benchmarks.practice COMMAND --out FOLDER`.
 
-finetune  fine-tune with few labels
-sizes     measure speed and memory of the backbones in one setting
+    finetune  fine-tune with few labels
+    sizes     measure speed and memory of the backbones in one setting
+
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import itertools
@@ -37,7 +39,8 @@ CONTESTANTS = {  # pretrained, settings of `fine_tune`, rates
     "layer decay": (True, dict(decay=0.65), (1e-3, 3e-3, 1e-2)),
     "layer decay, mixup": (True, dict(decay=0.65, alpha=0.2), (1e-3, 3e-3, 1e-2)),
 }
-STEPS, SEEDS = {100: 100, 1000: 200}, (0, 1, 2)
+STEPS = {100: 100, 1000: 200}
+SEEDS = (0, 1, 2)
 
 
 @cache
@@ -70,8 +73,10 @@ class FineTuning(Runs):
 
     def __init__(self, path, minutes, tiny):
         super().__init__(path, minutes)
-        self.tiny, sizes = tiny, (20, 20) if tiny else (200, 600)
-        self.valid, self.test = shapes(sizes[0], 50), shapes(sizes[1], 51)
+        self.tiny = tiny
+        sizes = (20, 20) if tiny else (200, 600)
+        self.valid = shapes(sizes[0], 50)
+        self.test = shapes(sizes[1], 51)
 
     def probe(self, labels, seed):
         """Logistic regression, its strength chosen on validation images."""
@@ -119,7 +124,12 @@ class FineTuning(Runs):
         return best
 
     def all(self):
-        sizes, seeds = (STEPS, SEEDS) if not self.tiny else ({20: 3}, (0,))
+        if not self.tiny:
+            sizes = STEPS
+            seeds = SEEDS
+        else:
+            sizes = {20: 3}
+            seeds = (0,)
         for labels, seed in itertools.product(sizes, seeds):
             self.probe(labels, seed)
         best = {}
@@ -142,9 +152,7 @@ def finetune(arguments):
     with the other two, each with labelled scenes of its own. Every run is tested with its last
     and with its averaged weights. From scratch there are also runs four times as long.
 
-    The record, FOLDER/finetune.json, is written after every run. With --minutes the command
-    stops after that time, and goes on when it is given again. With --tiny a few runs take a few
-    steps, to see that all works; such a record means nothing.
+    The record, FOLDER/finetune.json, is written after every run.
     """
     path = arguments.out / "finetune.json"
     bench = FineTuning(path, arguments.minutes, arguments.tiny)
@@ -187,9 +195,13 @@ def sizes(arguments):
     For the small sizes a forward pass of four images in float32 and in evaluation, without
     gradients: images per second, from the median of the rounds, in which all models take turns,
     and the MiB by which the pass raises the memory in use. The record is FOLDER/sizes.json.
-    With --tiny one model takes one turn; such a record means nothing.
     """
-    names, rounds = (SIZES_NAMES[:1], 1) if arguments.tiny else (SIZES_NAMES, 7)
+    if arguments.tiny:
+        names = SIZES_NAMES[:1]
+        rounds = 1
+    else:
+        names = SIZES_NAMES
+        rounds = 7
     calls = {name: forward(name, arguments.device) for name in names}
     memory = {name: peak_memory(call, arguments.device) for name, call in calls.items()}
     times = take_turns(calls, rounds, arguments.device)

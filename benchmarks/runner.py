@@ -92,13 +92,7 @@ class Commands:
     def timing(self, name, function, repeats):
         """Add a command that measures time: it has `--device` and `--repeats` as well."""
         parser = self.add(name, function)
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        parser.add_argument("--out", type=Path, help="folder for the record")
-        parser.add_argument("--device", default=default, choices=["cpu", "cuda"])
-        parser.add_argument(
-            "--repeats", type=int, default=repeats, help="rounds of a measurement"
-        )
-        add_shared_options(parser)
+        add_timing_options(parser, repeats)
         return parser
 
     def run(self, arguments=None):
@@ -119,7 +113,17 @@ class Commands:
             print("the time is up; give the command again to continue")
 
 
+def add_timing_options(parser, repeats):
+    """Add the options of a timing; a file without commands calls this for its own parser."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--out", type=Path, help="folder for the record")
+    parser.add_argument("--device", default=default, choices=["cpu", "cuda"])
+    parser.add_argument("--repeats", type=int, default=repeats, help="rounds of a measurement")
+    add_shared_options(parser)
+
+
 def add_shared_options(parser):
+    """Add the options that all commands share."""
     parser.add_argument(
         "--minutes", type=float, default=1000.0, help="start no run after this time"
     )
@@ -306,10 +310,13 @@ class Rows:
     """
 
     def __init__(self, path, device, minutes=1000.0, tiny=False, **record):
-        self.path, self.device, self.end = path, device, time.monotonic() + 60 * minutes
+        self.path = path
+        self.device = device
+        self.end = time.monotonic() + 60 * minutes
         self.kinds = [key for key, value in record.items() if isinstance(value, list)]
         if not self.kinds:
-            self.kinds, record = ["rows"], {**record, "rows": []}
+            self.kinds = ["rows"]
+            record = {**record, "rows": []}
         code = version("attnlib", "benchmarks")
         self.record = {**record, "code": code, "tiny": tiny, "left_out": [], "failed": []}
         self.record["begun"] = []  # settings that a process did not come back from
@@ -346,7 +353,8 @@ class Rows:
             return []
         self.record["begun"].append(setting)
         self.write()
-        made, left_out = [], {}
+        made = []
+        left_out = {}
         try:
             made = list(make(left_out))
             if not made:
@@ -431,28 +439,3 @@ def save_half(state, path, bits=11):
         small[key] = x.contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(small, path)
-
-
-def timing_parser(description, repeats):
-    """The options that all timings have."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=here, choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, help="folder for the record")
-    parser.add_argument("--repeats", type=int, default=repeats, help="rounds of a measurement")
-    parser.add_argument("--minutes", type=float, default=1000.0, help="stop after so many")
-    parser.add_argument("--tiny", action="store_true", help="to see that all runs")
-    return parser
-
-
-def experiment_parser(description):
-    """The options that all experiments have."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--minutes", type=float, default=1000.0, help="stop after so many")
-    parser.add_argument("--tiny", action="store_true", help="to see that all runs")
-    return parser

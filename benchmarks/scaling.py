@@ -22,7 +22,8 @@ from benchmarks.runner import Commands
 
 def seconds(numbers, repeats):
     """Least and median time of a message and an all-reduce of so many numbers, in turns."""
-    x, rank = torch.ones(numbers), dist.get_rank()
+    x = torch.ones(numbers)
+    rank = dist.get_rank()
 
     def there_and_back():
         for source in (0, 1):

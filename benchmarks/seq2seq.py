@@ -1,6 +1,8 @@
 """What was run for 20_seq2seq: `python -m benchmarks.seq2seq COMMAND --out FOLDER`.
 
-bottleneck  compare one vector with attention on copying and on names of numbers
+    bottleneck  compare one vector with attention on copying and on names of numbers
+
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import math
@@ -14,10 +16,14 @@ from attnlib.seq2seq import Seq2Seq
 from attnlib.train import epochs, fit
 from benchmarks.runner import Commands, Runs
 
-ALPHABET, LONGEST = 32, 16  # of the strings
+# of the strings
+ALPHABET = 32
+LONGEST = 16
 LENGTHS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 BITS = math.log2(ALPHABET)  # in a token
-VALID, TEST = 10**9, 2 * 10**9  # seeds of strings that no training step draws
+# seeds of strings that no training step draws
+VALID = 10**9
+TEST = 2 * 10**9
 RATES = {"copy": (5e-3, 1.2e-2, 3e-2, 6e-2), "numbers": (2e-3, 5e-3, 1.2e-2, 3e-2)}
 
 
@@ -44,7 +50,8 @@ def string_batches(seed, size=64):
 
 def loss_fn(model, batch):
     src, tgt = (x[:, : (x != PAD).sum(-1).max()] for x in batch)
-    logits, wanted = model(src, tgt[:, :-1]).flatten(0, 1), tgt[:, 1:].flatten()
+    logits = model(src, tgt[:, :-1]).flatten(0, 1)
+    wanted = tgt[:, 1:].flatten()
     loss = F.cross_entropy(logits, wanted, ignore_index=PAD, reduction="sum")
     return loss, (wanted != PAD).sum()
 
@@ -106,7 +113,8 @@ def number_data(tiny=False):
         language: train_bpe(number_words(training, language), 60) for language in ("en", "de")
     }
     if tiny:
-        valid, test = valid[:10], test[:10]
+        valid = valid[:10]
+        test = test[:10]
     parts = {
         name: (numbers, *(encode(bpe[x], number_words(numbers, x)) for x in ("en", "de")))
         for name, numbers in (("train", training), ("valid", valid), ("test", test))
@@ -163,7 +171,9 @@ def jobs(tiny):
             "copy": [(False, 4, 2), (True, 4, 2)],
             "numbers": [(False, 4, 2), (True, 4, 2)],
         }
-        tuning, others, seeds = 1, [("copy", False, 4, 4), ("numbers", False, 4, 4)], range(1)
+        tuning = 1
+        others = [("copy", False, 4, 4), ("numbers", False, 4, 4)]
+        seeds = range(1)
     else:
         plain = [(False, width, 2000) for width in (16, 32, 64)]
         sizes = {
@@ -171,7 +181,8 @@ def jobs(tiny):
             "numbers": [(False, 64, 400), (True, 64, 200)],
         }
         others = [("numbers", False, 64, 200), ("copy", False, 16, 8000)]
-        tuning, seeds = 3, range(3)
+        tuning = 3
+        seeds = range(3)
     for task, models in sizes.items():
         for model in models:
             steps = model[2] // tuning if task == "copy" else model[2]
@@ -206,7 +217,7 @@ def bottleneck(arguments):
 
     Every run is recorded in FOLDER/bottleneck.json when it is complete, and a run that is there
     is not repeated, so the work can be done in pieces: --seconds stops after the run in which
-    so much time has passed. With --tiny all runs in seconds, to see that it works.
+    so much time has passed.
     """
     path = arguments.out / "bottleneck.json"
     bench = Runs(path, arguments.minutes, alphabet=ALPHABET, longest=LONGEST, runs=[])

@@ -59,7 +59,10 @@ from benchmarks.detr import bright_parts, stamp
 from benchmarks.runner import Commands, Runs, save_half
 from tools.notebooks import NBS, code_of
 
-BATCH, SEEDS, LOOKS, LENGTH = 64, (0, 1, 2), 10, 10
+BATCH = 64
+SEEDS = (0, 1, 2)
+LOOKS = 10
+LENGTH = 10
 RATES = (2e-3, 4e-3)
 STEPS = {"compare": 500, "bias": 300}
 COUNTS = {"train": 8000, "valid": 500, "test": 1000, "novel": 1000}
@@ -94,7 +97,8 @@ def loss_function(penalty=0.0, baseline=None):
 
     def loss(model, batch):
         images, captions = batch
-        tokens, targets = captions[:, :-1], captions[:, 1:]
+        tokens = captions[:, :-1]
+        targets = captions[:, 1:]
         logits, weights, *looks = model(images, tokens)
         if looks:
             found = reinforce_loss(logits, targets, *looks, baseline)
@@ -131,7 +135,8 @@ def looks(model, scenes):
     """At the words that name color and kind: weight on the object, and is the peak on it?"""
     weights = model.eval()(pixels(scenes["image"]), scenes["caption"][:, :-1])[1]
     mass, peak, area = weight_on_objects(weights, scenes["mask"])
-    named, found = scenes["named"][:, 1:], {"chance": round(area.mean().item(), 4)}
+    named = scenes["named"][:, 1:]
+    found = {"chance": round(area.mean().item(), 4)}
     color = (scenes["caption"][:, 1:] >= 8) & (scenes["caption"][:, 1:] < 14)
     for name, word in (("color", (named >= 0) & color), ("kind", (named >= 0) & ~color)):
         of = named[word][:, None]
@@ -156,7 +161,8 @@ def on_other(scenes):
 def interventions(model, scenes):
     """What is written when the attention reads elsewhere than it would."""
     scenes = placed(model, scenes)
-    images, captions = pixels(scenes["image"]), scenes["caption"]
+    images = pixels(scenes["image"])
+    captions = scenes["caption"]
     changes = {
         "uniform": lambda weights: torch.full_like(weights, 1 / weights.shape[1]),
         "shuffled": lambda weights: weights[:, torch.randperm(weights.shape[1])],
@@ -179,7 +185,8 @@ def interventions(model, scenes):
 # --- a pipeline without a network that looks --------------------------------------------------
 def described(image, boxes, threshold):
     """The mean color and a small picture of what is in each box: (n, 3), (n, 100)."""
-    colors, stamps = [], []
+    colors = []
+    stamps = []
     for box in boxes:
         x0, y0, x1, y1 = box.int().tolist()
         part = image[:, y0:y1, x0:x1].flatten(1)
@@ -197,7 +204,8 @@ def composed(things):
     step = torch.stack(b).mean(0) - torch.stack(a).mean(0)
     axis = int(step.abs().argmax())
     order = (one, other) if step[axis] > 0 else (other, one)
-    names, number = CAPTION_WORDS[8:14], {1: ("a", SINGULAR), 2: ("two", PLURALS)}
+    names = CAPTION_WORDS[8:14]
+    number = {1: ("a", SINGULAR), 2: ("two", PLURALS)}
     first, second = (
         f"{article} {names[color]} {kinds[kind]}"
         for color, kind in order
@@ -243,7 +251,8 @@ class Compared(Runs):
 
     def __init__(self, path, tiny, minutes):
         super().__init__(path, minutes, runs=[], baseline=[])
-        self.tiny, counts = tiny, dict.fromkeys(COUNTS, 24) if tiny else COUNTS
+        self.tiny = tiny
+        counts = dict.fromkeys(COUNTS, 24) if tiny else COUNTS
         parts = {"train": "train", "valid": "train", "test": "test", "novel": "novel"}
         self.scenes = {
             part: caption_scenes(counts[part], split, seed=part == "valid")
@@ -257,7 +266,8 @@ class Compared(Runs):
 
         def make():
             torch.manual_seed(seed)
-            model, train = captioner(attention), self.scenes["train"]
+            model = captioner(attention)
+            train = self.scenes["train"]
             history = trained(
                 *(model, pixels(train["image"]), train["caption"]),
                 **dict(steps=steps, lr=lr, seed=seed, penalty=penalty),
@@ -284,7 +294,8 @@ class Compared(Runs):
         few = {key: x[:2000] for key, x in self.scenes["train"].items()}
 
         def make():
-            read, found = by_parts(few), {}
+            read = by_parts(few)
+            found = {}
             for part in ("test", "novel"):
                 some = self.scenes[part]
                 pairs = zip(read(some["image"]), decode_captions(some["caption"]))
@@ -349,11 +360,13 @@ def on_subject(scenes):
 def bias_scores(model, pair):
     """Of scenes that agree and the same scenes that conflict: how often the color is right, how
     often it changes with the shape, and where the model looks."""
-    found, answers = {}, []
+    found = {}
+    answers = []
     for name, scenes in pair.items():
         scenes = placed(model, scenes)
         red, weights = named_red(model, scenes)
-        right, n = red == scenes["red"], torch.arange(len(red), device=red.device)
+        right = red == scenes["red"]
+        n = torch.arange(len(red), device=red.device)
         answers.append(red)
         mass, _, _ = weight_on_objects(weights[:, None], scenes["mask"])
         subject = mass[n, 0, scenes["subject"]]
@@ -376,7 +389,8 @@ class Biased(Runs):
 
     def __init__(self, path, tiny, minutes):
         super().__init__(path, minutes)
-        self.tiny, self.counts = tiny, dict.fromkeys(COUNTS, 48) if tiny else COUNTS
+        self.tiny = tiny
+        self.counts = dict.fromkeys(COUNTS, 48) if tiny else COUNTS
         count = self.counts["test"]
         self.test = {
             name: context_scenes(count, agree, seed=3)
@@ -393,7 +407,8 @@ class Biased(Runs):
 
         def make():
             torch.manual_seed(seed)
-            model, train = captioner(), self.scenes(name, 1)
+            model = captioner()
+            train = self.scenes(name, 1)
             history = trained(
                 *(model, pixels(train["image"]), train["caption"]),
                 **dict(steps=steps, lr=lr, seed=seed),
@@ -435,10 +450,16 @@ class Flickr(Runs):
 
     def __init__(self, path, tiny, minutes, folder):
         super().__init__(path, minutes)
-        self.tiny, self.folder = tiny, folder
+        self.tiny = tiny
+        self.folder = folder
 
     def all(self):
-        steps, size = (3, 32) if self.tiny else (20_000, 64)
+        if self.tiny:
+            steps = 3
+            size = 32
+        else:
+            steps = 20_000
+            size = 64
 
         def make():
             paths, captions = flickr8k(self.folder)
@@ -473,7 +494,14 @@ class Flickr(Runs):
 
 def longer(folder, tiny):
     """For a GPU (see `benchmarks.runs`): wider networks and larger pictures."""
-    size, steps, counts = (16, 2, (24, 8)) if tiny else (64, 8000, (16_000, 1000))
+    if tiny:
+        size = 16
+        steps = 2
+        counts = (24, 8)
+    else:
+        size = 64
+        steps = 8000
+        counts = (16_000, 1000)
     train, test = (
         caption_scenes(count, split, size) for count, split in zip(counts, ("train", "test"))
     )
@@ -505,7 +533,8 @@ LONGER_POOLS = ("additive", "max")
 GLIMPSE_RATES = {"attend": (1e-3, 3e-3), "channels": (5e-4, 1e-3), "draw": (3e-3, 1e-2, 2e-2)}
 DRAW = dict(image_size=16, steps=8, hidden_dim=64, latent_dim=8)
 GLIMPSES = {"attention": 5, "whole image": None}
-DRAW_STEPS, CHANNEL_STEPS = 1500, 1200
+DRAW_STEPS = 1500
+CHANNEL_STEPS = 1200
 GLIMPSE_BATCH = {"attend": 32, "channels": 32, "draw": 64}
 
 
@@ -545,7 +574,8 @@ def small_gray(images, size=16):
 # --- attend -----------------------------------------------------------------------------------
 def attend_parts(counts):
     """Pictures, questions, labels and masks for training, validation and test."""
-    made, splits = cells("asked-scenes"), ("train", "train", "test")
+    made = cells("asked-scenes")
+    splits = ("train", "train", "test")
     found = []
     for seed, (count, split) in enumerate(zip(counts, splits)):
         make = made["asked_scenes"] if seed == 0 else made["hard_scenes"]
@@ -571,7 +601,8 @@ def color_stamps(part, palette, size=12):
     stamps = []
     for image, question in zip(part["image"].float() / 255, part["question"]):
         near = (image - palette[question, :, None, None]).norm(dim=0) < 0.05
-        rows, columns = near.any(1).nonzero()[:, 0], near.any(0).nonzero()[:, 0]
+        rows = near.any(1).nonzero()[:, 0]
+        columns = near.any(0).nonzero()[:, 0]
         cut = near[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
         stamps.append(F.interpolate(cut[None, None].float(), (size, size))[0])
     return torch.stack(stamps)
@@ -582,7 +613,8 @@ class Attend(Runs):
 
     def __init__(self, path, minutes, tiny):
         super().__init__(path, minutes, runs=[], baselines=[])
-        self.tiny, self.parts = tiny, attend_parts((40, 150, 150) if tiny else ATTEND)
+        self.tiny = tiny
+        self.parts = attend_parts((40, 150, 150) if tiny else ATTEND)
 
     def run(self, pool, lr, seed, times=1):
         steps = times * (2 if self.tiny else ATTEND_STEPS)
@@ -666,7 +698,8 @@ class Drawings(Runs):
 
     def __init__(self, path, minutes, tiny):
         super().__init__(path, minutes, runs=[], baselines=[])
-        self.tiny, make = tiny, cells("placed-digits")["placed_digits"]
+        self.tiny = tiny
+        make = cells("placed-digits")["placed_digits"]
         counts = (80, 40, 40) if tiny else (20_000, 500, 1000)
         splits = ("train", "train", "test")
         self.parts = [make(n, s, seed=seed) for seed, (n, s) in enumerate(zip(counts, splits))]
@@ -738,7 +771,8 @@ def right(model, part):
 @torch.no_grad()
 def gates_by_class(model, part):
     """Mean gates of the last squeeze-and-excitation for each class: rows of the record."""
-    gates, layers = [], [m for m in model if isinstance(m, spatial.SqueezeExcite)]
+    gates = []
+    layers = [m for m in model if isinstance(m, spatial.SqueezeExcite)]
     hook = layers[-1].register_forward_hook(
         lambda m, x, _: gates.append(m.gate(x[0])[..., 0, 0])
     )
@@ -758,7 +792,8 @@ class Channels(Runs):
 
     def __init__(self, path, minutes, tiny):
         super().__init__(path, minutes, runs=[], baselines=[])
-        self.tiny, self.made = tiny, cells("gated-convnet")
+        self.tiny = tiny
+        self.made = cells("gated-convnet")
         counts = (40, 40, 200) if tiny else (8000, 1000, 2000)
         splits = ("train", "train", "test")
         self.parts = []

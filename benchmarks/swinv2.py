@@ -48,7 +48,8 @@ MODEL = dict(
 
 def parts():
     """Training, validation and test images with their labels, standardized."""
-    (x, y), (unseen, answers) = digits("train", 24), digits("test", 24)
+    (x, y) = digits("train", 24)
+    (unseen, answers) = digits("test", 24)
     seen = standardize(x, x)
     return (seen[300:], y[300:]), (seen[:300], y[:300]), (standardize(unseen, x), answers)
 
@@ -76,9 +77,12 @@ def train(kind, lr, seed, looks, data):
     """A trained model, and what was seen of it at each of the steps `looks`."""
     train_part, valid, _ = data
     torch.manual_seed(seed)
-    model, measure, found = new_model(kind), stream_function(), []
+    model = new_model(kind)
+    measure = stream_function()
+    found = []
     optimizer = adamw(model, lr, (0.9, 0.999), 0.05)
-    batches, steps = epochs(*train_part, batch_size=32, seed=seed), looks[-1]
+    batches = epochs(*train_part, batch_size=32, seed=seed)
+    steps = looks[-1]
     for step in range(steps + 1):
         if step in looks:
             sizes = measure(model.eval(), valid[0])
@@ -104,7 +108,8 @@ def transfer(trained, stretch):
         model.set_input_size(pixels, window)
         for block in model.blocks if stretch else ():
             block.attn.set_pretrained_window(0)
-        (images, labels), (reference, _) = digits("test", pixels), digits("train", pixels)
+        (images, labels) = digits("test", pixels)
+        (reference, _) = digits("train", pixels)
         name = "doubled" if window else str(pixels)
         found[name] = accuracy(model, (standardize(images, reference), labels))
     return found
@@ -123,7 +128,8 @@ class Growth(Runs):
 
     def __init__(self, path, minutes, looks):
         super().__init__(path, minutes, best={})
-        self.looks, self.data = looks, parts()
+        self.looks = looks
+        self.data = parts()
 
     def run(self, kind, lr, seed):
         def make():
@@ -160,13 +166,16 @@ def growth(arguments):
     test images. The measuring functions are cells of the chapter's notebook, run here as they
     stand.
 
-    The record, growth.json in the folder --out, is written after every model. With --minutes
-    the command stops after that time, and goes on when it is given again. With --tiny every
-    model takes a few steps, to see that all runs; such a record means nothing.
+    The record, growth.json in the folder --out, is written after every model.
     """
-    looks, rates, seeds = (
-        ((0, 2), RATES[:1], (0,)) if arguments.tiny else (LOOKS, RATES, (0, 1, 2))
-    )
+    if arguments.tiny:
+        looks = (0, 2)
+        rates = RATES[:1]
+        seeds = (0,)
+    else:
+        looks = LOOKS
+        rates = RATES
+        seeds = (0, 1, 2)
     bench = Growth(arguments.out / "growth.json", arguments.minutes, looks)
     bench.record["logistic regression"] = logistic(bench.data)
 

@@ -11,7 +11,9 @@ from attnlib import train
 from benchmarks.basics import reason
 from benchmarks.runner import free_memory
 
-OURS, OPTIMIZED = "attnlib", "attnlib, optimized"  # names in every record
+# names in every record
+OURS = "attnlib"
+OPTIMIZED = "attnlib, optimized"
 LONG = 30  # milliseconds, see `measured`
 
 
@@ -63,7 +65,9 @@ def rounds(calls, repeats, timer, seed=0, left_out=None):
     none always runs behind the same other, whose data are still in the cache. A function that
     fails takes part no longer; without `left_out` its error is raised, see `attempt`.
     """
-    times, names, draw = {name: [] for name in calls}, list(calls), random.Random(seed)
+    times = {name: [] for name in calls}
+    names = list(calls)
+    draw = random.Random(seed)
     for _ in range(repeats):
         draw.shuffle(names)
         for name in list(names):
@@ -161,7 +165,8 @@ def kernel_turns(calls, repeats, graphs=(), times=3, seed=0, left_out=None):
 
 
 def quartiles(numbers):
-    ordered, quarter = sorted(numbers), len(numbers) // 4
+    ordered = sorted(numbers)
+    quarter = len(numbers) // 4
     return ordered[quarter], ordered[-1 - quarter]
 
 

@@ -120,7 +120,9 @@ def train(make, parts, *, lr, seed, steps, every):
     """Train one network; the curves of its row."""
     train, valid, test = parts
     torch.manual_seed(seed)
-    model, began, tests = make(), time.process_time(), 0.0
+    model = make()
+    began = time.process_time()
+    tests = 0.0
 
     def loss_fn(model, batch):
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
@@ -205,9 +207,7 @@ def compare(arguments):
     The record, FOLDER/compare.json, has a row for each run: task, model, parameters, lr, seed,
     and at several steps the seconds of training so far (of the process), the loss on the
     training images since the last row, and the accuracy on the test images. It is written after
-    every run. With --minutes the command stops after that time, and goes on when it is given
-    again. With --tiny a few networks take a few steps, to see that all runs; such a record
-    means nothing.
+    every run.
     """
     bench = Comparison(arguments.out / "compare.json", arguments.minutes)
 
@@ -246,7 +246,8 @@ class Both(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.places = model, nn.Linear(model.num_features, 11)
+        self.model = model
+        self.places = nn.Linear(model.num_features, 11)
 
     def forward(self, x):
         tokens = self.model.forward_features(x)
@@ -280,13 +281,19 @@ def train_collages(arguments):
     float16, and the accuracy on collages of other digits and other pieces of the photographs to
     NAME.json.
     """
-    count, steps = (256, 4) if arguments.tiny else (16_384, COLLAGE_STEPS[arguments.model])
+    if arguments.tiny:
+        count = 256
+        steps = 4
+    else:
+        count = 16_384
+        steps = COLLAGE_STEPS[arguments.model]
     found = collages(count, seed=0)
     images = (255 * found["image"]).round().byte()
     data = images, found["label"], found["mask"].byte()
     test = pixels(collages(100 if arguments.tiny else 2000, "test", seed=1))
     torch.manual_seed(0)
-    both, began = Both(create_model(arguments.model, num_classes=10)), time.process_time()
+    both = Both(create_model(arguments.model, num_classes=10))
+    began = time.process_time()
     history = fit(
         both,
         collage_loss,

@@ -1,7 +1,9 @@
 """What was run for 21_transformer: `python -m benchmarks.transformer COMMAND --out FOLDER`.
 
-ablations  find out what a deep Transformer needs
-speed      time the Transformer next to its peers
+    ablations  find out what a deep Transformer needs
+    speed      time the Transformer next to its peers
+
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import copy
@@ -25,7 +27,13 @@ from attnlib.translation import from_marian, translation_loss
 from benchmarks import runner, timing
 from benchmarks.runner import Commands, Runs
 
-DEPTH, WIDTH, HEADS, HIDDEN, DIGITS, LENGTH, BATCH = 12, 32, 4, 64, 5, 8, 32
+DEPTH = 12
+WIDTH = 32
+HEADS = 4
+HIDDEN = 64
+DIGITS = 5
+LENGTH = 8
+BATCH = 32
 WARMUP = 100
 SMALL_RATES = (3e-4, 1e-3, 3e-3, 1e-2)  # post-norm fails with larger ones
 RATES = {
@@ -79,7 +87,8 @@ class Stack(nn.Module):
         self.embed = nn.Embedding(DIGITS, WIDTH)
         self.register_buffer("positions", sinusoidal_encoding(LENGTH, WIDTH))
         self.layers = nn.ModuleList(Layer(**options) for _ in range(depth))
-        self.norm, self.output = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, DIGITS)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.output = nn.Linear(WIDTH, DIGITS)
 
     def forward(self, digits):
         x = self.embed(digits) + self.positions
@@ -105,7 +114,8 @@ def train_stack(task, variant, lr, seed, steps, warmup=True, depth=DEPTH, every=
         loss = F.cross_entropy(model(batch[0]).flatten(0, 1), answers(batch[0]).flatten())
         return loss * batch[0].numel(), batch[0].numel()
 
-    valid, test = digits(10**9, 512), digits(10**9 + 1, 512)
+    valid = digits(10**9, 512)
+    test = digits(10**9 + 1, 512)
 
     def evaluate(model, x=valid):
         logits = model(x)
@@ -260,7 +270,9 @@ MODES = {
     "float32, medium": ("medium", None),
     "bfloat16": ("highest", torch.bfloat16),
 }
-END, PAD = 0, 1  # tokens; Marian starts a translation with the padding
+# tokens; Marian starts a translation with the padding
+END = 0
+PAD = 1
 
 
 # --- the same model four times ----------------------------------------------------------------
@@ -420,7 +432,8 @@ def errors(models, mode, device, size, left_out):
 
     It is the root mean square over the deviation.
     """
-    (precision, dtype), found = MODES[mode], {}
+    (precision, dtype) = MODES[mode]
+    found = {}
     torch.set_float32_matmul_precision(precision)
     src, tgt = (sentences(size, seed).to(device) for seed in (7, 8))
     exact = copy.deepcopy(models[timing.OURS]).double()(src, tgt)
@@ -510,7 +523,8 @@ def bandwidth(device, size):
 
 def bytes_read(model, batch, size, width):
     """What a step of cached decoding reads: the decoder's weights, and a cache half full."""
-    d, layers = size["width"], size["layers"]
+    d = size["width"]
+    layers = size["layers"]
     weights = sum(p.numel() for p in model.decoder.parameters()) + model.output.weight.numel()
     weights -= layers * 2 * (d * d + d)  # cross-attention's keys and values are made once
     # the memory's, and half of the tokens'
@@ -551,7 +565,8 @@ def decoders(theirs, ours, src, length, device, left_out):
 
 def compare(exact, src, mode, tokens):
     """{name: share of the tokens that are ours, largest gap of the logits where not}."""
-    found, ours = {}, tokens[timing.OURS]
+    found = {}
+    ours = tokens[timing.OURS]
     for name, others in tokens.items():
         assert others.shape == ours.shape
         same = (others == ours).float().mean().item()
@@ -600,7 +615,8 @@ def decode(size, device, repeats, mode, batch, speed, left_out):
     exact = from_marian(theirs.config, theirs.state_dict()).eval()
     theirs.to(dtype or torch.float32)
     ours = from_marian(theirs.config, theirs.state_dict()).eval()
-    generator, shape = torch.Generator().manual_seed(2), (batch, size["length"])
+    generator = torch.Generator().manual_seed(2)
+    shape = (batch, size["length"])
     src = torch.randint(2, size["vocab"], shape, generator=generator).to(device)
     rows = decode_batch(theirs, ours, exact, mode, src, device, repeats, left_out)
     weights, cache = bytes_read(ours, batch, size, ours.output.weight.element_size())
@@ -620,10 +636,10 @@ def speed(arguments):
     `optimize_for_inference` makes of it, against `generate` of the transformers library. Where
     weights can be copied they are, and outputs are compared before anything is timed. All take
     turns, and all run at the same precision of float32 matrix products, which is a setting: see
-    `MODES`. The rows are written as they come. With --minutes the command ends after so many,
-    and goes on when it is given again.
+    `MODES`.
     """
-    device, repeats = arguments.device, arguments.repeats
+    device = arguments.device
+    repeats = arguments.repeats
     size = TINY if arguments.tiny else SIZE
     path = arguments.out and arguments.out / f"translation_{device}.json"
     lists = {kind: [] for kind in arguments.parts}

@@ -65,7 +65,9 @@ TINY = SIZE | dict(
     steps=4, numbers=300, valid=6, tests=6, d_model=16, layers=1, batch_size=8, warmup=2
 )
 SEEDS = (0, 1, 2)
-LIMIT, LONGEST = 10**5, 40  # above the numbers, and of their tokens
+# above the numbers, and of their tokens
+LIMIT = 10**5
+LONGEST = 40
 
 
 def numbers_of(size):
@@ -102,7 +104,8 @@ def unseen_direction(model, tokenizer, numbers, source, target, tag_on):
         answer_kind(tokenizer, text, n, source, target, LANGUAGES)
         for text, n in zip(said, numbers)
     ]
-    shown, examples = Counter(), []
+    shown = Counter()
+    examples = []
     for kind, n, text in zip(kinds, numbers, said):
         shown[kind] += 1
         if kind != "right" and shown[kind] <= 3:
@@ -127,11 +130,14 @@ def shared_memory(model, tokenizer, numbers, source, target, tag_on):
     def means(language):
         prefix = [tag(target)] * len(numbers) if tag_on == "source" else None
         src = encode(tokenizer, number_words(numbers, language), prefix=prefix)
-        memory, used = model.eval().encode(src)[0], (src != PAD)[..., None]
+        memory = model.eval().encode(src)[0]
+        used = (src != PAD)[..., None]
         return (memory * used).sum(1) / used.sum(1)  # (B, M, C) -> (B, C)
 
-    own, english = means(source), means("en")
-    across, within = torch.cdist(own, english), torch.cdist(english, english)
+    own = means(source)
+    english = means("en")
+    across = torch.cdist(own, english)
+    within = torch.cdist(english, english)
     others = within.sum() / (len(numbers) * (len(numbers) - 1))
     nearest = (across.argmin(1) == torch.arange(len(numbers))).float().mean()
     ratio = across.diag().mean() / others
@@ -154,7 +160,8 @@ def run(size, *, directions, shared=True, tag_on="source", seed, checkpoint):
     )
     torch.manual_seed(seed)
     d = size["d_model"]
-    layers, heads = size["layers"], max(1, d // 16)
+    layers = size["layers"]
+    heads = max(1, d // 16)
     model = Transformer(
         size["vocab_size"],
         None,
@@ -225,11 +232,17 @@ def zero_shot(arguments):
     --tiny it means nothing.
     """
     torch.set_num_threads(1)
-    size, seeds = (TINY, SEEDS[:1]) if arguments.tiny else (SIZE, SEEDS)
+    if arguments.tiny:
+        size = TINY
+        seeds = SEEDS[:1]
+    else:
+        size = SIZE
+        seeds = SEEDS
     with tempfile.TemporaryDirectory() as folder:
         parts = arguments.parts or Path(folder)
         parts.mkdir(parents=True, exist_ok=True)
-        names, record = arguments.only or list(CONDITIONS), {"size": size}
+        names = arguments.only or list(CONDITIONS)
+        record = {"size": size}
         record["runs"] = [kept_run(name, seed, size, parts) for seed in seeds for name in names]
         record["long"] = [
             kept_run(name, seed, size, parts, times=4)

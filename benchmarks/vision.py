@@ -15,6 +15,7 @@ Python and launches. With --minutes the command ends after so many, and goes on 
 given again.
 """
 
+import argparse
 import itertools
 from functools import partial
 from importlib.util import find_spec
@@ -66,8 +67,11 @@ class Logits(nn.Module):
 def torchvision_vit(ours):
     from torchvision.models import VisionTransformer
 
-    width, depth, heads = ours.embed_dim, len(ours.blocks), ours.blocks[0].attn.num_heads
-    size, patch = ours.patch_embed.img_size[0], ours.patch_embed.patch_size[0]
+    width = ours.embed_dim
+    depth = len(ours.blocks)
+    heads = ours.blocks[0].attn.num_heads
+    size = ours.patch_embed.img_size[0]
+    patch = ours.patch_embed.patch_size[0]
     shape = size, patch, depth, heads, width, 4 * width
     return VisionTransformer(*shape, num_classes=ours.num_classes)
 
@@ -194,7 +198,8 @@ def check(name, options):
     torch.manual_seed(0)
     models = peers(name, **options)
     size = image_size(models[OURS])
-    found, x = {}, torch.randn(2, 3, size, size)
+    found = {}
+    x = torch.randn(2, 3, size, size)
     for library, model in list(models.items())[1:]:
         own = attnlib.create_model(name, **options)
         source = model.model if isinstance(model, Logits) else model
@@ -260,7 +265,8 @@ def contestants(name, mode, kind, device, compiled, options, left_out):
     models = timing.attempt_all(
         {library: partial(model.to, device) for library, model in models.items()}, left_out
     )
-    ours, kernels = models.get(OURS), has_kernels(device)
+    ours = models.get(OURS)
+    kernels = has_kernels(device)
     if ours is not None and kernels:
         models[OPTIMIZED] = ours
     fuses = isinstance(ours, SwinTransformer) if kernels else device == "cpu"
@@ -340,7 +346,10 @@ def measure(name, mode, kind, batch, device, repeats, compiled, options, left_ou
 
 
 def main():
-    parser = runner.timing_parser(__doc__, repeats=9)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    runner.add_timing_options(parser, repeats=9)
     parser.add_argument("--models", nargs="+", default=["vit_small_patch16_224"])
     parser.add_argument(
         "--batch", type=int, nargs="+", help="8 on a CPU; 128, 64 and 1 on a GPU"
@@ -357,7 +366,8 @@ def main():
     parser.add_argument("--name", default="vision", help="name of the record")
     arguments = parser.parse_args()
     differences = {}
-    device, repeats = arguments.device, arguments.repeats
+    device = arguments.device
+    repeats = arguments.repeats
     timing.own_stream(device)
     batches = arguments.batch or ([128, 64, 1] if device == "cuda" else [8])
     token = any(name.startswith(("vit", "deit", "tnt")) for name in arguments.models)

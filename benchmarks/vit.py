@@ -39,8 +39,10 @@ def networks():
 def data(task, tiny=False):
     """Training, validation and test images with labels, no image in two parts."""
     if task == "digits":
-        (x, y), (unseen, answers) = digits("train"), digits("test")
-        x, unseen = 2 * x - 1, 2 * unseen - 1
+        (x, y) = digits("train")
+        (unseen, answers) = digits("test")
+        x = 2 * x - 1
+        unseen = 2 * unseen - 1
         return (x[:1200], y[:1200]), (x[1200:], y[1200:]), (unseen, answers)
     counts = (200, 20, 20) if tiny else (20_000, 500, 2000)
     parts = (scenes(count, seed=seed) for seed, count in enumerate(counts))
@@ -62,7 +64,9 @@ class Tasks(Runs):
 
     def __init__(self, path, minutes, tiny):
         super().__init__(path, minutes, runs=[], baselines=[])
-        self.tiny, self.networks, self.parts = tiny, networks(), {}
+        self.tiny = tiny
+        self.networks = networks()
+        self.parts = {}
 
     def data(self, task, images):
         if task not in self.parts:
@@ -94,7 +98,14 @@ class Tasks(Runs):
         """The trials of a network, and its runs at the rate that was best there."""
         _, short, long, _, rates, _ = TASKS[task]
         rates = (1e-3,) if name == "one patch at a time" else rates  # its bound has no rate
-        short, long, seeds = (2, 4, (0,)) if self.tiny else (short, long, (0, 1, 2))
+        if self.tiny:
+            short = 2
+            long = 4
+            seeds = (0,)
+        else:
+            short = short
+            long = long
+            seeds = (0, 1, 2)
         trials = []
         for lr in rates:
             trials.append(self.run(task, name, images, lr, short, 0))
@@ -131,9 +142,7 @@ def bias(arguments):
     tried. The ViT with 1,200 digits gets one more run with three times the steps. Test images
     are looked at when a run has ended, and decide nothing.
 
-    The record is written after every run. With --minutes the command stops after that time, and
-    goes on when it is given again. With --tiny a few networks take a few steps, to see that all
-    runs; such a record means nothing.
+    The record is written after every run.
     """
     bench = Tasks(arguments.out / "bias.json", arguments.minutes, arguments.tiny)
 

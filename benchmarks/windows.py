@@ -1,9 +1,11 @@
 """What was run for 52_windows: `python -m benchmarks.windows COMMAND --out FOLDER`.
 
-speed     time attention in windows, from feature map to feature map
-fused     time a whole Swin with fused blocks
-overhead  time what a call of the kernels costs before a kernel starts
-static    compile the kernels for GPUs that need not be there
+    speed     time attention in windows, from feature map to feature map
+    fused     time a whole Swin with fused blocks
+    overhead  time what a call of the kernels costs before a kernel starts
+    static    compile the kernels for GPUs that need not be there
+
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import ast
@@ -84,7 +86,8 @@ def compiled_flex():
 
 def in_batch(q, k, v, bias, layout, call, scale):
     """Attention of (B, windows, h, N, d) with the windows in the batch."""
-    shape, region = q.shape, regions(layout, q.device)
+    shape = q.shape
+    region = regions(layout, q.device)
     windows = len(region)
 
     def score(s, b, h, i, j):
@@ -101,7 +104,8 @@ def in_batch(q, k, v, bias, layout, call, scale):
 
 def in_sequence(q, k, v, bias, layout, call, scale):
     """The same with the windows one behind the other in a sequence with a mask of blocks."""
-    (_, windows, _, tokens, _), block_mask = q.shape, blocks(layout, q.device)
+    (_, windows, _, tokens, _) = q.shape
+    block_mask = blocks(layout, q.device)
 
     def score(s, b, h, i, j):
         return s + bias[h, i % tokens, j % tokens]
@@ -116,7 +120,9 @@ def flex(way, qkv, bias, layout, num_heads, *, scale=None, cosine_scale=None, dr
     x = cyclic_shift(qkv, layout).unflatten(-1, (3, num_heads, -1))
     q, k, v = x.unbind(-3)  # (B, H, W, h, d) each
     if cosine_scale is not None:
-        q, k, scale = normalize(q, cosine_scale[:, None]), normalize(k), 1.0
+        q = normalize(q, cosine_scale[:, None])
+        k = normalize(k)
+        scale = 1.0
     q, k, v = (
         window_partition(y.flatten(-2), layout.window, num_heads).unflatten(1, (-1, num_heads))
         for y in (q, k, v)
@@ -177,7 +183,8 @@ def difference(found, wanted):
 
 def measure(name, stage, shifted, kind, dtype, arguments, left_out):
     torch.compiler.reset()  # or the compiler gives up after a number of shapes
-    options, device = TINY if arguments.tiny else {}, arguments.device
+    options = TINY if arguments.tiny else {}
+    device = arguments.device
     calls, shape = ways(name, stage, shifted, options, device, DTYPES[dtype], left_out)
     size = (arguments.batch, *shape)
     pool = [torch.randn(size, device=device, dtype=DTYPES[dtype]) for _ in range(3)]
@@ -226,17 +233,20 @@ def speed(arguments):
     (compiled on a GPU; a CPU has no backward pass of it). Weights are copied and outputs
     compared before anything is timed, and gradients of the maps; all take turns. On a GPU each
     way has the time on the wall and, under "kernel", that of a CUDA graph, without Python and
-    launches, or of the calls themselves where they are long. With --minutes the command ends
-    after so many, and goes on when it is given again. Without timm the others are compared with
-    PyTorch's way.
+    launches, or of the calls themselves where they are long. Without timm the others are
+    compared with PyTorch's way.
     """
     register()
     timing.own_stream(arguments.device)
     path = arguments.out and arguments.out / f"windows_{arguments.device}.json"
     bench = runner.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
-    stages, shifts = range(4), (False, True)
+    stages = range(4)
+    shifts = (False, True)
     if arguments.tiny:
-        arguments.batch, arguments.dtypes, stages, shifts = 1, ["float32"], (0,), (True,)
+        arguments.batch = 1
+        arguments.dtypes = ["float32"]
+        stages = (0,)
+        shifts = (True,)
 
     def go():
         cases = (arguments.dtypes, arguments.models, stages, shifts, ("forward", "training"))
@@ -276,7 +286,8 @@ def contestants(device, dtype, options, left_out=None):
 
 def measure_fused(dtype, batch, arguments, left_out):
     torch.compiler.reset()
-    options, device = TINY if arguments.tiny else {}, arguments.device
+    options = TINY if arguments.tiny else {}
+    device = arguments.device
     models, size = contestants(device, DTYPES[dtype], options, left_out)
     pool = [torch.randn(batch, 3, size, size, device=device, dtype=DTYPES[dtype])]
     pool += [torch.randn_like(pool[0]) for _ in range(2)]
@@ -311,11 +322,11 @@ def fused(arguments):
     kernel for its windows alone; timm's, as it is and compiled. Weights are copied and logits
     compared before anything is timed, and all take turns. On a GPU each has the time on the
     wall and, under "kernel", that of a CUDA graph, without Python and launches, or of the calls
-    themselves where they are long. With --minutes the command ends after so many, and goes on
-    when it is given again. Without timm the others are compared with PyTorch's way.
+    themselves where they are long. Without timm the others are compared with PyTorch's way.
     """
     if arguments.tiny:
-        arguments.batch, arguments.dtypes = [1], ["float32"]
+        arguments.batch = [1]
+        arguments.dtypes = ["float32"]
     timing.own_stream(arguments.device)
     path = arguments.out and arguments.out / f"fused_{arguments.device}.json"
     bench = runner.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
@@ -337,12 +348,11 @@ def kernel_calls():
     """{name: function}: the kernels and PyTorch's, at the smallest sizes that are usual."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1, 2, 8) for _ in range(3))
-    bias, mask = torch.randn(1, 2, 2), torch.ones(2, 2, dtype=torch.bool)
-    qkv, own, layout = (
-        torch.randn(1, 4, 4, 24),
-        torch.randn(1, 4, 4),
-        window_layout((4, 4), (2, 2)),
-    )
+    bias = torch.randn(1, 2, 2)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    qkv = torch.randn(1, 4, 4, 24)
+    own = torch.randn(1, 4, 4)
+    layout = window_layout((4, 4), (2, 2))
     graph = [x.clone().requires_grad_() for x in (q, k, v)]
     learnt = qkv.clone().requires_grad_()
 
@@ -416,7 +426,8 @@ def overhead(arguments):
     if arguments.profile:
         without_launches(lambda: profile(times))
         return
-    found, rows = without_launches(lambda: measure_overhead(arguments.repeats, times)), []
+    found = without_launches(lambda: measure_overhead(arguments.repeats, times))
+    rows = []
     for name, some in found.items():
         us, low, high = statistics.median(some), *timing.quartiles(some)
         peer = "SDPA, graph" if "graph" in name else "SDPA"
@@ -465,7 +476,8 @@ def jobs(only=()):
                 found += [
                     (k, gpu, dtype, str(width), str(window), options or "none") for k in kernels
                 ]
-        widths, names = ("96", "384"), tuple(PRODUCTS)
+        widths = ("96", "384")
+        names = tuple(PRODUCTS)
         found += [(k, gpu, dtype, w, "-", "-") for k in names for w in widths]
     return [job for job in found if set(only) <= set(job)]
 
@@ -494,7 +506,8 @@ def source_hash(kernel, cosine=False):
     """
     left_out = () if cosine else ("_through_length",)
     first = "_product" if kernel in PRODUCTS else windows.FUNCTIONS[kernel].__name__
-    todo, seen = [first, "compile_kernel"], set()
+    todo = [first, "compile_kernel"]
+    seen = set()
     while todo:
         name = todo.pop()
         if name in functions() and name not in seen and name not in left_out:
@@ -526,7 +539,8 @@ def current(row):
 def compiled(job):
     """A row of the record: the tile, and what the compiler made of it."""
     kernel, gpu, dtype, width, window, options = job
-    capability, tile = int(gpu[3:]), tile_of(job)
+    capability = int(gpu[3:])
+    tile = tile_of(job)
     number = getattr(torch, dtype)
     if kernel in PRODUCTS:
         *widths, fused = PRODUCTS[kernel]
@@ -549,7 +563,8 @@ def floor(row):
     if row["kernel"] in PRODUCTS:
         block, lanes, *_ = windows.PRODUCT_TILES[getattr(torch, row["dtype"]).itemsize]
     else:
-        block, lanes = int(row["block"]), max(16, triton.next_power_of_2(int(row["width"])))
+        block = int(row["block"])
+        lanes = max(16, triton.next_power_of_2(int(row["width"])))
     tiles = {"forward": 1, "query": 1, "key": 2, "whole": 3, "bias": 0}.get(row["kernel"], 1)
     sums = tiles * block * lanes + (row["kernel"] in ("whole", "bias")) * block**2
     own = sums // (32 * int(row["warps"]))
@@ -558,7 +573,8 @@ def floor(row):
 
 def broken(row):
     """What is wrong with a kernel, in words; nothing, if nothing is."""
-    room, wrong = SHARED[int(row["gpu"][3:])] << 10, []
+    room = SHARED[int(row["gpu"][3:])] << 10
+    wrong = []
     if int(row["stack"]) > STACK:
         wrong.append(f"a stack of {row['stack']} bytes, above {STACK}")
     if int(row["registers"]) < floor(row):
@@ -586,7 +602,8 @@ def read(path):
     if not path.exists():
         return {}
     record = json.loads(path.read_text())
-    rows, wanted = csv.DictReader(record["rows"]), set(jobs())
+    rows = csv.DictReader(record["rows"])
+    wanted = set(jobs())
     found = {tuple(row[name] for name in NAMES): row for row in rows}
     if record["triton"] != triton.__version__:
         return {}
