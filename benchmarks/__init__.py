@@ -1,1 +1,1 @@
-"""What was run for the chapters, one module per chapter: `python -m benchmarks.CHAPTER COMMAND`."""
+"""What was run for the chapters, a module for each: `python -m benchmarks.CHAPTER COMMAND`."""

@@ -231,6 +231,9 @@ def contest(bench, name, size, seeds, steps):
 
     def run(rate, seed, kind):
         settings = dict(name=name, examples=size, rate=rate, seed=seed)
+        for known in bench.record["tuning"]:
+            if settings.items() <= known.items():
+                return bench.once(settings, lambda: known, kind)
         return bench.once(settings, lambda: one_run(name, size, rate, seed, steps), kind)
 
     best = max(RATES, key=lambda rate: run(rate, seeds[0], "tuning")["valid"])
@@ -241,9 +244,8 @@ def contest(bench, name, size, seeds, steps):
 def association(arguments):
     """Compare attention, a convolution, and a network of pairs at finding partners.
 
-    `python -m benchmarks.association --out FOLDER` records FOLDER/association.json; with
-    --contestants or --examples only some run, and the other rows of an existing record stay.
-    With --tiny it runs in seconds, to see that it works; such a record means nothing.
+    For each method and number of examples, the learning rate is chosen on validation data with
+    the first seed. The record is FOLDER/association.json.
     """
     sizes = arguments.examples
     seeds = (0, 1, 2)

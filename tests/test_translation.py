@@ -587,10 +587,12 @@ def test_the_zero_shot_experiment_runs(tmp_path):
         "--tiny",
         "--parts",
         tmp_path,
+        "--out",
+        tmp_path / "out",
     ]
     subprocess.run([*command, "--only", "one target"], check=True, cwd=root)
     assert len(list(tmp_path.glob("[0-9]*.json"))) == 2  # with the long run
-    subprocess.run([*command, "--out", tmp_path / "out"], check=True, cwd=root)
+    subprocess.run(command, check=True, cwd=root)
     record = json.loads((tmp_path / "out" / "zero_shot.json").read_text())
     assert len({run["condition"] for run in record["runs"]}) == 6 == len(record["runs"])
     assert [run["steps"] for run in record["long"]] == [16, 16, 16]
