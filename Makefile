@@ -63,13 +63,13 @@ test: lint ## everything: rules, library, notebooks, book, browser; two or more 
 	$(BIN)/python -m tools.notebooks test --book $(NB)
 
 bench: $(VENV)/test.stamp ## time the library beside its peers and record the results; on a quiet machine; ROUNDS=2 for a look
-	$(BIN)/python -m benchmarks.attention --repeats $(ROUNDS) --out benchmarks/results
-	$(BIN)/python -m benchmarks.translation --repeats $(ROUNDS) --out benchmarks/results
+	$(BIN)/python -m benchmarks.attention speed --repeats $(ROUNDS) --out benchmarks/results
+	$(BIN)/python -m benchmarks.transformer speed --repeats $(ROUNDS) --out benchmarks/results
 	$(BIN)/python -m benchmarks.vision --models vit_small_patch16_224 --name vit --repeats $(ROUNDS) --out benchmarks/results
 	$(BIN)/python -m benchmarks.vision --models swin_tiny_patch4_window7_224 --name swin --batch 4 --repeats $(ROUNDS) --out benchmarks/results
 	$(BIN)/python -m benchmarks.vision --models swinv2_tiny_window8_256 --name swinv2 --batch 4 --repeats $(ROUNDS) --out benchmarks/results
 	$(BIN)/python -m benchmarks.vision --models tnt_s_patch16_224 --name tnt --batch 4 --repeats $(ROUNDS) --out benchmarks/results
-	$(BIN)/python -m benchmarks.inference --repeats $(ROUNDS) --compile --out benchmarks/results
+	$(BIN)/python -m benchmarks.inference speed --repeats $(ROUNDS) --compile --out benchmarks/results
 
 gpu: ## on a CUDA machine, with its own PyTorch and no network: check, time and record everything; PART=swin for a part
 	$(PYTHON) -m benchmarks.gpu $(if $(PART),--part $(PART))

@@ -1,1 +1,1 @@
-"""Speed beside other libraries, and the chapters' long runs: `python -m benchmarks.vision`."""
+"""What was run for the chapters, a module for each: `python -m benchmarks.CHAPTER COMMAND`."""

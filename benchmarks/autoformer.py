@@ -1,34 +1,33 @@
-"""A supernet of 22,140 small networks on digits: `python -m benchmarks.autoformer PART`.
+"""What was run for 44_autoformer: `python -m benchmarks.autoformer COMMAND --out FOLDER`.
 
-The digits stand at one of nine places of a canvas of 10 × 10 pixels. Of the training digits 300
-are for validation; the test digits are looked at for the report alone. The parts are
+    supernets  train supernets of 22,140 small networks in three ways
+    ranking    train subnets alone, and compare them with what they inherit
+    repeats    repeat the ranking with a second seed
+    scenes     train supernets on a second task
+    search     search under three budgets by evolution and at random
+    speed      time slicing and extracting
 
-- supernets: trained with one random subnet a step, or with the sandwich (largest, smallest,
-  random) in about the same time, or with classical sharing, which has weights of its own for
-  each choice; three seeds, learning rates by the first, and one run of four times the steps;
-- ranking: subnets trained alone, twelve of all sizes and twelve of one size, and what they
-  inherit; learning rates by one network of each width;
-- repeats: the same with a second seed, the first twelve also for twice the steps;
-- scenes: supernets with uniform sampling and with classical sharing for another task: of two
-  colored things in a drawn scene (`attnlib.data.caption_scenes`), which is further left or up;
-- search: evolution and random search with equally many evaluations under three budgets, all
-  networks of the smallest budget, and the found networks trained alone.
+The digits stand at one of nine positions of a canvas of 10 × 10 pixels. Of the training digits,
+300 are for validation; the test digits are used for the report alone. "ranking" needs the
+record of "supernets"; "repeats" and "search" need both.
 
-"ranking" needs "supernets", and "repeats" and "search" need both. The record,
-FOLDER/autoformer_PART.json, is written after every run; the weights of a supernet go to
-FOLDER/autoformer_digits.safetensors, all others to FOLDER/checkpoints. With --minutes the
-command begins no run after that time, and goes on when it is given again. With --tiny the runs
-take a few steps, to see that all works; such a record means nothing.
+The record, FOLDER/autoformer_COMMAND.json, is written after every run; the weights of one
+supernet go to FOLDER/autoformer_digits.safetensors, all others to FOLDER/checkpoints. `longer`
+trains on a GPU (`python -m benchmarks.runs supernet`).
 """
 
 import itertools
 import time
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from attnlib.attention import attention
 from attnlib.autoformer import (
+    SPACES,
+    Attention,
     ClassicalSharing,
     Space,
     Subnet,
@@ -44,29 +43,40 @@ from attnlib.autoformer import (
     uniform_loss,
 )
 from attnlib.data import caption_scenes, digits, small_images
+from attnlib.multihead import merge_heads
 from attnlib.recipes import crop_and_flip, cross_entropy
 from attnlib.train import epochs, fit
-from benchmarks.common import Bench, experiment_parser
+from attnlib.vit import VisionTransformer
+from benchmarks import runner, timing
+from benchmarks.runner import Commands, Runs
 
-SEEDS, RATES, BATCH = (0, 1, 2), (2e-3, 4e-3, 8e-3), 64
+SEEDS = (0, 1, 2)
+RATES = (2e-3, 4e-3, 8e-3)
+BATCH = 64
 STEPS = {"uniform": 2000, "classical": 2000, "sandwich": 600}
 ALONE = 800  # steps of a network that is trained alone
-CLOUD, SPREAD, EQUAL = 60, 12, 12  # how many subnets are judged, and trained alone
-BUDGETS, SAME_SIZE = (15_000, 24_000, 50_000), (22_000, 24_000)
+# how many subnets are judged, and trained alone
+CLOUD = 60
+SPREAD = 12
+EQUAL = 12
+BUDGETS = (15_000, 24_000, 50_000)
+SAME_SIZE = (22_000, 24_000)
 EVOLUTION = dict(population=20, generations=5, parents=6, crossovers=7, mutations=7)
 PARTS = ("valid", "test")  # of the digits, on which networks are judged
 LOSSES = {"uniform": uniform_loss, "sandwich": sandwich_loss, "classical": uniform_loss}
 
 
 # --- digits, scores ---------------------------------------------------------------------------
-
-
 def parts(tiny):
     """Digits at all places to train and to test, at three of them to validate."""
-    (x, y), (unseen, answers) = digits("train"), digits("test")
+    (x, y) = digits("train")
+    (unseen, answers) = digits("test")
     count = 20 if tiny else 300
     if tiny:
-        x, y, unseen, answers = x[:60], y[:60], unseen[:10], answers[:10]
+        x = x[:60]
+        y = y[:60]
+        unseen = unseen[:10]
+        answers = answers[:10]
     return {
         "train": at_places(x[count:], y[count:]),
         "valid": at_places(x[:count], y[:count], every=4),
@@ -127,8 +137,10 @@ class Look:
     """
 
     def __init__(self, data, subnets):
-        self.data, self.subnets = data, subnets
-        self.seconds, self.began = 0.0, time.process_time()
+        self.data = data
+        self.subnets = subnets
+        self.seconds = 0.0
+        self.began = time.process_time()
 
     def __call__(self, model):
         self.seconds += time.process_time() - self.began
@@ -141,17 +153,24 @@ class Look:
 
 
 # --- the runs ---------------------------------------------------------------------------------
-
-
-class Supernets(Bench):
+class Supernets(Runs):
     """The runs of the record of a part."""
 
     def __init__(self, path, minutes, tiny, part):
-        super().__init__(path, minutes, searches=[], everything=[], alone=[], inherited=[])
-        self.tiny, self.part, self.shape = tiny, part, SCENES if part == "scenes" else {}
+        super().__init__(
+            path, minutes, runs=[], searches=[], everything=[], alone=[], inherited=[]
+        )
+        self.tiny = tiny
+        self.part = part
+        self.shape = SCENES if part == "scenes" else {}
         self.data = scene_parts(tiny) if part == "scenes" else parts(tiny)
         self.steps = dict.fromkeys(STEPS, 4) if tiny else STEPS
-        self.seeds, self.rates = (SEEDS[:1], RATES[:2]) if tiny else (SEEDS, RATES)
+        if tiny:
+            self.seeds = SEEDS[:1]
+            self.rates = RATES[:2]
+        else:
+            self.seeds = SEEDS
+            self.rates = RATES
         self.space = SUPERNET.space
         draws = [sample(self.space, seed) for seed in range(4000)]
         unlike = list(dict.fromkeys(draws))
@@ -242,7 +261,8 @@ class Supernets(Bench):
 
     def stored(self, kind, times=1):
         """The trained supernets of a kind, by their files: pairs of settings and model."""
-        rate, steps = self.before("supernets").best_rate(kind), times * self.steps[kind]
+        rate = self.before("supernets").best_rate(kind)
+        steps = times * self.steps[kind]
         for seed in self.seeds[: 1 if times > 1 else None]:
             path = self.checkpoint(f"{kind}-{seed}-{rate}-{steps}")
             model = self.new(kind)
@@ -308,7 +328,8 @@ class Supernets(Bench):
 
     def ranking(self):
         self.inherit("uniform")
-        rates, steps = self.alone_rates(), self.alone_steps()
+        rates = self.alone_rates()
+        steps = self.alone_steps()
         for group, subnets in self.groups.items():
             for s in subnets:
                 self.alone(s, 0, rates[s.embed_dim], steps, group)
@@ -317,7 +338,8 @@ class Supernets(Bench):
         """What the networks inherit elsewhere; the same with a second seed, some for longer."""
         self.inherit("sandwich")
         self.inherit("uniform", times=4)
-        rates, steps = self.before("ranking").alone_rates(), self.alone_steps()
+        rates = self.before("ranking").alone_rates()
+        steps = self.alone_steps()
         for seed, times, group in ((1, 1, "equal"), (0, 2, "spread"), (1, 1, "spread")):
             for s in self.groups[group]:
                 self.alone(s, seed, rates[s.embed_dim], times * steps, group)
@@ -350,7 +372,8 @@ class Supernets(Bench):
         options = dict(max_params=budget, seed=seed)
         small = dict(population=6, generations=2, parents=2, crossovers=2, mutations=2)
         evolution = small if self.tiny else EVOLUTION
-        what, evaluations = dict(supernet=supernet, budget=budget, seed=seed), 0
+        what = dict(supernet=supernet, budget=budget, seed=seed)
+        evaluations = 0
         for method in ("evolution", "random"):
 
             def make(method=method, evaluations=evaluations):
@@ -379,11 +402,13 @@ class Supernets(Bench):
 
     def retrain(self):
         """What evolution found of the size of the second group, trained alone."""
-        rates, budget = self.before("ranking").alone_rates(), SAME_SIZE[1]
+        rates = self.before("ranking").alone_rates()
+        budget = SAME_SIZE[1]
         for supernet in self.seeds:
             what = dict(method="evolution", supernet=supernet, budget=budget, seed=0)
             (row,) = (row for row in self.record["searches"] if what.items() <= row.items())
-            subnet, group = read(row["subnet"]), f"evolution {supernet} {budget}"
+            subnet = read(row["subnet"])
+            group = f"evolution {supernet} {budget}"
             self.alone(subnet, 0, rates[subnet.embed_dim], self.alone_steps(), group)
 
 
@@ -392,14 +417,28 @@ def longer(folder, tiny, data="digits"):
     if data == "digits":
         train, test = (at_places(*digits(part)) for part in ("train", "test"))
         torch.manual_seed(0)
-        model, augment, steps = small_supernet(), lambda x: x, 20_000
+        model = small_supernet()
+
+        def augment(images):
+            return images
+
+        steps = 20_000
     else:
         train, test = small_images(data)
         space = Space((128, 192, 256), (6, 8, 10), (2, 3, 4), (2, 3, 4))
         shape = dict(img_size=32, patch_size=4, num_classes=10)
         torch.manual_seed(0)
-        model, augment, steps = SuperTransformer(space, **shape), crop_and_flip, 40_000
-    steps, batch, count = (2, 4, 2) if tiny else (steps, 256, 100)
+        model = SuperTransformer(space, **shape)
+        augment = crop_and_flip
+        steps = 40_000
+    if tiny:
+        steps = 2
+        batch = 4
+        count = 2
+    else:
+        steps = steps
+        batch = 256
+        count = 100
     test = tuple(x[:20] for x in test) if tiny else test
     history = fit(
         model,
@@ -415,14 +454,182 @@ def longer(folder, tiny, data="digits"):
     return dict(data=data, history=history, subnets=rows)
 
 
-def main():
-    parser = experiment_parser(__doc__)
-    parser.add_argument("part", choices=("supernets", "ranking", "repeats", "scenes", "search"))
-    arguments = parser.parse_args()
+# --- speed -----------------------------------------------------------------------------------
+
+DRAWS = 3  # subnets of a round of training steps
+
+
+def supernet(tiny):
+    torch.manual_seed(0)
+    return SuperTransformer(SPACES["tiny"], img_size=32 if tiny else 224)
+
+
+def step_calls(tiny, device):
+    """A round of each has `DRAWS` steps; of all rounds the same subnets."""
+    model = supernet(tiny).to(device)
+    subnets = [sample(model.space, seed) for seed in range(1 if tiny else DRAWS)]
+    fixed = [extract(model, subnet) for subnet in subnets]
+    images = torch.randn(1 if tiny else 4, 3, *model.patch_embed.img_size, device=device)
+
+    def step(network, *subnet):
+        network.zero_grad()
+        network(images, *subnet).logsumexp(1).sum().backward()
+
+    return {
+        "random subnet": lambda: [step(model, subnet) for subnet in subnets],
+        "random subnet, extracted": lambda: [step(network) for network in fixed],
+        "largest subnet": lambda: [step(model) for _ in subnets],
+    }
+
+
+def bare(attn, x, _=None):
+    """The attention without relative positions."""
+    return attn.proj(merge_heads(attention(*attn.project(x, attn.num_heads))))
+
+
+def forward_calls(tiny, device):
+    model = supernet(tiny).to(device).eval()
+    subnet = Subnet(192, (3,) * 12, (4,) * 12)
+    fixed = extract(model, subnet).eval()
+    size = model.patch_embed.img_size
+    without = extract(model, subnet).eval()
+    for block in without.blocks:
+        block.attn.forward = partial(bare, block.attn)
+    shape = dict(embed_dim=192, depth=12, num_heads=3, global_pool="avg")
+    vit = VisionTransformer(size, 16, **shape).to(device).eval()
+    images = torch.randn(1 if tiny else 4, 3, *size, device=device)
+    return {
+        "sliced": lambda: model(images, subnet),
+        "extracted": lambda: fixed(images),
+        "extracted, no relative positions": lambda: without(images),
+        "ViT": lambda: vit(images),
+    }
+
+
+def dense(attn, x):
+    """The attention with the vectors of all pairs of tokens, as the authors' code has it."""
+    q, k, v = attn.project(x, attn.num_heads)  # (B, h, N, d) each
+    widths = attn.rows.shape[1], attn.columns.shape[1]
+    row, column = (part.int().argmax(1) for part in attn.places.split(widths, dim=1))
+    R_k, R_v = (
+        table.vertical[attn.rows[:, row]] + table.horizontal[attn.columns[:, column]]
+        for table in (attn.rel_k, attn.rel_v)
+    )  # (N, N, d)
+    logits = q @ k.mT + torch.einsum("bhnd,nmd->bhnm", q, R_k)
+    weights = (logits * attn.head_dim**-0.5).softmax(-1)
+    out = weights @ v + torch.einsum("bhnm,nmd->bhnd", weights, R_v)
+    return attn.proj(merge_heads(out))
+
+
+def attention_calls(tiny, device):
+    torch.manual_seed(0)
+    side = 4 if tiny else 14
+    attn = Attention(384, 6, grid_size=(side, side)).to(device)
+    x = torch.randn(1 if tiny else 8, 1 + side**2, 384, device=device)
+    return {"rows and columns": lambda: attn(x), "all pairs": lambda: dense(attn, x)}
+
+
+GROUPS = {
+    "training step": step_calls,
+    "forward": forward_calls,
+    "attention": attention_calls,
+}
+
+
+def measure(group, arguments, clock, left_out):
+    """A row for each contestant of a group, with its ratio to the last of them."""
+    device = arguments.device
+    with torch.set_grad_enabled(group == "training step"):
+        calls = GROUPS[group](arguments.tiny, device)
+        times = timing.warm_turns(calls, arguments.repeats, device, left_out, clock)
+    *_, last = calls
+    return [dict(what=name, **timing.median_row(times, name, last)) for name in times]
+
+
+def speed(arguments):
+    """Time what slicing a supernet costs, and what extracting a subnet saves.
+
+    - A training step of the supernet of AutoFormer-T with a random subnet, of the same subnet
+      extracted, and of the largest subnet.
+    - A forward pass of the released AutoFormer-T, sliced from its supernet, extracted, and
+      extracted with its relative positions left out, beside a ViT of the same width, depth and
+      heads, which has none.
+    - The attention of AutoFormer-S with relative positions by rows and columns, and with the
+      authors' table of all pairs of tokens.
+
+    Contestants take turns; a row has the ratio to the last named of its group. On a CPU one
+    thread is used, and its own time counts, without that of other programs. The record is
+    FOLDER/autoformer_speed_DEVICE.json.
+    """
+    device = arguments.device
+    torch.set_num_threads(1)
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    path = arguments.out and arguments.out / f"autoformer_speed_{device}.json"
+    bench = runner.Rows(path, device, arguments.minutes, arguments.tiny)
+
+    def go():
+        for group in GROUPS:
+            work = partial(measure, group, arguments, clock)
+            print(*bench.once(dict(group=group), work), sep="\n")
+
+    bench.work(go)
+
+
+def run_part(arguments):
     (arguments.out / "checkpoints").mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"autoformer_{arguments.part}.json"
-    bench = Supernets(path, arguments.minutes, arguments.tiny, arguments.part)
-    bench.work(getattr(bench, arguments.part))
+    path = arguments.out / f"autoformer_{arguments.command}.json"
+    bench = Supernets(path, arguments.minutes, arguments.tiny, arguments.command)
+    bench.work(getattr(bench, arguments.command))
+
+
+def supernets(arguments):
+    """Train supernets of 22,140 small networks in three ways.
+
+    One random subnet per step; the sandwich (largest, smallest, random) in about the same time;
+    and classical sharing, which has separate weights for each choice. There are three seeds,
+    learning rates are chosen with the first, and one run has four times the steps.
+    """
+    run_part(arguments)
+
+
+def ranking(arguments):
+    """Train subnets alone, twelve of all sizes and twelve of one size.
+
+    They are compared with the same subnets with inherited weights. Learning rates are chosen
+    with one network of each width.
+    """
+    run_part(arguments)
+
+
+def repeats(arguments):
+    """Repeat the ranking with a second seed, the first twelve also with twice the steps."""
+    run_part(arguments)
+
+
+def scenes(arguments):
+    """Train supernets, uniformly sampled and with classical sharing, on a second task.
+
+    Of two colored things in a drawn scene (`attnlib.data.caption_scenes`), the network says
+    which one is further left or further up.
+    """
+    run_part(arguments)
+
+
+def search_networks(arguments):
+    """Search under three budgets by evolution and at random, with equally many evaluations.
+
+    All networks of the smallest budget are evaluated, and the networks found are trained alone.
+    """
+    run_part(arguments)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    for function in (supernets, ranking, repeats, scenes):
+        commands.experiment(function.__name__, function)
+    commands.experiment("search", search_networks)
+    commands.timing("speed", speed, repeats=9)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,9 @@
-"""Visual tokens on scanned digits: `python -m benchmarks.beit PART --out FOLDER`.
+"""What was run for 41_beit: `python -m benchmarks.beit COMMAND --out FOLDER`.
 
-Part "main", recorded as FOLDER/beit.json: a vector quantizer makes 64 tokens of patches of
-2 × 2 pixels; BEiT, 64 wide with 4 blocks, learns to guess the tokens of 6 hidden patches of 16,
-with blocks of patches hidden; then what its features are worth with 20, 50, 100 and 1,200
-labels, frozen and fine-tuned, beside raw pixels, an untrained network and one from scratch, the
-latter also at equal time. The learning rate of pre-training is the best of four on validation
-images after a shorter run. FOLDER/beit_digits.safetensors has tokenizer and network of the
-first seed. Tokenizer and network together are to take the time of the masked autoencoder of
-`benchmarks.mae`; the list "pace" has the time of a step of each.
+    digits    pre-train on scanned digits, and measure what the features are worth
+    variants  compare tokenizers and masks
 
-Part "variants", recorded as FOLDER/beit_variants.json: other tokenizers, and shorter
-pre-training with other tokens and with patches hidden at random. The tokenizer with a teacher
-learns features of the masked autoencoder in FOLDER/mae_digits.safetensors.
-
-A record is written after every run. With --minutes the command stops after that time, and goes
-on when it is given again. With --tiny a few runs take a few steps, to see that all works; such
-a record means nothing.
+A record is written after every run.
 """
 
 import itertools
@@ -23,6 +11,7 @@ import math
 import random
 import statistics
 import time
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -46,22 +35,30 @@ from attnlib.beit import (
 )
 from attnlib.train import epochs, fit
 from benchmarks import mae
-from benchmarks.common import Bench, experiment_parser, ratio, save_half, take_turns
 from benchmarks.hidden import (
     COUNTS,
     SEEDS,
     STEPS,
+    TUNING_RATES,
     digit_parts,
     fine_tuned,
     more_steps,
     probe,
-    tuned,
 )
+from benchmarks.runner import Commands, Runs, save_half, tune
+from benchmarks.timing import ratio, take_turns
 
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=4, num_heads=4)
 SCALE = dict(init_values=0.1)  # LayerScale
-VOCABULARY, HIDDEN, SMALLEST = 64, 6, 2  # tokens; hidden patches, and of the smallest block
-LONG, SHORT, TUNING, TOKENIZING = 2800, 1000, 600, 600  # steps
+# tokens; hidden patches, and of the smallest block
+VOCABULARY = 64
+HIDDEN = 6
+SMALLEST = 2
+# steps
+LONG = 2800
+SHORT = 1000
+TUNING = 600
+TOKENIZING = 600
 RATES = 2e-3, 4e-3, 8e-3, 1.6e-2  # of pre-training
 TOKENIZERS = {  # what differs: the start of the codes, the weight of the divergence
     "VQ": dict(kmeans_steps=10),
@@ -100,7 +97,8 @@ def vq(kmeans_steps=10):
 
 
 def vq_loss(model, batch):
-    x, target = batch[0], batch[-1]
+    x = batch[0]
+    target = batch[-1]
     found, _, commitment = model(x)
     return len(x) * (F.mse_loss(found, target) + commitment), len(x)
 
@@ -112,15 +110,24 @@ def teacher_loss(model, batch):
     return len(x) * (1 - F.cosine_similarity(found, target).mean() + commitment), len(x)
 
 
-class Tokens(Bench):
+class Tokens(Runs):
     """The runs of a record; what was trained is kept."""
 
     def __init__(self, path, minutes, tiny):
-        super().__init__(path, minutes, tokenizers=[], rates=[], probes=[], tuning=[], pace=[])
-        self.parts, self.tiny, self.kept = digit_parts(), tiny, {}
+        super().__init__(
+            path, minutes, runs=[], tokenizers=[], rates=[], probes=[], tuning=[], pace=[]
+        )
+        self.parts = digit_parts()
+        self.tiny = tiny
+        self.kept = {}
         if tiny:
             self.parts = {name: (x[:100], y[:100]) for name, (x, y) in self.parts.items()}
-        self.long, self.short = (4, 3) if tiny else (LONG, SHORT)
+        if tiny:
+            self.long = 4
+            self.short = 3
+        else:
+            self.long = LONG
+            self.short = SHORT
         self.seeds = (0,) if tiny else SEEDS
         self.masks = {kind: masks(kind) for kind in ("blocks", "random")}
 
@@ -138,9 +145,11 @@ class Tokens(Bench):
 
     def trained_tokenizer(self, name, seed):
         torch.manual_seed(seed)
-        x, steps = self.parts["train"][0], 3 if self.tiny else TOKENIZING
+        x = self.parts["train"][0]
+        steps = 3 if self.tiny else TOKENIZING
         if name.startswith("dVAE"):
-            model, beta = DiscreteVAE(VOCABULARY, 1, 2, 32), TOKENIZERS[name]["beta"]
+            model = DiscreteVAE(VOCABULARY, 1, 2, 32)
+            beta = TOKENIZERS[name]["beta"]
 
             def loss_fn(model, batch, *, step):
                 tau = 0.3 ** (step / steps)  # the temperature falls from 1 to 0.3
@@ -154,9 +163,12 @@ class Tokens(Bench):
                 VectorQuantizer(VOCABULARY, 8),
                 nn.Sequential(nn.Conv2d(8, 64, 1), nn.GELU(), nn.Conv2d(64, 64, 1)),
             )
-            loss_fn, tensors = teacher_loss, (x, teacher(x))
+            loss_fn = teacher_loss
+            tensors = (x, teacher(x))
         else:
-            model, loss_fn, tensors = vq(**TOKENIZERS[name]), vq_loss, (x,)
+            model = vq(**TOKENIZERS[name])
+            loss_fn = vq_loss
+            tensors = (x,)
         batches = self.batches(seed, *tensors)
         _, seconds = self.train(model, loss_fn, batches, steps, 3e-3, seed, weight_decay=0.0)
         return model.eval(), seconds
@@ -169,7 +181,7 @@ class Tokens(Bench):
             model.load_state_dict({k: x.float() for k, x in load_file(path).items()})
         elif not self.tiny:
             raise FileNotFoundError(
-                f"{path}: give the command `python -m benchmarks.mae` first"
+                f"{path}: give the command `python -m benchmarks.mae digits` first"
             )
         encoder = model.encoder().eval()
 
@@ -234,11 +246,13 @@ class Tokens(Bench):
     @torch.no_grad()
     def guessed(self, model, name, tokens, draws=4):
         """Masked accuracy and cross-entropy, over the same masks by blocks for every model."""
-        x, pool = self.parts[name][0], masks("blocks", seed=1)
+        x = self.parts[name][0]
+        pool = masks("blocks", seed=1)
         total = right = count = 0
         for draw in range(draws):
             mask = pool[draw * len(x) : (draw + 1) * len(x)]
-            logits, wanted = model(x, mask), tokens[mask]
+            logits = model(x, mask)
+            wanted = tokens[mask]
             total += F.cross_entropy(logits, wanted, reduction="sum").item()
             right += (logits.argmax(-1) == wanted).sum().item()
             count += len(wanted)
@@ -258,7 +272,8 @@ class Tokens(Bench):
     def pretrained(self, variant, seed, steps, lr):
         """Pre-train; returns the model and what is recorded of it."""
         name, kind = VARIANTS[variant]
-        tokenizer, pool = self.tokenizer(name, seed), self.masks[kind]
+        tokenizer = self.tokenizer(name, seed)
+        pool = self.masks[kind]
         with torch.no_grad():
             tokens = {part: tokenizer.tokens(x) for part, (x, _) in self.parts.items()}
         torch.manual_seed(seed)
@@ -328,9 +343,11 @@ class Tokens(Bench):
         """BEiT and a network from scratch; returns the latter's best rate and its seconds."""
         steps = 3 if self.tiny else STEPS[labels]
         for name in ("BEiT", "from scratch"):
-            rate, entries = tuned(
-                lambda seed, lr, name=name: self.fine_tune(name, labels, steps, lr, seed),
-                **(dict(rates=(1e-3,), seeds=self.seeds) if self.tiny else {}),
+            rate, entries = tune(
+                lambda lr, seed, name=name: self.fine_tune(name, labels, steps, lr, seed),
+                rates=(1e-3,) if self.tiny else TUNING_RATES,
+                seeds=self.seeds,
+                score=lambda run: run["valid"],
             )
         return steps, rate, sum(entry["seconds"] for entry in entries) / len(entries)
 
@@ -349,7 +366,8 @@ class Tokens(Bench):
 
     def pace(self):
         """Milliseconds of a training step of the tokenizer, of BEiT and of the autoencoder."""
-        x, steps = self.parts["train"][0], 1 if self.tiny else 10
+        x = self.parts["train"][0]
+        steps = 1 if self.tiny else 10
         model = BeitForMaskedImageModeling(**SHAPE, **SCALE, vocab_size=VOCABULARY)
         wanted = torch.randint(VOCABULARY, (len(x), 4, 4))
         both = self.batches(0, x, wanted, self.masks["blocks"][: len(x)])
@@ -414,15 +432,42 @@ def pooled(encoder):
     return of
 
 
-def main():
-    parser = experiment_parser(__doc__)
-    parser.add_argument("part", choices=["main", "variants"])
-    arguments = parser.parse_args()
+def run_part(arguments, name, part):
     arguments.out.mkdir(parents=True, exist_ok=True)
-    name = "beit" if arguments.part == "main" else "beit_variants"
-    path = arguments.out / f"{name}.json"
-    bench = Tokens(path, arguments.minutes, arguments.tiny)
-    bench.work(getattr(bench, arguments.part))
+    bench = Tokens(arguments.out / f"{name}.json", arguments.minutes, arguments.tiny)
+    bench.work(partial(part, bench))
+
+
+def digits(arguments):
+    """Learn visual tokens of scanned digits, pre-train BEiT on them, and judge its features.
+
+    A vector quantizer makes 64 tokens of patches of 2 × 2 pixels. BEiT, of width 64 with 4
+    blocks, learns to predict the tokens of 6 masked patches of 16, masked in blocks. Then its
+    features are used with 20, 50, 100, and 1,200 labels, frozen and fine-tuned, next to raw
+    pixels, an untrained network, and a network from scratch, also at equal time. The learning
+    rate of the pre-training is the best of four on validation images after a shorter run.
+    Tokenizer and network together take the time of the masked autoencoder of
+    `benchmarks.mae digits`; the list "pace" has the time of a step of each. The record is
+    FOLDER/beit.json; FOLDER/beit_digits.safetensors has tokenizer and network of the first
+    seed.
+    """
+    run_part(arguments, "beit", Tokens.main)
+
+
+def variants(arguments):
+    """Compare tokenizers, and shorter pre-training with other tokens and with random masks.
+
+    The tokenizer with a teacher learns features of the masked autoencoder in
+    FOLDER/mae_digits.safetensors. The record is FOLDER/beit_variants.json.
+    """
+    run_part(arguments, "beit_variants", Tokens.variants)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    commands.experiment("digits", digits)
+    commands.experiment("variants", variants)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Compile ahead, in many processes, what is timed on a GPU: `python -m benchmarks.compile`.
 
 The kernels of `benchmarks.flash` and `benchmarks.windows`, FlexAttention in the same cases, the
-compiled models of `benchmarks.vision` and the fused one of `benchmarks.fused`: each is called
-once, which fills the caches that Triton and PyTorch's compiler keep on disk, and the benchmarks
-find them there. The processes share the GPU, so a job starts when the memory that it needs is
+compiled models of `benchmarks.vision`, and the Swin with fused blocks: each is called once,
+which fills the caches that Triton and PyTorch's compiler keep on disk, and the benchmarks find
+them there. The processes share the GPU, so a job starts when the memory that it needs is
 free. What does not compile is printed, and told again by the benchmark. With --minutes no
 further job begins after so many, and the command goes on when it is given again, quickly over
 what the caches hold.
 """
 
+import argparse
 import itertools
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import common, flash, fused, vision, windows
+from benchmarks import flash, runner, timing, vision, windows
 
 MODELS = (
     "swin_tiny_patch4_window7_224",
@@ -49,18 +50,19 @@ def windows_call(device, name, stage, shifted, kind, batch, options):
 
 def model_call(device, name, library, kind, batch, options):
     found = vision.peers(name, **options)
-    size, dtype = vision.image_size(found[common.OURS]), torch.bfloat16
-    model = found["timm" if library == "timm" else common.OURS].to(device)
+    size = vision.image_size(found[timing.OURS])
+    dtype = torch.bfloat16
+    model = found["timm" if library == "timm" else timing.OURS].to(device)
     images = itertools.repeat(torch.randn(batch, 3, size, size, device=device))
     if kind == "forward":
         call = vision.forward(torch.compile(model.to(dtype).eval()), images, dtype)
     else:
         call = vision.training(torch.compile(model.train()), images, dtype, device)
-    vision.under("triton" if library == common.OPTIMIZED else "auto", call)()
+    vision.under("triton" if library == timing.OPTIMIZED else "auto", call)()
 
 
 def fused_call(device, name, library, kind, batch, options):
-    models, size = fused.contestants(device, torch.bfloat16, options)
+    models, size = windows.contestants(device, torch.bfloat16, options)
     images = torch.randn(batch, 3, size, size, device=device, dtype=torch.bfloat16)
     with torch.inference_mode():
         models[library](images)
@@ -99,7 +101,7 @@ def jobs(device, tiny):
         cases = [
             Job(flash_call, (device, (1, 1, 4, 16), "causal", "forward"), 1.0),
             Job(windows_call, (device, MODELS[0], 0, True, *options), 1.0),
-            Job(fused_call, (device, fused.MODEL, fused.FUSED, *options), 1.0),
+            Job(fused_call, (device, windows.SWIN, windows.FUSED, *options), 1.0),
         ]
         return {"kernels": cases, "models": []}  # to compile one on a CPU takes a minute
     kernels = [
@@ -124,9 +126,9 @@ def jobs(device, tiny):
         Job(model_call, (device, name, library, kind, 128, {}), MODEL_MEMORY[kind])
         for name in MODELS
         for kind in ("forward", "training")
-        for library in (common.OURS, common.OPTIMIZED, "timm")
+        for library in (timing.OURS, timing.OPTIMIZED, "timm")
     ]
-    arguments = device, fused.MODEL, fused.FUSED, "forward", 128, {}
+    arguments = device, windows.SWIN, windows.FUSED, "forward", 128, {}
     models += [Job(fused_call, arguments, MODEL_MEMORY["forward"])]
     return {"kernels": kernels, "models": models}
 
@@ -143,9 +145,9 @@ def work(job, memory):
     try:
         job.function(*job.arguments)
     except Exception as problem:
-        return common.reason(problem)
+        return timing.reason(problem)
     finally:
-        common.free_memory()
+        runner.free_memory()
 
 
 def run(pool, waiting, workers, total, minutes):
@@ -153,7 +155,9 @@ def run(pool, waiting, workers, total, minutes):
 
     A job that needs more than that runs alone. What does not compile is printed.
     """
-    waiting, running, end = list(waiting), {}, time.monotonic() + 60 * minutes
+    waiting = list(waiting)
+    running = {}
+    end = time.monotonic() + 60 * minutes
     while running or waiting and time.monotonic() < end:
         taken = sum(job.memory for job in running.values())
         fits = [job for job in waiting if taken + job.memory <= total]
@@ -181,13 +185,17 @@ def memory_of(device, workers):
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=1)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    runner.add_timing_options(parser, repeats=1)
     parser.add_argument("--workers", type=int, help="processes; 14 for kernels, 6 for models")
     parser.add_argument("--group", choices=WORKERS, default="kernels")
     arguments = parser.parse_args()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in each process
     workers = arguments.workers or min(WORKERS[arguments.group], os.cpu_count())
-    some, began = jobs(arguments.device, arguments.tiny)[arguments.group], time.monotonic()
+    some = jobs(arguments.device, arguments.tiny)[arguments.group]
+    began = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         total = memory_of(arguments.device, workers)
@@ -196,7 +204,7 @@ def main():
     print(f"{done} {arguments.group} in {time.monotonic() - began:.0f} s", flush=True)
     if left:
         print(f"{len(left)} are left; give the command again to go on")
-        sys.exit(common.UNFINISHED)
+        sys.exit(runner.UNFINISHED)
 
 
 if __name__ == "__main__":

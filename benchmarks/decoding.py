@@ -1,24 +1,19 @@
-"""What a better search gains: `python -m benchmarks.decoding --out FOLDER [--seeds 0 1 2]`.
+"""What was run for 22_decoding: `python -m benchmarks.decoding COMMAND --out FOLDER`.
 
-Translators of numbers are trained too briefly, so that they are unsure, and searched with beams
-of several sizes. Size and length penalty are chosen on the validation numbers; the test numbers
-are counted once. A perfect search is one whose result is proved to be the most probable.
+    search  measure what a better search gains
 
-The record is FOLDER/decoding.json. What an older record there has of other seeds stays, so the
-runs can be made one at a time. With --tiny all of it runs in seconds, to see that it works.
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
-import argparse
 import itertools
-import json
-from pathlib import Path
+from functools import partial
 
 import torch
 
 from attnlib import recipes
 from attnlib.data import decode, number_words
 from attnlib.decoding import beam_search
-from attnlib.train import write_record
+from benchmarks.runner import Commands, Runs
 
 LIMIT = 24  # tokens of a result; the longest right name has 13
 FULL = dict(
@@ -39,7 +34,8 @@ def searched(model, src, beam_size, length_penalty=0.0, rows=4096):
     for part in lengths.argsort(stable=True).split(max(1, rows // beam_size)):
         own = src[part, : lengths[part].max()]
         found, score = beam_search(model, own, LIMIT, beam_size, length_penalty=length_penalty)
-        tokens[part, : found.shape[1]], scores[part] = found, score
+        tokens[part, : found.shape[1]] = found
+        scores[part] = score
     return tokens, scores
 
 
@@ -48,7 +44,8 @@ def proved(model, src, sizes):
 
     K beams prove a sentence whose probability is above 1 / (K + 1). Zero: none of `sizes` did.
     """
-    tokens, beams = torch.zeros(len(src), LIMIT, dtype=torch.int64), torch.zeros(len(src))
+    tokens = torch.zeros(len(src), LIMIT, dtype=torch.int64)
+    beams = torch.zeros(len(src))
     left = torch.arange(len(src))
     for k in sizes:
         if len(left):
@@ -72,8 +69,10 @@ class Numbers:
     """Some numbers of a part, their sources, and what is right."""
 
     def __init__(self, tokenizer, part, count):
-        self.tokenizer, self.numbers = tokenizer, part["numbers"][:count]
-        self.src, self.tgt = part["src"][:count], part["tgt"][:count, 1:]
+        self.tokenizer = tokenizer
+        self.numbers = part["numbers"][:count]
+        self.src = part["src"][:count]
+        self.tgt = part["tgt"][:count, 1:]
         self.names = number_words(self.numbers, "de")
 
     def right(self, tokens):
@@ -83,7 +82,8 @@ class Numbers:
 
 def counts(model, test, tokens, scores, plain, length_penalty=0.0):
     """One row of the record: how many are right, and how that differs from greedy decoding."""
-    right, before = test.right(tokens), test.right(plain)
+    right = test.right(tokens)
+    before = test.right(plain)
     length = (test.tgt != 0).sum(1)
     wanted = token_log_probs(model, test.src, test.tgt).sum(1) / length**length_penalty
     return {
@@ -126,10 +126,6 @@ def examples(model, test, outputs):
     return found
 
 
-def search_runs(seed, tokenizer, parts, size):
-    return [search_run(seed, steps, tokenizer, parts, size) for steps in size["brief"]]
-
-
 def search_run(seed, steps, tokenizer, parts, size):
     options = dict(steps=steps, every=steps, seed=seed, warmup=min(100, steps))
     model, _ = recipes.train_translator(tokenizer, parts, **options)
@@ -140,7 +136,9 @@ def search_run(seed, steps, tokenizer, parts, size):
         right = valid.right(searched(model, valid.src, k, alpha)[0])
         grid.append({"beams": k, "penalty": alpha, "right": int(right.sum())})
     chosen = max(grid, key=lambda row: (row["right"], -row["beams"], -row["penalty"]))
-    plain, rows, outputs = searched(model, test.src, 1)[0], [], {}
+    plain = searched(model, test.src, 1)[0]
+    rows = []
+    outputs = {}
     cases = [(0.0, k) for k in size["beams"]] + [(chosen["penalty"], chosen["beams"])]
     for alpha, k in dict.fromkeys(cases):
         tokens, scores = searched(model, test.src, k, alpha)
@@ -164,24 +162,34 @@ def search_run(seed, steps, tokenizer, parts, size):
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--tiny", action="store_true", help="a few steps and numbers")
-    arguments = parser.parse_args()
+def search(arguments):
+    """Measure what a better search gains.
+
+    Translators of numbers are trained too briefly, so that they are unsure, and searched with
+    beams of several sizes. Size and length penalty are chosen on the validation numbers; the
+    test numbers are counted once. A perfect search is one whose result is proved to be the most
+    probable.
+
+    The record is FOLDER/decoding.json. What an older record there has of other seeds stays, so
+    the runs can be made one at a time.
+    """
     size = TINY if arguments.tiny else FULL
     tokenizer, parts = recipes.number_pairs()
-    path = arguments.out / "decoding.json"
-    for seed in arguments.seeds:
-        runs = search_runs(seed, tokenizer, parts, size)
-        older = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        others = [row for row in older.get("search", []) if row["seed"] != seed]
-        rows = sorted([*others, *runs], key=lambda row: (row["steps"], row["seed"]))
-        write_record(path, {"search": rows})
-        print(f"seed {seed}: recorded in {path}", flush=True)
+    bench = Runs(arguments.out / "decoding.json", arguments.minutes, search=[])
+
+    def go():
+        for steps, seed in itertools.product(size["brief"], arguments.seeds):
+            work = partial(search_run, seed, steps, tokenizer, parts, size)
+            bench.once(dict(seed=seed, steps=steps), work, "search")
+
+    bench.work(go)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    parser = commands.experiment("search", search)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

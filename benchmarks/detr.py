@@ -1,44 +1,45 @@
-"""Small detectors on scenes with known boxes: `python -m benchmarks.detr PART --out FOLDER`.
+"""What was run for 42_detr: `python -m benchmarks.detr COMMAND --out FOLDER`.
 
-The scenes are those of `attnlib.data.detection_scenes`: one to three objects, 48 × 48 pixels,
-photographs and digits of the test unseen in training. The detectors are `small_detr`. The parts
-are
+    shapes  train plain DETR on shapes, with its backbone pre-trained or not
+    digits  train DETR with anchors as queries on digits, with and without denoising
+    slow    train plain DETR on digits
+    coco    judge a published DETR on COCO's validation images
+    speed   time DETR next to the DETR of the transformers library
 
-- shapes: plain DETR on shapes, its backbone pre-trained or not;
-- digits: DETR with anchors as queries on digits, and with anchors and denoising;
-- slow: plain DETR on digits;
+The scenes of the first three are those of `attnlib.data.detection_scenes`: one to three objects
+in 48 × 48 pixels; photographs and digits of the test scenes are not in the training scenes. The
+detectors are `small_detr`. Each has three seeds, and some have runs that are four times as
+long. The backbone is pre-trained, as in the paper, by classifying the object in crops of other
+scenes. The learning rate is chosen on validation scenes, which show the digits and photographs
+of the training scenes in new scenes; the results are those of test scenes. During training,
+each run records AP and AP50 on the test scenes (pycocotools), the entropy of the
+cross-attention of the matched queries, and how many objects have changed their query since the
+last evaluation.
 
-each with three seeds, and for some runs that are four times as long. A backbone is
-pre-trained, as the paper's is, by naming the object of crops of other scenes. The learning rate
-is chosen on validation scenes, which show the digits and photographs of the training in other
-scenes; what is reported is of test scenes. On the way each run records AP and AP50 on them
-(pycocotools), how diffuse the cross-attention of the matched queries is, and how many objects
-have changed their query since the last look.
+A pipeline that learns no boxes is the baseline: bright pixels, their connected components
+(SciPy), each classified by a support vector machine (scikit-learn).
 
-A pipeline without a network that learns boxes takes part: bright pixels, their connected parts
-(SciPy), each named by a support vector machine (scikit-learn).
-
-The record, FOLDER/detr_PART.json, is written after every run; the weights of a detector go to
-detr_shapes.safetensors and detr_digits.safetensors, all others to FOLDER/checkpoints. With
---minutes the command begins no run after that time, and goes on when it is given again. With
---tiny the runs take a few steps, to see that all works; such a record means nothing.
+The record, FOLDER/detr_COMMAND.json, is written after every run; the weights of one detector go
+to detr_shapes.safetensors and detr_digits.safetensors, all others to FOLDER/checkpoints.
+`longer` trains on a GPU (`python -m benchmarks.runs detr`).
 """
 
 import contextlib
 import io
 import math
 import shutil
+import statistics
 import time
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from scipy import ndimage
-from sklearn.svm import SVC
 
 from attnlib.attention import record_attention
 from attnlib.data import box_targets, detection_scenes
@@ -53,13 +54,20 @@ from attnlib.detr import (
     postprocess,
     small_detr,
 )
-from attnlib.train import epochs, fit
-from benchmarks.common import Bench, experiment_parser
+from attnlib.inference import optimize_for_inference
+from attnlib.models import IMAGENET, create_model, load_pretrained
+from attnlib.train import epochs, fit, write_record
+from benchmarks import runner, timing
+from benchmarks.runner import Commands, Runs
+from benchmarks.timing import OPTIMIZED, OURS
 
-SIZE, BATCH, SEEDS = 48, 16, (0, 1, 2)
+SIZE = 48
+BATCH = 16
+SEEDS = (0, 1, 2)
 CLASSES = {"shapes": 4, "digits": 10}
 COUNTS = {"train": 4000, "valid": 300, "test": 400}
-LOOKS, PRETRAINING = 12, 900
+LOOKS = 12
+PRETRAINING = 900
 
 
 class RecordedBoxQueryDETR(BoxQueryDETR):
@@ -89,8 +97,6 @@ THRESHOLDS = 0.5, 0.55, 0.6, 0.65, 0.7  # of the pipeline without a network
 
 
 # --- scenes, scores ---------------------------------------------------------------------------
-
-
 def parts(kinds, counts):
     """Scenes for training, validation and test."""
     splits = {"train": "train", "valid": "train", "test": "test"}
@@ -110,12 +116,17 @@ def average_precision(found, scenes, any_class=False):
     `found` has for each scene a dict of "scores", "labels" and "boxes", corners in pixels. With
     `any_class` all objects are of one class.
     """
-    truth, results = {"images": [], "annotations": [], "categories": []}, []
+    from pycocotools.coco import COCO  # which not every machine has
+    from pycocotools.cocoeval import COCOeval
+
+    truth = {"images": [], "annotations": [], "categories": []}
+    results = []
     for i, (kind, box, one) in enumerate(zip(scenes["kind"], scenes["box"], found)):
         truth["images"].append({"id": i})
         for label, (x0, y0, x1, y1) in zip(kind.tolist(), box.tolist()):
             if label >= 0:
-                width, height = x1 - x0, y1 - y0
+                width = x1 - x0
+                height = y1 - y0
                 truth["annotations"].append(
                     {"id": len(truth["annotations"]) + 1, "image_id": i, "iscrowd": 0}
                     | {"category_id": 1 if any_class else label + 1}
@@ -137,7 +148,9 @@ def average_precision(found, scenes, any_class=False):
         if not results:
             return {"ap": 0.0, "ap50": 0.0}
         score = COCOeval(coco, coco.loadRes(results), "bbox")
-        score.params.areaRng, score.params.areaRngLbl = [[0, 1e10]], ["all"]  # of any size
+        # of any size
+        score.params.areaRng = [[0, 1e10]]
+        score.params.areaRngLbl = ["all"]
         score.params.maxDets = [100]
         score.evaluate(), score.accumulate()
     precision = score.eval["precision"]  # (thresholds, recalls, classes, 1, 1), -1 if unknown
@@ -148,7 +161,8 @@ def average_precision(found, scenes, any_class=False):
 @torch.no_grad()
 def detections(model, images):
     """What `postprocess` gives for images from 0 to 1."""
-    device, found = next(model.parameters()).device, []
+    device = next(model.parameters()).device
+    found = []
     for x in images.split(100):
         sizes = torch.full((len(x), 2), images.shape[-1])
         found += postprocess(model.eval()(pixels(x.to(device))), sizes)
@@ -174,8 +188,6 @@ def inside(model, scenes, matcher):
 
 
 # --- training ---------------------------------------------------------------------------------
-
-
 def crops(scenes, width=32, seed=0):
     """Pieces (n, 3, width, width) of scenes with one object, which is in them."""
     generator = torch.Generator().manual_seed(seed)
@@ -183,7 +195,8 @@ def crops(scenes, width=32, seed=0):
     jitter = 8 * torch.rand(len(box), 2, generator=generator) - 4
     corner = ((box[:, :2] + box[:, 2:] - width) / 2 + jitter).round()
     x, y = corner.clamp(0, SIZE - width).long().T[..., None, None]  # (n, 1, 1) each
-    step, image = torch.arange(width), torch.arange(len(box))[:, None, None]
+    step = torch.arange(width)
+    image = torch.arange(len(box))[:, None, None]
     pieces = scenes["image"].permute(0, 2, 3, 1)[image, y + step[:, None], x + step]
     return pieces.permute(0, 3, 1, 2).contiguous()  # (n, w, w, 3) -> (n, 3, w, w)
 
@@ -209,7 +222,8 @@ def pretrained(kinds, seed, counts, steps):
     ]
     (x, y), (unseen, answers) = ((pixels(crops(some)), some["kind"][:, 0]) for some in data)
     torch.manual_seed(seed)
-    model, began = Classifier(CLASSES[kinds]), time.process_time()
+    model = Classifier(CLASSES[kinds])
+    began = time.process_time()
     fit(
         model,
         lambda model, batch: (
@@ -231,7 +245,8 @@ def pretrained(kinds, seed, counts, steps):
 
 def loss_function(num_classes, copies):
     """The loss of a batch of images, kinds and boxes, for `fit`."""
-    matched, restored = SetLoss(num_classes), SetLoss(num_classes, matcher=InOrder())
+    matched = SetLoss(num_classes)
+    restored = SetLoss(num_classes, matcher=InOrder())
 
     def loss(model, batch):
         images, kind, box = batch
@@ -250,9 +265,12 @@ class Look:
     """What a run's history records, and the seconds spent on the way, looks left out."""
 
     def __init__(self, scenes):
-        self.scenes, self.seconds, self.began = scenes, 0.0, time.process_time()
+        self.scenes = scenes
+        self.seconds = 0.0
+        self.began = time.process_time()
         self.few = {key: x[:150] for key, x in scenes["valid"].items()}
-        self.matcher, self.before = SetLoss(1).matcher, None
+        self.matcher = SetLoss(1).matcher
+        self.before = None
 
     def __call__(self, model):
         self.seconds += time.process_time() - self.began
@@ -262,14 +280,13 @@ class Look:
         changed = {}
         if self.before is not None:
             changed["changed"] = round((query != self.before).float().mean().item(), 4)
-        self.before, self.began = query, time.process_time()
+        self.before = query
+        self.began = time.process_time()
         layers = {f"entropy{i}": entropy for i, entropy in enumerate(entropies)}
         return {"seconds": round(self.seconds, 1), **scores, **changed, **layers}
 
 
 # --- a pipeline without a network -------------------------------------------------------------
-
-
 def bright_parts(image, threshold, least=20):
     """Boxes (n, 4) in pixels of the connected bright parts of an image (3, H, W)."""
     labels, _ = ndimage.label(image.amax(0).numpy() > threshold, np.ones((3, 3)))
@@ -291,6 +308,8 @@ def stamp(image, box, size=10):
 
 def bright_detector(scenes, threshold):
     """A function of images: bright parts, named by a support vector machine."""
+    from sklearn.svm import SVC  # which not every machine has
+
     pairs = [
         (stamp(image, box), label)
         for image, kind, boxes in zip(*(scenes[key] for key in ("image", "kind", "box")))
@@ -304,12 +323,14 @@ def bright_detector(scenes, threshold):
         found = []
         for image in images:
             boxes = bright_parts(image, threshold)
-            labels, scores = np.zeros(0, int), np.zeros(0)
+            labels = np.zeros(0, int)
+            scores = np.zeros(0)
             if len(boxes):
                 margin = machine.decision_function(
                     np.stack([stamp(image, box) for box in boxes])
                 )
-                labels, scores = machine.classes_[margin.argmax(1)], margin.max(1)
+                labels = machine.classes_[margin.argmax(1)]
+                scores = margin.max(1)
             found.append(
                 dict(
                     scores=torch.tensor(scores),
@@ -323,17 +344,17 @@ def bright_detector(scenes, threshold):
 
 
 # --- the runs ---------------------------------------------------------------------------------
-
-
-class Detectors(Bench):
+class Detectors(Runs):
     """The runs of the record of a part."""
 
     def __init__(self, path, minutes, tiny, part):
-        super().__init__(path, minutes, pretraining=[], baseline=[])
-        self.part, self.tiny = part, tiny
+        super().__init__(path, minutes, runs=[], pretraining=[], baseline=[])
+        self.part = part
+        self.tiny = tiny
         self.kinds, self.variants, self.rates, self.steps = PARTS[part]
         if tiny:
-            self.rates, self.steps = self.rates[:1], 3
+            self.rates = self.rates[:1]
+            self.steps = 3
         self.scenes = parts(self.kinds, dict.fromkeys(COUNTS, 24) if tiny else COUNTS)
 
     def checkpoint(self, name):
@@ -398,7 +419,8 @@ class Detectors(Bench):
     def baseline(self):
         """Bright parts; the threshold is chosen on validation scenes."""
         few = {key: x[:2000] for key, x in self.scenes["train"].items()}
-        valid, test = self.scenes["valid"], self.scenes["test"]
+        valid = self.scenes["valid"]
+        test = self.scenes["test"]
 
         def make():
             tried = {}
@@ -438,9 +460,11 @@ class Detectors(Bench):
 def longer(folder, tiny):
     """Anchors and denoising on digits for long; for a GPU (see `benchmarks.runs`)."""
     counts = dict.fromkeys(COUNTS, 24) if tiny else COUNTS | {"train": 20_000}
-    scenes, steps = parts("digits", counts), 2 if tiny else 6000
+    scenes = parts("digits", counts)
+    steps = 2 if tiny else 6000
     torch.manual_seed(0)
-    model, train = small_detr(CLASSES["digits"], RecordedBoxQueryDETR, 20), scenes["train"]
+    model = small_detr(CLASSES["digits"], RecordedBoxQueryDETR, 20)
+    train = scenes["train"]
     history = fit(
         model,
         loss_function(CLASSES["digits"], copies=3),
@@ -455,14 +479,263 @@ def longer(folder, tiny):
     return dict(history=history, **average_precision(detections(model, test["image"]), test))
 
 
-def main():
-    parser = experiment_parser(__doc__)
-    parser.add_argument("part", choices=PARTS)
-    arguments = parser.parse_args()
+# --- a published model on COCO ---------------------------------------------------------------
+
+
+def scaled_size(width, height, shorter=800, longer=1333):
+    """Height and width with these limits, rounded as by the authors."""
+    low = min(width, height)
+    high = max(width, height)
+    if high / low * shorter > longer:
+        shorter = round(longer * low / high)
+    if width < height:
+        return int(shorter * height / width), shorter
+    return shorter, int(shorter * width / height)
+
+
+def prepare(picture, shorter=800):
+    """A PIL picture as a batch of one."""
+    from torchvision.transforms.functional import normalize, resize, to_tensor
+
+    small = resize(picture.convert("RGB"), scaled_size(*picture.size, shorter))
+    return normalize(to_tensor(small), IMAGENET["mean"], IMAGENET["std"])[None]
+
+
+def read_truth(folder):
+    """The annotations of the validation pictures."""
+    from pycocotools.coco import COCO  # which not every machine has
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        return COCO(str(Path(folder) / "annotations" / "instances_val2017.json"))
+
+
+@torch.no_grad()
+def coco_results(model, folder, truth, images, device="cpu", shorter=800):
+    """What a model finds in pictures, in COCO's format of results."""
+    model = model.eval().to(device)
+    found = []
+    for number in images:
+        (entry,) = truth.loadImgs([number])
+        picture = Image.open(Path(folder) / "val2017" / entry["file_name"])
+        x = prepare(picture, shorter).to(device)
+        (one,) = postprocess(model(x), [[picture.height, picture.width]])
+        low, high = one["boxes"].split(2, -1)
+        boxes = torch.cat([low, high - low], dim=-1).tolist()
+        for box, label, score in zip(boxes, one["labels"].tolist(), one["scores"].tolist()):
+            found.append(dict(image_id=number, category_id=label, bbox=box, score=score))
+    return found
+
+
+def judge(truth, found, images):
+    """AP, AP50 and AP75 of results on these pictures."""
+    from pycocotools.cocoeval import COCOeval  # which not every machine has
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        score = COCOeval(truth, truth.loadRes(found), "bbox")
+        score.params.imgIds = images
+        score.evaluate(), score.accumulate(), score.summarize()
+    return {key: round(float(x), 4) for key, x in zip(("ap", "ap50", "ap75"), score.stats)}
+
+
+def coco(arguments):
+    """Judge a published DETR on COCO's validation images with pycocotools.
+
+    FOLDER holds `annotations/instances_val2017.json` and `val2017`, as COCO's archives unpack:
+    https://s3.amazonaws.com/images.cocodataset.org/annotations/annotations_trainval2017.zip and
+    https://s3.amazonaws.com/images.cocodataset.org/zips/val2017.zip. Without --weights those of
+    the name are fetched from the hub. Pictures are scaled as by the authors, to 800 pixels on
+    the shorter side and at most 1333 on the longer, and given one by one. The record is
+    OUT/detr_coco.json.
+    """
+    weights = False if arguments.tiny else arguments.weights or True
+    model = create_model(arguments.model, pretrained=weights)
+    truth = read_truth(arguments.coco)
+    images = sorted(truth.getImgIds())[: arguments.images]
+    shorter = 64 if arguments.tiny else 800
+    found = coco_results(model, arguments.coco, truth, images, arguments.device, shorter)
+    record = dict(model=arguments.model, images=len(images), **judge(truth, found, images))
+    print(record)
+    write_record(arguments.out / "detr_coco.json", record)
+
+
+# --- speed -----------------------------------------------------------------------------------
+
+PEER = "transformers"
+
+
+def peer_config(backbone, width, layers, **options):
+    """The configuration of a DETR of transformers that is made without a network."""
+    import transformers  # which not every machine has
+
+    timm = dict(model_type="timm_backbone", backbone=backbone, num_channels=3)
+    timm |= dict(features_only=True, use_pretrained_backbone=False, out_indices=[1, 2, 3, 4])
+    return transformers.DetrConfig(
+        **dict(backbone_config=timm, d_model=width, encoder_layers=layers),
+        **dict(decoder_layers=layers, **options),
+    )
+
+
+def pair(tiny, auxiliary):
+    """Ours and theirs, with the same weights, both without dropout."""
+    import transformers  # which not every machine has
+
+    if tiny:
+        backbone = "resnet18"
+        width = 32
+        layers = 1
+    else:
+        backbone = "resnet50"
+        width = 256
+        layers = 6
+    options = dict(num_labels=91, auxiliary_loss=auxiliary, dropout=0.0)
+    config = peer_config(backbone, width, layers, **options)
+    torch.manual_seed(0)
+    theirs = transformers.DetrForObjectDetection(config)
+    ours = DETR(91, 100, layers, layers, backbone, width, dropout=0.0)
+    load_pretrained(ours, theirs.state_dict())
+    for part in ("conv1", "layer1"):
+        for model in (ours.backbone, theirs.model.backbone.model):
+            getattr(model, part).requires_grad_(False)
+    return ours, theirs
+
+
+def targets(count, device, seed=0):
+    """Random objects of one picture."""
+    generator = torch.Generator().manual_seed(seed)
+    center, size = torch.rand(2, count, 2, generator=generator)
+    boxes = torch.cat([0.25 + 0.5 * center, 0.05 + 0.4 * size], dim=1)
+    labels = torch.randint(91, (count,), generator=generator)
+    return [dict(labels=labels.to(device), boxes=boxes.to(device))]
+
+
+def forward_calls(tiny, x, left_out):
+    ours, theirs = (model.eval().to(x) for model in pair(tiny, auxiliary=False))
+    calls = {OURS: lambda: ours(x), PEER: lambda: theirs(x)}
+    if x.device.type == "cpu":
+        fast = timing.attempt(left_out, OPTIMIZED, lambda: optimize_for_inference(ours))
+        if fast is not None:
+            calls[OPTIMIZED] = lambda: fast(x)
+    return calls
+
+
+def step_calls(tiny, x):
+    ours, theirs = (model.train().to(x) for model in pair(tiny, auxiliary=True))
+    wanted = targets(7, x.device)
+    loss = SetLoss(91)
+    labels = [dict(class_labels=t["labels"], boxes=t["boxes"]) for t in wanted]
+
+    def step():
+        ours.zero_grad()
+        loss(ours(x), wanted)["total"].backward()
+
+    def their_step():
+        theirs.zero_grad()
+        theirs(x, labels=labels).loss.backward()
+
+    with torch.no_grad():
+        output = ours(x)
+    layers = [*output.auxiliary, output]
+    stacked = [torch.stack([layer[i] for layer in layers]) for i in (0, 1)]
+    return {OURS: step, PEER: their_step}, lambda: loss.matcher(*stacked, wanted)
+
+
+def forward(x, arguments, clock, left_out):
+    """The rows of the forward pass."""
+    with torch.inference_mode():
+        calls = forward_calls(arguments.tiny, x, left_out)
+        turns = arguments.repeats, arguments.device, left_out, clock
+        times = timing.warm_turns(calls, *turns)
+    return list(rows("forward", times))
+
+
+def training(x, arguments, clock, left_out):
+    """The rows of the training step, ours with the share that the matching takes."""
+    calls, match = step_calls(arguments.tiny, x)
+    turns = arguments.repeats, arguments.device, left_out, clock
+    times = timing.warm_turns({**calls, "matching": match}, *turns)
+    matching = times.pop("matching", None)
+    found = list(rows("training step", times))
+    if matching and OURS in times:
+        share = statistics.median(matching) / statistics.median(times[OURS])
+        found = [{**row, "matching": round(share, 4)} for row in found]
+    return found
+
+
+def rows(what, times):
+    """A row for each of ours: its median, and the ratio to the peer's within a round."""
+    for name in times:
+        if name != PEER:
+            label = f"{what}, optimized" if name == OPTIMIZED else what
+            yield dict(what=label, **timing.median_row(times, name, PEER))
+    if PEER in times:
+        yield dict(what=f"{what}, {PEER}", **timing.median_row(times, PEER, PEER))
+
+
+def speed(arguments):
+    """Time a forward pass and a training step next to the DETR of transformers.
+
+    Both have the same random weights and get the same picture, 480 × 640 pixels. The forward
+    pass is timed of the plain model, and of the copy that `optimize_for_inference` makes. A
+    training step is the forward pass, the loss of all six decoder layers, and the gradient;
+    both freeze the same part of the backbone. (With losses after each layer transformers
+    computes another network, see the chapter, but in about the same time.) The matching is
+    timed on its own, as a share of the step. On a CPU one thread is used, and its own time
+    counts, without that of other programs. The record is FOLDER/detr_speed_DEVICE.json; with
+    --tiny its numbers mean nothing.
+    """
+    device = arguments.device
+    size = (64, 96) if arguments.tiny else (480, 640)
+    torch.set_num_threads(1)
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    x = torch.randn(1, 3, *size, device=device)
+    path = arguments.out and arguments.out / f"detr_speed_{device}.json"
+    known = dict(tiny=arguments.tiny, size=" × ".join(map(str, size)))
+    bench = runner.Rows(path, device, arguments.minutes, **known)
+
+    def go():
+        for task, measure in (("forward", forward), ("training step", training)):
+            for row in bench.once(dict(task=task), partial(measure, x, arguments, clock)):
+                print(row)
+                if "matching" in row:
+                    bench.record["matching"] = row["matching"]
+
+    bench.work(go)
+
+
+def train_detectors(arguments):
     (arguments.out / "checkpoints").mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"detr_{arguments.part}.json"
-    bench = Detectors(path, arguments.minutes, arguments.tiny, arguments.part)
+    path = arguments.out / f"detr_{arguments.command}.json"
+    bench = Detectors(path, arguments.minutes, arguments.tiny, arguments.command)
     bench.work(bench.all)
+
+
+def shapes(arguments):
+    """Train plain DETR on shapes, with its backbone pre-trained or not."""
+    train_detectors(arguments)
+
+
+def digits(arguments):
+    """Train DETR with anchors as queries on digits, with and without denoising."""
+    train_detectors(arguments)
+
+
+def slow(arguments):
+    """Train plain DETR on digits."""
+    train_detectors(arguments)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    for function in (shapes, digits, slow):
+        commands.experiment(function.__name__, function)
+    parser = commands.experiment("coco", coco)
+    parser.add_argument("--coco", required=True, help="the folder with COCO's files")
+    parser.add_argument("--model", default="detr_resnet50")
+    parser.add_argument("--weights", help="a file of weights, or a repository on the hub")
+    parser.add_argument("--images", type=int, help="the number of images; by default all")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    commands.timing("speed", speed, repeats=9)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

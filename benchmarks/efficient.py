@@ -1,15 +1,14 @@
-"""Cheaper attention beside exact attention: `python -m benchmarks.efficient NAME --out FOLDER`.
+"""What was run for 54_efficient: `python -m benchmarks.efficient COMMAND --out FOLDER`.
 
-    recall     pairs of symbols, then the first of each again: what stood behind it?
-    cliff      copy the token that stood so many places back
-    text       the book's own prose, bits a byte
-    swap       the attention of a trained ViT replaced, without training and with some
-    crossover  milliseconds against the length of the sequence
+    recall     fetch the symbol that stood after the first of a pair
+    cliff      copy the token that stood a given number of positions back
+    text       train on the book's own prose, in bits per byte
+    swap       replace the attention of a trained ViT, without training and with some
+    crossover  time forward passes against the length of the sequence
 
-Every contestant is the same model of the library inside `attention_backend`. Learning rates are
-chosen for each on other data than those that judge. A record, FOLDER/efficient_NAME.json, is
-written after each run, and a second command goes on where the first one ended. With --tiny the
-numbers mean nothing.
+Every method is the same model of the library inside `attention_backend`. Learning rates are
+chosen for each method on other data than those that judge. The record is
+FOLDER/efficient_COMMAND.json.
 """
 
 import time
@@ -27,12 +26,13 @@ from attnlib.gpt import GPT, GPTConfig
 from attnlib.models import create_model
 from attnlib.recipes import accuracy
 from attnlib.train import epochs
-from benchmarks import common
-from benchmarks.collages import pixels
-from benchmarks.common import Record, experiment_parser
+from benchmarks import runner, timing
 from benchmarks.gpt import text_run, texts, train
+from benchmarks.runner import Commands, start
+from benchmarks.tnt import pixels
 
-SEEDS, RATES = (0, 1, 2), (1e-3, 3e-3, 1e-2)
+SEEDS = (0, 1, 2)
+RATES = (1e-3, 3e-3, 1e-2)
 
 
 def swapped(method):
@@ -50,8 +50,8 @@ def seeded(seed):
 
 
 # --- decoders ---------------------------------------------------------------------------------
-
-WINDOW, GLOBAL = 8, 2
+WINDOW = 8
+GLOBAL = 2
 
 
 def delta(q, k, v):
@@ -89,7 +89,8 @@ class ShiftedEmbedding(nn.Module):
 
     def __init__(self, vocab_size, width):
         super().__init__()
-        self.own, self.before = nn.Embedding(vocab_size, width), nn.Linear(width, width, False)
+        self.own = nn.Embedding(vocab_size, width)
+        self.before = nn.Linear(width, width, False)
 
     def forward(self, tokens):
         x = self.own(tokens)  # (B, N, C)
@@ -99,7 +100,8 @@ class ShiftedEmbedding(nn.Module):
 def symbol_run(method, config, batches, judge, steps, lr, seed, shift):
     """Train a small GPT on (tokens, targets), -100 where nothing is asked."""
     torch.manual_seed(seed)
-    model, began = GPT(config), time.process_time()
+    model = GPT(config)
+    began = time.process_time()
     for parameter in model.parameters():
         if parameter.ndim == 2:  # GPT-2's deviation of 0.02 is for wide models
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
@@ -140,8 +142,9 @@ def tuned(record, name, run, rates, seeds):
 
 
 # --- recall -----------------------------------------------------------------------------------
-
-PAIRS, KEYS, VALUES = 16, 64, 64
+PAIRS = 16
+KEYS = 64
+VALUES = 64
 
 
 def recall_batches(rows=32, pairs=PAIRS):
@@ -153,7 +156,8 @@ def recall_batches(rows=32, pairs=PAIRS):
             keys = torch.rand(rows, KEYS, generator=g).argsort(1)[:, :pairs]  # all different
             values = KEYS + torch.randint(VALUES, (rows, pairs), generator=g)
             order = torch.rand(rows, pairs, generator=g).argsort(1)
-            asked, told = keys.gather(1, order), values.gather(1, order)
+            asked = keys.gather(1, order)
+            told = values.gather(1, order)
             first = torch.stack([keys, values], -1).flatten(1)  # (B, P, 2) -> (B, 2 P)
             again = torch.stack([asked, told], -1).flatten(1)
             silent = torch.full_like(told, -100)
@@ -167,9 +171,16 @@ def recall_batches(rows=32, pairs=PAIRS):
     return of
 
 
-def recall(record, tiny):
+def recall(arguments):
     """Associative recall: every key is told once, and asked once."""
-    steps, pairs = (4, 4) if tiny else (2000, PAIRS)
+    tiny = arguments.tiny
+    record = start("efficient", arguments, rows=[])
+    if tiny:
+        steps = 4
+        pairs = 4
+    else:
+        steps = 2000
+        pairs = PAIRS
     shape = dict(n_layer=2, n_head=1, n_embd=32, position="none", tied=False)
     config = GPTConfig(KEYS + VALUES, 4 * pairs, **shape)
     batches = recall_batches(pairs=pairs)
@@ -185,9 +196,9 @@ def recall(record, tiny):
 
 
 # --- the cliff --------------------------------------------------------------------------------
-
 JUDGES = dict(valid=998, test=999)
-SYMBOLS, LENGTH = 16, 64
+SYMBOLS = 16
+LENGTH = 64
 BACK = (14, 15, 30)
 
 
@@ -206,9 +217,16 @@ def copy_batches(back, rows=32):
     return of
 
 
-def cliff(record, tiny):
+def cliff(arguments):
     """Copy from a distance: two layers with a window of 8 reach 14 places back."""
-    steps, seeds = (4, SEEDS[:1]) if tiny else (600, SEEDS)
+    tiny = arguments.tiny
+    record = start("efficient", arguments, rows=[])
+    if tiny:
+        steps = 4
+        seeds = SEEDS[:1]
+    else:
+        steps = 600
+        seeds = SEEDS
     shape = dict(n_layer=2, n_head=4, n_embd=64, position="rotary")
     config = GPTConfig(SYMBOLS, LENGTH, **shape)
     for name, method in decoders(config.head_width, 0).items():
@@ -230,13 +248,14 @@ def cliff(record, tiny):
 
 
 # --- text -------------------------------------------------------------------------------------
-
-
-def text(record, tiny):
+def text(arguments):
     """Bits a byte of the book's prose; what was learned is judged on its test part."""
+    tiny = arguments.tiny
+    record = start("efficient", arguments, rows=[])
     ids, sizes = texts(tiny)
     shape = dict(block_size=64, n_layer=2, n_head=4, n_embd=64)
-    config, steps = GPTConfig(300 if tiny else 512, **shape), 4 if tiny else 400
+    config = GPTConfig(300 if tiny else 512, **shape)
+    steps = 4 if tiny else 400
     for name, method in decoders(config.head_width, 0).items():
 
         def run(lr, seed, judge, method=method):
@@ -250,20 +269,21 @@ def text(record, tiny):
 
 
 # --- a trained ViT ----------------------------------------------------------------------------
-
 SIDE = 8  # patches of `vit_collages` along a side; a class token stands before them
 
 
 def near(reach):
     """Patches at most `reach` rows and columns apart, and the class token: bool (65, 65)."""
-    rows, columns = torch.arange(SIDE**2) // SIDE, torch.arange(SIDE**2) % SIDE
+    rows = torch.arange(SIDE**2) // SIDE
+    columns = torch.arange(SIDE**2) % SIDE
     apart = [(x[:, None] - x).abs() for x in (rows, columns)]
     return F.pad((apart[0] <= reach) & (apart[1] <= reach), (1, 0, 1, 0), value=True)
 
 
 def crosses():
     """Patches of the same row or column, and the class token."""
-    rows, columns = torch.arange(SIDE**2) // SIDE, torch.arange(SIDE**2) % SIDE
+    rows = torch.arange(SIDE**2) // SIDE
+    columns = torch.arange(SIDE**2) % SIDE
     same = (rows[:, None] == rows) | (columns[:, None] == columns)
     return F.pad(same, (1, 0, 1, 0), value=True)
 
@@ -371,7 +391,8 @@ def label_loss(model, batch):
 def learned(method, data, judge, steps, lr, seed):
     """The trained ViT, trained further with another attention; accuracy along the way."""
     torch.manual_seed(seed)
-    model, began = create_model("vit_collages", pretrained=True), time.process_time()
+    model = create_model("vit_collages", pretrained=True)
+    began = time.process_time()
 
     def evaluate(model):
         return dict(right=right(model, *judge))
@@ -386,9 +407,16 @@ def learned(method, data, judge, steps, lr, seed):
     return dict(lr=lr, seed=seed, steps=steps, right=curve[-1][1], curve=curve, seconds=seconds)
 
 
-def swap(record, tiny):
+def swap(arguments):
     """First without a step of training, then with some."""
-    steps, count = (2, 64) if tiny else (400, 2000)
+    tiny = arguments.tiny
+    record = start("efficient", arguments, rows=[])
+    if tiny:
+        steps = 2
+        count = 64
+    else:
+        steps = 400
+        count = 2000
     model = create_model("vit_collages", pretrained=True).eval()
     test = pixels(collages(count, "test", seed=1))
     for seed in SEEDS[: 1 if tiny else None]:
@@ -421,8 +449,6 @@ def swap(record, tiny):
 
 
 # --- crossover --------------------------------------------------------------------------------
-
-
 def lengths(device, tiny):
     if tiny:
         return (64, 128)
@@ -471,28 +497,39 @@ def contestants(n, d, device):
 
 
 @torch.no_grad()
-def crossover(record, tiny, minutes):
+def crossover(arguments):
     """Forward, one sequence of four heads of width 64; a ratio is to exact attention."""
+    tiny = arguments.tiny
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype, heads = (torch.float32, 4) if device == "cpu" else (torch.bfloat16, 16)
+    if device == "cpu":
+        dtype = torch.float32
+        heads = 4
+    else:
+        dtype = torch.bfloat16
+        heads = 16
     torch.set_num_threads(1) if device == "cpu" else None
-    clock, repeats = (time.process_time, 7) if device == "cpu" else (time.perf_counter, 15)
-    path = record.path.with_name(f"efficient_crossover_{device}.json")
-    bench = common.Rows(path, device, minutes, tiny)
+    if device == "cpu":
+        clock = time.process_time
+        repeats = 7
+    else:
+        clock = time.perf_counter
+        repeats = 15
+    path = arguments.out / f"efficient_crossover_{device}.json"
+    bench = runner.Rows(path, device, arguments.minutes, tiny)
 
     def measure(n, left_out):
         q, k, v = torch.randn(3, 1, heads, n, 64, device=device, dtype=dtype).unbind()
         methods = contestants(n, 64, device)
         calls = {name: lambda f=f: f(q, k, v) for name, f in methods.items()}
         turns = 2 if tiny else repeats, device, left_out, clock
-        times = common.warm_turns(calls, *turns, warm_up=2)
+        times = timing.warm_turns(calls, *turns, warm_up=2)
         rows = []
         for name, own in times.items():
             exact = "exact, causal" if "causal" in name else "exact"
-            low, high = common.quartiles(own)
+            low, high = timing.quartiles(own)
             spread = dict(low=round(low, 3), high=round(high, 3))
             rows.append(
-                dict(name=name, **common.median_row(times, name, exact, digits=3), **spread)
+                dict(name=name, **timing.median_row(times, name, exact, digits=3), **spread)
             )
             print(n, rows[-1], flush=True)
         return rows
@@ -504,19 +541,11 @@ def crossover(record, tiny, minutes):
     bench.work(go)
 
 
-RUNS = dict(recall=recall, cliff=cliff, text=text, swap=swap, crossover=crossover)
-
-
-def main():
-    parser = experiment_parser(__doc__)
-    parser.add_argument("what", choices=RUNS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    record = Record("efficient", arguments)
-    if arguments.what == "crossover":
-        crossover(record, arguments.tiny, arguments.minutes)
-    else:
-        RUNS[arguments.what](record, arguments.tiny)
+def main(arguments=None):
+    commands = Commands(__doc__)
+    for function in (recall, cliff, text, swap, crossover):
+        commands.experiment(function.__name__, function)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

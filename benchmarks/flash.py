@@ -1,31 +1,27 @@
-"""Time the tiled kernels beside PyTorch's: `python -m benchmarks.flash --out FOLDER`.
+"""What was run for 51_flash: `python -m benchmarks.flash COMMAND --out FOLDER`.
 
-Compared are the equation ("reference"), each backend of PyTorch that takes the inputs,
-FlexAttention ("flex"), compiled on a GPU, and ours ("triton"); they take turns. The kinds are
-plain, causal, with a bias, a sliding window, and eight sequences packed into one. Ours gets the
-last two as ranges, PyTorch's backends as a mask. Before anything is timed the outputs and all
-gradients, of the bias as well, of the first and the last head are compared with the reference
-in float64.
+    speed   time the tiled kernels next to PyTorch's backends
+    tune    time other tiles than those of the table
+    static  compile every kernel for GPUs that need not be there
 
-Recorded are medians and quartiles of the times and of the ratios of our time to theirs, errors,
-peak memory (of forward and backward together, where the backward pass is timed), and operations
-per second: two products forward, five backward, of what is seen. On a GPU each contestant has
-the time on the wall and, under "kernel", that between two events: of a CUDA graph, without
-Python and launches, or of the calls themselves where they are long. The rows are written as
-they come; with --minutes the command ends after so many, and goes on when it is given again.
-
-`--tune [KERNEL ...]` times other tiles than the table's instead, each launch alone, in every
-kind, and prints the fastest; `--workers N` has as many processes compile ahead.
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import contextlib
+import csv
 import functools
+import hashlib
+import inspect
 import itertools
+import json
 import math
 import multiprocessing
+import os
 import statistics
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,8 +29,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnlib import flash
 from attnlib.attention import attention, attention_backend
-from attnlib.flash import flash_attention, packed_ranges, triton
-from benchmarks import common
+from attnlib.flash import SHARED, compile_for, flash_attention, packed_ranges, tiling, triton
+from benchmarks import runner, timing
+from benchmarks.runner import Commands
 
 SHAPES = {  # tokens: (B, h)
     1024: (16, 16),
@@ -83,7 +80,8 @@ class Case:
 
     def rule(self):
         """Whether query i sees key j, as FlexAttention asks."""
-        window, own = self.window or self.tokens, self.tokens // self.packed
+        window = self.window or self.tokens
+        own = self.tokens // self.packed
 
         def sees(b, h, i, j):
             return (i >= j) & (i - j < window) & (i // own == j // own)
@@ -99,7 +97,8 @@ class Case:
     @functools.cached_property
     def blocks(self):
         """The rule as FlexAttention reads it: which blocks it can skip."""
-        n, device = self.tokens, self.q.device
+        n = self.tokens
+        device = self.q.device
         return create_block_mask(self.rule(), None, None, n, n, device) if self.causal else None
 
     @functools.cached_property
@@ -119,7 +118,8 @@ class Case:
     @functools.cached_property
     def ranges(self):
         """The rule as our kernels read it, where it is more than causal."""
-        own, device = [self.tokens // self.packed] * self.packed, self.q.device
+        own = [self.tokens // self.packed] * self.packed
+        device = self.q.device
         if self.window or self.packed > 1:
             return packed_ranges(own, causal=True, window=self.window, device=device)
 
@@ -149,8 +149,6 @@ def make(shape, dtype, device, kind, needs=True):
 
 
 # --- contestants ------------------------------------------------------------------------------
-
-
 def reference(case):
     with attention_backend("reference"):
         return attention(case.q, case.k, case.v, mask=case.seen, bias=case.bias)
@@ -202,8 +200,6 @@ def contestants(device):
 
 
 # --- passes -----------------------------------------------------------------------------------
-
-
 def forward(function, case):
     with torch.no_grad():
         return [function(case)]
@@ -251,7 +247,7 @@ def compare(function, step, case, exact):
 def prepare(function, step, case, exact, device):
     """The error and the memory of a contestant, and what of it is timed."""
     row = {"error": compare(function, step, case, exact) if exact else None}
-    row["MiB"] = round(common.peak_memory(lambda: step(function, case), device))
+    row["MiB"] = round(timing.peak_memory(lambda: step(function, case), device))
     return row, timed(function, step, case)
 
 
@@ -262,7 +258,7 @@ def warmed(calls, rows, device, left_out):
     """
     while True:
         failed = {}
-        warm = common.take_turns(calls, 1, device, left_out=failed)
+        warm = timing.take_turns(calls, 1, device, left_out=failed)
         others = [name for name in calls if name != OURS]
         if OURS not in failed or not others:
             left_out |= failed
@@ -270,7 +266,7 @@ def warmed(calls, rows, device, left_out):
         largest = max(others, key=lambda name: rows[name]["MiB"])
         left_out[largest] = f"leaves {OURS} no memory ({failed[OURS]})"
         calls = {name: call for name, call in calls.items() if name != largest}
-        common.free_memory()
+        runner.free_memory()
 
 
 def measure(functions, step, case, device, repeats, left_out):
@@ -278,8 +274,8 @@ def measure(functions, step, case, device, repeats, left_out):
 
     Without memory for the exact results the errors are None.
     """
-    exact = common.attempt(left_out, "exact results", lambda: exact_results(step, case))
-    made = common.attempt_all(
+    exact = timing.attempt(left_out, "exact results", lambda: exact_results(step, case))
+    made = timing.attempt_all(
         {
             name: functools.partial(prepare, function, step, case, exact, device)
             for name, function in functions.items()
@@ -290,7 +286,7 @@ def measure(functions, step, case, device, repeats, left_out):
     calls = {name: call for name, (_, call) in made.items()}
     del made  # or the graph of one that fails would stand until the end
     calls = warmed(calls, rows, device, left_out)
-    times = common.measured(calls, repeats, device, ours=OURS, left_out=left_out)
+    times = timing.measured(calls, repeats, device, ours=OURS, left_out=left_out)
     backends = {}
     for name, own in times.items():
         ms = own.get("kernel", own)["ms"]
@@ -305,7 +301,8 @@ def measure(functions, step, case, device, repeats, left_out):
 def row_of(setting, lead, dtype, device, repeats, left_out):
     """One row: a case, its contestants and a line about them."""
     torch.compiler.reset()  # or the compiler gives up after a number of shapes
-    step, n = PASSES[setting["pass"]], setting["tokens"]
+    step = PASSES[setting["pass"]]
+    n = setting["tokens"]
     shape = (*lead, n, setting["width"])
     case = make(shape, dtype, device, setting["kind"], step is training)
     row = measure(contestants(device), step, case, device, repeats, left_out)
@@ -321,7 +318,6 @@ def row_of(setting, lead, dtype, device, repeats, left_out):
 
 
 # --- tiles ------------------------------------------------------------------------------------
-
 TILE = "BLOCK_M", "BLOCK_N", "num_warps", "num_stages"
 CANDIDATES = list(itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3)))
 TUNED = {  # kernel: in which kinds it is tuned
@@ -351,7 +347,8 @@ def launch_of(kernel, case, tile=None):
 
     Without `tile` that is the table's.
     """
-    found, launch = [], flash.launch
+    found = []
+    launch = flash.launch
 
     def noted(function, *arguments, **options):
         if kernel in function.fn.__name__:
@@ -383,10 +380,11 @@ def tune(kernel, case, candidates, repeats, device):
 
     def turns(calls):
         if device == "cuda":
-            return common.kernel_turns(calls, repeats, times=5)
-        return common.take_turns(calls, repeats, device)
+            return timing.kernel_turns(calls, repeats, times=5)
+        return timing.take_turns(calls, repeats, device)
 
-    table, alone = launch_of(kernel, case)[1], {}
+    table = launch_of(kernel, case)[1]
+    alone = {}
     for tile in dict.fromkeys([table, *candidates]):
         try:
             call, started = launch_of(kernel, case, tile)
@@ -401,9 +399,11 @@ def tune(kernel, case, candidates, repeats, device):
 
 def tune_all(kernels, bench, arguments):
     """Tune kernels in all kinds, and print what is found."""
-    shape, candidates = (*SHAPES[4096], 4096), CANDIDATES
+    shape = (*SHAPES[4096], 4096)
+    candidates = CANDIDATES
     if arguments.tiny:
-        shape, candidates = (1, 1, 20), [(16, 16, 4, 1)]
+        shape = (1, 1, 20)
+        candidates = [(16, 16, 4, 1)]
     work = [
         (kernel, kind, width, getattr(torch, dtype))
         for kernel in kernels
@@ -424,7 +424,7 @@ def tune_all(kernels, bench, arguments):
         case = make((*shape, width), dtype, arguments.device, kind)
         table, times = tune(kernel, case, candidates, arguments.repeats, arguments.device)
         for tile in times:
-            ms, low, high = statistics.median(times[tile]), *common.quartiles(times[tile])
+            ms, low, high = statistics.median(times[tile]), *timing.quartiles(times[tile])
             row = {"tile": tile, "table": tile == table, "ms": round(ms, 4)}
             row["quartiles"] = [round(low, 4), round(high, 4)]
             said = f"{tile} {ms:.3f} ms ({low:.3f} to {high:.3f})"
@@ -438,36 +438,47 @@ def tune_all(kernels, bench, arguments):
         pool.shutdown()
 
 
-# --- command ----------------------------------------------------------------------------------
-
-
-def options():
-    parser = common.timing_parser(__doc__, repeats=15)
-    parser.add_argument("--tokens", type=int, nargs="*", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--widths", type=int, nargs="*", default=[64, 128])
-    parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--name", default="flash", help="name of the record")
-    parser.add_argument("--tune", nargs="*", choices=TUNED, metavar="KERNEL")
-    parser.add_argument("--workers", type=int, default=0, help="that compile tiles ahead")
-    return parser.parse_args()
-
-
-def main():
-    arguments = options()
+def record_rows(name, arguments):
+    """Return the rows of FOLDER/NAME_DEVICE.json; the GPU is ready to be timed."""
     torch.manual_seed(0)
-    common.own_stream(arguments.device)
-    name = "tiles" if arguments.tune is not None else arguments.name
+    timing.own_stream(arguments.device)
     path = arguments.out and arguments.out / f"{name}_{arguments.device}.json"
     known = dict(tiny=arguments.tiny, triton=triton.__version__)
-    bench = common.Rows(path, arguments.device, arguments.minutes, **known)
-    if arguments.tune is not None:
-        kernels = arguments.tune or list(TUNED)
-        bench.work(lambda: tune_all(kernels, bench, arguments))
-        return
+    return runner.Rows(path, arguments.device, arguments.minutes, **known)
+
+
+def tune_tiles(arguments):
+    """Time other tiles than those of the table.
+
+    Each launch is timed alone, in every kind of attention, and the fastest tiles are printed.
+    The record is FOLDER/tiles_DEVICE.json.
+    """
+    bench = record_rows("tiles", arguments)
+    bench.work(lambda: tune_all(arguments.kernels, bench, arguments))
+
+
+def speed(arguments):
+    """Time the tiled kernels next to PyTorch's backends.
+
+    Compared are the equation ("reference"), each backend of PyTorch that takes the inputs,
+    FlexAttention ("flex"), compiled on a GPU, and ours ("triton"); they take turns. The kinds
+    are plain, causal, with a bias, a sliding window, and eight sequences packed into one. Ours
+    gets the last two as ranges, PyTorch's backends as a mask. Before anything is timed the
+    outputs and all gradients, of the bias as well, of the first and the last head are compared
+    with the reference in float64.
+
+    Recorded are medians and quartiles of the times and of the ratios of our time to theirs,
+    errors, peak memory (of forward and backward together, where the backward pass is timed),
+    and operations per second: two products forward, five backward, of what is seen. On a GPU
+    each contestant has the time on the wall and, under "kernel", that between two events: of a
+    CUDA graph, without Python and launches, or of the calls themselves where they are long. The
+    rows are written as they come.
+    """
+    bench = record_rows(arguments.name, arguments)
     shapes = {n: SHAPES[n] for n in arguments.tokens}
     if arguments.tiny:
-        shapes, arguments.widths = {12: (1, 1)}, [16]
+        shapes = {12: (1, 1)}
+        arguments.widths = [16]
 
     def go():
         cases = (arguments.dtypes, shapes, arguments.widths, arguments.kinds, PASSES)
@@ -478,6 +489,312 @@ def main():
             bench.once(setting, functools.partial(row_of, setting, *rest))
 
     bench.work(go)
+
+
+# --- compiling for other GPUs ----------------------------------------------------------------
+
+
+# Of one multiprocessor: the largest shared memory (KiB), warps and programs. From the tables of
+# compute capabilities in NVIDIA's CUDA C++ programming guide. All have 65,536 registers.
+GPUS = {
+    80: ("A100", 164, 64, 32),
+    89: ("RTX 4090", 100, 48, 24),
+    90: ("H100, H200", 228, 64, 32),
+    100: ("B200", 228, 64, 32),
+}
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+WIDTHS = (64, 128, 32, 16, 80, 256)
+FIRST = ("sm_80", "sm_90")  # what most readers have
+STACK = 128  # bytes of a thread's stack that are allowed: spilled, but not in every step
+COLLAPSED = 32  # the registers that NVIDIA's assembler leaves a thread when it has given up
+COLUMNS = (
+    "kernel gpu dtype width extra rows cols warps stages registers stack shared programs "
+    "product buffers code"
+).split()
+
+
+def options(kernel):
+    """The combinations of mask (m), bias (b) and causal mask (c) or ranges (r)."""
+    if kernel == "decode":  # has none of them
+        return [""]
+    found = ["".join(x) for n in range(4) for x in itertools.combinations("mbc", n)]
+    found += ["r", "br"]
+    return [extra for extra in found if kernel != "bias" or "b" in extra]
+
+
+def jobs(only=()):
+    """(kernel, gpu, dtype, width, extra) of all compilations, those of FIRST first."""
+    gpus = sorted((f"sm_{capability}" for capability in GPUS), key=lambda gpu: gpu not in FIRST)
+    found = [
+        (kernel, gpu, dtype, width, extra)
+        for dtype, width, gpu, kernel in itertools.product(DTYPES, WIDTHS, gpus, flash.TILES)
+        for extra in options(kernel)
+        # these are refused
+        if (dtype, width) != ("float32", 256)
+        and not (gpu == "sm_100" and "r" in extra)
+        and set(only) <= {kernel, gpu, dtype, str(width), extra or "plain"}
+    ]
+    return sorted(found, key=lambda job: (job[1] not in FIRST, job[2] == "float32"))
+
+
+def tile_of(kernel, gpu, dtype, width, extra):
+    """Rows, columns, warps and stages by which a kernel is launched."""
+    room = SHARED[int(gpu[3:])] << 10
+    more = "m" in extra or "b" in extra
+    found = tiling(kernel, width, width, DTYPES[dtype], more, room)
+    return [found[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
+
+
+def compiled(*job):
+    """A row of the record: the tile, and what the compiler made of it."""
+    kernel, gpu, dtype, width, extra = job
+    capability = int(gpu[3:])
+    tile = tile_of(*job)
+    more = {name: name[0] in extra for name in ("mask", "bias", "causal", "ranges")}
+    code = code_of(*job)
+    made = compile_for(kernel, capability, getattr(torch, dtype), width, **more)
+    row = [*job[:4], extra or "plain", *tile]
+    row += [made["registers"], made["spilled"], made["shared"]]
+    row += [programs(capability, tile[2], made["registers"], made["shared"])]
+    return dict(zip(COLUMNS, [*row, made["product"], made["buffers"], code], strict=True))
+
+
+def programs(capability, warps, registers, shared):
+    """How many programs a multiprocessor holds at a time.
+
+    Registers are dealt out to warps in portions of 256; the system takes 1 KiB of shared memory
+    for each program.
+    """
+    _, memory, all_warps, most = GPUS[capability]
+    of_warp = -(-registers * 32 // 256) * 256
+    fit = 65536 // (of_warp * warps), (memory << 10) // (shared + 1024)
+    return min(most, all_warps // warps, *fit)
+
+
+def floor(row):
+    """The registers below which a thread cannot hold its share of the sums.
+
+    The sums of a program are its tile of O, dQ, dK and dV or dB, in float32. A thread that has
+    fewer registers keeps them in slow memory, whatever the stack says. On sm_100 the sums lie
+    in a memory of their own.
+    """
+    rows = int(row["rows"])
+    cols = int(row["cols"])
+    width = max(16, triton.next_power_of_2(int(row["width"])))
+    sums = {"key": 2 * cols * width, "bias": rows * cols}
+    own = sums.get(row["kernel"], rows * width) // (32 * int(row["warps"]))
+    return COLLAPSED + 1 if row["gpu"] == "sm_100" else max(COLLAPSED + 1, own)
+
+
+def broken(row):
+    """What is wrong with a kernel, in words; nothing, if nothing is."""
+    room = SHARED[int(row["gpu"][3:])] << 10
+    wrong = []
+    if int(row["stack"]) > STACK:
+        wrong.append(f"a stack of {row['stack']} bytes, above {STACK}")
+    if int(row["registers"]) < floor(row):
+        wrong.append(f"{row['registers']} registers, below {floor(row)}")
+    if int(row["shared"]) > room:
+        wrong.append(f"{row['shared']} bytes of shared memory, above {room}")
+    if int(row["programs"]) < 1:
+        wrong.append("no program fits")
+    if row["dtype"] != "float32" and row["gpu"] != "sm_100":
+        large = int(row["rows" if row["kernel"] != "key" else "cols"]) >= 64
+        if row["gpu"] == "sm_90" and large and row["product"] != "warp_group_dot":
+            wrong.append(f"products by {row['product']} and not by warp groups")
+        # warps that multiply alone copy a tile to registers first, and need a buffer less
+        least = int(row["stages"]) - (row["product"] == "tt.dot")
+        loop = int(row["stages"]) > 1 and row["kernel"] != "bias"  # whose loop loads all anew
+        if loop and int(row["buffers"]) < least:
+            wrong.append(f"{row['buffers']} buffers: the loop does not fetch ahead")
+    return "; ".join(wrong)
+
+
+class Translated(Exception):
+    """Carries what Triton would have compiled."""
+
+
+@contextlib.contextmanager
+def only_translated():
+    """Within it `triton.compile` stops when it has a kernel in its own language."""
+    from triton._C.libtriton import ir
+
+    before = triton.compile
+
+    def translate(source, target, options):
+        backend = triton.compiler.make_backend(target)
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        options = backend.parse_options(dict(options))
+        stages = {}
+        asked = dict(
+            target=target,  # Triton 3.4 does not ask for it
+            options=options,
+            codegen_fns=backend.get_codegen_implementation(options),
+            module_map=backend.get_module_map(),
+            context=context,
+        )
+        names = inspect.signature(source.make_ir).parameters
+        made = source.make_ir(*(asked[name] for name in names))
+        backend.add_stages(stages, options, source.language)
+        raise Translated(stages["ttir"](made, {}).str_nodebug())
+
+    triton.compile = translate
+    try:
+        yield
+    finally:
+        triton.compile = before
+
+
+def code_of(kernel, gpu, dtype, width, extra):
+    """A hash of a kernel in Triton's language, in which names and comments do not count.
+
+    Constants are put first, for their order there depends on the source's.
+    """
+    more = {name: name[0] in extra for name in ("mask", "bias", "causal", "ranges")}
+    try:
+        with only_translated():
+            compile_for(kernel, int(gpu[3:]), getattr(torch, dtype), width, **more)
+    except Translated as found:
+        lines = str(found).splitlines()
+    constants = sorted(line for line in lines if "arith.constant" in line)
+    rest = [line for line in lines if "arith.constant" not in line]
+    return hashlib.sha256("\n".join(constants + rest).encode()).hexdigest()[:8]
+
+
+def key(row):
+    return tuple(str(row[name]) for name in COLUMNS[:5])
+
+
+def key_of(job):
+    return tuple(map(str, (*job[:4], job[4] or "plain")))
+
+
+def read(path):
+    """The rows of a record of today's tiles and Triton: {key: row of strings}."""
+    if not path.exists():
+        return {}
+    record = json.loads(path.read_text())
+    if record["triton"] != triton.__version__:
+        return {}
+    today = {key_of(job): [str(x) for x in tile_of(*job)] for job in jobs()}
+    rows = {key(row): row for row in csv.DictReader(record["rows"])}
+    return {k: row for k, row in rows.items() if today[k] == [row[c] for c in COLUMNS[5:9]]}
+
+
+def of_today(rows, pool):
+    """Those of the rows whose kernels' code is today's."""
+    today = [job for job in jobs() if key_of(job) in rows]
+    codes = pool.map(code_of, *zip(*today, strict=True), chunksize=20) if today else []
+    names = [
+        key_of(job)
+        for job, code in zip(today, codes, strict=True)
+        if rows[key_of(job)]["code"] == code
+    ]
+    return {name: rows[name] for name in names}
+
+
+def write(path, rows, failed):
+    """The record: a line of text for each kernel, and what has not been compiled yet."""
+    order = [key_of(job) for job in jobs()]
+    lines = [",".join(str(rows[name][c]) for c in COLUMNS) for name in order if name in rows]
+    missing = {}
+    for name in order:
+        if name not in rows:
+            missing[" ".join(name[1:3])] = missing.get(" ".join(name[1:3]), 0) + 1
+    record = {
+        "triton": triton.__version__,
+        "compiled": len(lines),
+        "of": len(order),
+        "not compiled yet": missing,
+        "failed": failed,
+        "rows": [",".join(COLUMNS), *lines],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def table(rows):
+    """The worst of each (gpu, dtype): kernels, stack, registers, programs."""
+    found = {}
+    for row in rows:
+        found.setdefault((row["gpu"], row["dtype"]), []).append(row)
+    return {
+        name: (
+            len(own),
+            max(int(row["stack"]) for row in own),
+            min(int(row["registers"]) for row in own),
+            min(int(row["programs"]) for row in own),
+        )
+        for name, own in found.items()
+    }
+
+
+def static(arguments):
+    """Compile every tiled kernel for GPUs that need not be there.
+
+    Compiled are the kernel for decoding, and the four others with and without a mask, a bias
+    and the causal mask or ranges, in float32, float16 and bfloat16, for heads of several
+    widths, for GPUs from Ampere (sm_80) to Blackwell (sm_100), each with the tile that
+    `attnlib.flash.tiling` gives it. What a kernel may not do is said by `broken`. The record is
+    also the memory of what has been compiled: a second command goes on where the first one
+    ended. It drops all rows if Triton's version has changed, and those whose tile has, or whose
+    code: each row has a hash of what Triton makes of the kernel's source before it knows the
+    GPU. A compilation takes about a second of one core.
+    """
+    path = arguments.out / "kernels_static.json"
+    os.environ["TRITON_INTERPRET"] = "0"  # for the processes that compile
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+        rows = of_today(read(path), pool)
+        failed = {}
+        words = [word for word in arguments.only.split(",") if word]
+        wanted = [job for job in jobs(words) if key_of(job) not in rows][: arguments.most]
+        running = {pool.submit(compiled, *job): job for job in wanted}
+        for count, future in enumerate(as_completed(running), 1):
+            job = running[future]
+            try:
+                row = future.result()
+                rows[key(row)] = row
+                wrong = broken(row)
+            except Exception as problem:
+                wrong = str(problem).strip().splitlines()[0][:90] if str(problem) else "failed"
+            if wrong:
+                failed[" ".join(key_of(job))] = wrong
+            print(f"{count}/{len(wanted)} {' '.join(map(str, job))} {wrong}", flush=True)
+            if count % 20 == 0:
+                write(path, rows, failed)
+    failed |= {" ".join(name): broken(row) for name, row in rows.items() if broken(row)}
+    write(path, rows, failed)
+    for (gpu, dtype), (count, stack, registers, least) in table(rows.values()).items():
+        print(
+            f"{gpu:6} {dtype:9} {count:4} kernels: stack at most {stack}, registers at least "
+            f"{registers}, programs at least {least}"
+        )
+    if failed:
+        raise SystemExit("\n".join(f"{name}: {wrong}" for name, wrong in failed.items()))
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    parser = commands.timing("speed", speed, repeats=15)
+    parser.add_argument("--tokens", type=int, nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--widths", type=int, nargs="*", default=[64, 128])
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--name", default="flash", help="name of the record")
+    parser = commands.timing("tune", tune_tiles, repeats=15)
+    parser.add_argument("--kernels", nargs="+", choices=TUNED, default=list(TUNED))
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
+    parser.add_argument("--workers", type=int, default=0, help="that compile tiles ahead")
+    parser = commands.add("static", static)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the record")
+    parser.add_argument("--only", default="", help="words such as sm_90,bfloat16,64,key,mbc")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--most", type=int, help="compile this many at most")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

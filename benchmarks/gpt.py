@@ -1,42 +1,61 @@
-"""Small experiments with a GPT: `python -m benchmarks.gpt NAME --out FOLDER`.
+"""What was run for 24_gpt: `python -m benchmarks.gpt COMMAND --out FOLDER`.
 
-    options    today's choices against those of 2019, one changed at a time
-    scaling    the loss against the number of parameters and of training tokens, with a fit
-    induction  two layers learn to copy what followed last time; heads are found and removed
-    sampling   temperature, top-k, top-p, min-p against the statistics of unseen text; and how
-               much attention falls on the first token
-    groups     a step of decoding with grouped queries, beside copies of keys and values
+    book       train on the book's text for a minute per run, next to programs that compress it
+    options    compare today's design choices with those of 2019, one change at a time
+    scaling    measure the loss against the number of parameters and of training tokens
+    induction  train two layers to copy what followed last time; find and remove heads
+    sampling   compare temperature, top-k, top-p, and min-p with the statistics of unseen text
+    groups     time a step of decoding with grouped queries, with and without copies of keys
+    speed      time GPT next to GPT-2 and Llama of the transformers library
+    nanogpt    compare GPT with nanoGPT, and time both
 
-The text is the book's own prose: trained on its training part, chosen on its validation part,
-judged on its test part. A record, FOLDER/gpt_NAME.json, is written after each run, and a second
-command goes on where the first one ended. With --tiny the numbers mean nothing.
+The text is the book's own prose: models are trained on its training part, settings are chosen
+on its validation part, and the test part judges. Each experiment writes
+FOLDER/gpt_COMMAND.json.
+`longer` trains a larger model on a GPU (`python -m benchmarks.runs gpt`).
 """
 
+import bz2
+import itertools
+import lzma
 import math
 import resource
+import runpy
 import time
+from collections import Counter
 from dataclasses import replace
+from functools import partial
+from math import log2
+from pathlib import Path
 from statistics import median
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from accelerate import Accelerator
 
 from attnlib import gpt
 from attnlib.attention import attention, record_attention
-from attnlib.data import book_text, train_tokenizer
+from attnlib.data import book_text, text_corpus, train_tokenizer
 from attnlib.gpt import (
     GPT,
+    OF_2019,
     GPTConfig,
     grouped_attention,
     text_batches,
     text_bits,
     text_loss,
 )
+from attnlib.inference import optimize_for_inference
 from attnlib.train import fit
-from benchmarks.common import Record, experiment_parser, ratio, take_turns
+from benchmarks import runner, timing
+from benchmarks.runner import RESULTS, Commands, start, write
+from benchmarks.timing import OPTIMIZED, OURS, ratio, take_turns
 
-LENGTH, BATCH, VOCAB, SEEDS = 64, 16, 512, (0, 1, 2)
+LENGTH = 64
+BATCH = 16
+VOCAB = 512
+SEEDS = (0, 1, 2)
 MODERN = dict(block_size=LENGTH, n_layer=2, n_head=4, n_embd=64)
 OPTIONS = {  # what is changed in MODERN
     "modern": {},
@@ -76,7 +95,8 @@ def train(model, loss, batches, steps, lr, seed, evaluate=None, times=4):
 def text_run(ids, sizes, config, steps, lr, seed, judge="valid"):
     """A model of the text, and a row: bits a byte of a part as the training goes on."""
     torch.manual_seed(seed)
-    model, began = GPT(config), time.process_time()
+    model = GPT(config)
+    began = time.process_time()
 
     def evaluate(model):
         return dict(bits=text_bits(model, ids[judge], config.block_size) / sizes[judge])
@@ -91,15 +111,21 @@ def text_run(ids, sizes, config, steps, lr, seed, judge="valid"):
 
 
 # --- options ----------------------------------------------------------------------------------
-
-
-def options(record, tiny):
+def options(arguments):
     """For each option a learning rate by the validation part, then three seeds on the test."""
+    tiny = arguments.tiny
+    record = start("gpt", arguments, rows=[])
     ids, sizes = texts(tiny)
-    steps, vocab = (4, 300) if tiny else (400, VOCAB)
+    if tiny:
+        steps = 4
+        vocab = 300
+    else:
+        steps = 400
+        vocab = VOCAB
     some = dict(list(OPTIONS.items())[:2]) if tiny else OPTIONS
     for name, change in some.items():
-        config, tuned = GPTConfig(vocab, **MODERN | change), {}
+        config = GPTConfig(vocab, **MODERN | change)
+        tuned = {}
         for lr in RATES[: 1 if tiny else None]:
             row = record.add(
                 f"{name}, {lr}, tuning",
@@ -118,14 +144,21 @@ def options(record, tiny):
 
 
 # --- scaling ----------------------------------------------------------------------------------
+WIDTHS = (16, 32, 64, 128)
+FRACTIONS = (1 / 16, 1 / 4, 1)
 
-WIDTHS, FRACTIONS = (16, 32, 64, 128), (1 / 16, 1 / 4, 1)
 
-
-def scaling(record, tiny):
+def scaling(arguments):
     """The least validation loss of each width on each fraction of the training text."""
+    tiny = arguments.tiny
+    record = start("gpt", arguments, rows=[])
     ids, sizes = texts(tiny)
-    steps, vocab = (4, 300) if tiny else (600, VOCAB)
+    if tiny:
+        steps = 4
+        vocab = 300
+    else:
+        steps = 600
+        vocab = VOCAB
     for width in WIDTHS[:2] if tiny else WIDTHS:
         for fraction in FRACTIONS[1:] if tiny else FRACTIONS:
             for seed in SEEDS[: 1 if tiny else None]:
@@ -142,8 +175,8 @@ def scaling(record, tiny):
 
 
 # --- induction --------------------------------------------------------------------------------
-
-SYMBOLS, HALF = 16, 16
+SYMBOLS = 16
+HALF = 16
 
 
 def copies(seed, rows=64):
@@ -162,7 +195,8 @@ def copies(seed, rows=64):
 def copy_loss(model, batch):
     """Nats of the second half but its first token, and their number."""
     (tokens,) = batch
-    logits, told = model(tokens[:, :-1])[:, HALF:].flatten(0, 1), tokens[:, HALF + 1 :]
+    logits = model(tokens[:, :-1])[:, HALF:].flatten(0, 1)
+    told = tokens[:, HALF + 1 :]
     return F.cross_entropy(logits, told.flatten(), reduction="sum"), told.numel()
 
 
@@ -181,7 +215,8 @@ def heads(model, most=4):
         model(tokens)
     found = []
     for weights in maps:  # (B, h, N, N)
-        before, match = [], []
+        before = []
+        match = []
         for back in range(1, most + 1):
             before.append(weights.diagonal(-back, -2, -1).mean((0, 2)))  # (h,)
             behind = F.pad(tokens[:, :-back], (back, 0), value=-1)  # the token `back` before
@@ -197,7 +232,8 @@ def heads(model, most=4):
 
 def without(model, layer, head):
     """The loss when a head gives nothing."""
-    proj, d = model.h[layer].attn.c_proj.weight, model.config.head_width
+    proj = model.h[layer].attn.c_proj.weight
+    d = model.config.head_width
     kept = proj.detach().clone()
     with torch.no_grad():
         proj[:, head * d : (head + 1) * d] = 0
@@ -227,8 +263,10 @@ def induction_run(layers, steps, seed):
     )
 
 
-def induction(record, tiny):
+def induction(arguments):
     """Two layers, and one layer with four times the steps."""
+    tiny = arguments.tiny
+    record = start("gpt", arguments, rows=[])
     steps = 40 if tiny else 1000
     for layers, times in ((2, 1), (1, 4)):
         for seed in SEEDS[: 1 if tiny else None]:
@@ -242,14 +280,14 @@ def induction(record, tiny):
 
 
 # --- sampling, and the first token ------------------------------------------------------------
-
 SETTINGS = {
     **{f"temperature {t}": dict(temperature=t) for t in (0.0, 0.5, 0.7, 0.85, 1.0, 1.2)},
     **{f"top-k {k}": dict(top_k=k) for k in (5, 20, 80)},
     **{f"top-p {p}": dict(top_p=p) for p in (0.7, 0.8, 0.9, 0.95)},
     **{f"min-p {p}": dict(min_p=p) for p in (0.02, 0.05, 0.1, 0.2)},
 }
-PROMPT, NEW = 16, 96
+PROMPT = 16
+NEW = 96
 
 
 @torch.no_grad()
@@ -292,7 +330,9 @@ def first_token(model, ids, sizes, length):
     late = slice(length // 2, None)
     even = (1 / torch.arange(1, length + 1.0))[late].mean().item()
     share = [w[:, :, late, 0].mean((0, 2)).tolist() for w in maps]
-    plain, window, bits = gpt.decoder_mask, length // 4, {}
+    plain = gpt.decoder_mask
+    window = length // 4
+    bits = {}
     test = ids["test"][: 8 * length]
 
     def score(keep, sees):
@@ -312,12 +352,22 @@ def first_token(model, ids, sizes, length):
     return dict(even=even, share=share, bits=bits, tokens=len(test) - 1, window=window)
 
 
-def sampling(record, tiny):
+def sampling(arguments):
     """Three models of a minute each; each writes, and the next one judges."""
+    tiny = arguments.tiny
+    record = start("gpt", arguments, rows=[])
     ids, sizes = texts(tiny, 1024)
-    length, steps, rows = (PROMPT + NEW, 3, 2) if tiny else (128, 400, 48)
+    if tiny:
+        length = PROMPT + NEW
+        steps = 3
+        rows = 2
+    else:
+        length = 128
+        steps = 400
+        rows = 48
     config = GPTConfig(300 if tiny else 1024, **MODERN | dict(block_size=length, n_embd=128))
-    config, models = replace(config, n_embd=32) if tiny else config, []
+    config = replace(config, n_embd=32) if tiny else config
+    models = []
     for seed in SEEDS[: 2 if tiny else None]:
         model, row = text_run(ids, sizes, config, steps, 2e-3, seed, "test")
         models.append(model.eval())
@@ -334,8 +384,9 @@ def sampling(record, tiny):
 
 
 # --- grouped queries --------------------------------------------------------------------------
-
-QUERIES, WIDTH = 32, 64  # heads of queries, and the width of a head
+# heads of queries, and the width of a head
+QUERIES = 32
+WIDTH = 64
 
 
 def page_faults(call):
@@ -376,28 +427,504 @@ def groups_run(groups, keys, repeats):
     return row
 
 
-def grouped(record, tiny):
+def groups(arguments):
     """One step of decoding for several numbers of key heads and lengths of the cache."""
-    for groups in (8, 4, 1):
+    tiny = arguments.tiny
+    record = start("gpt", arguments, rows=[])
+    for key_heads in (8, 4, 1):
         for keys in (16, 32) if tiny else (1024, 8192, 32768):
             record.add(
-                f"{groups} heads, {keys} keys",
-                lambda groups=groups, keys=keys: groups_run(groups, keys, 2 if tiny else 21),
+                f"{key_heads} heads, {keys} keys",
+                lambda heads=key_heads, keys=keys: groups_run(heads, keys, 2 if tiny else 21),
             )
     record.write(queries=QUERIES, width=WIDTH)
 
 
-RUNS = dict(
-    options=options, scaling=scaling, induction=induction, sampling=sampling, groups=grouped
+# --- the book, a minute per run, and longer on a GPU -----------------------------------------
+
+BOOK_VOCABULARIES = (1024, 2048, 4096)
+BOOK_RATES = (2e-3, 4e-3, 8e-3)
+MINUTE = 2048  # with a larger vocabulary the run takes more
+BOOK_LENGTH = 128
+BOOK_BATCH = 16
+BOOK_STEPS = 400
+BOOK_SHAPE = dict(block_size=BOOK_LENGTH, n_layer=2, n_head=4, n_embd=128)
+
+
+def book_run(texts, vocab, lr, seed, steps, part):
+    """Train once; bits a character of a part of the text, the first token apart."""
+    tokenizer = train_tokenizer(texts["train"], vocab)
+    train, held = (torch.tensor(tokenizer.encode(texts[name]).ids) for name in ("train", part))
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(vocab, **BOOK_SHAPE))
+    began = time.process_time()
+    batches = text_batches(train, BOOK_LENGTH, BOOK_BATCH, seed)
+    options = dict(steps=steps, lr=lr, warmup=steps // 15, betas=(0.9, 0.95), weight_decay=0.1)
+    accelerator = Accelerator(cpu=True)
+    history = fit(
+        *(model, text_loss, batches),
+        **options,
+        every=max(1, steps // 20),
+        seed=seed,
+        accelerator=accelerator,
+    )
+    seconds = time.process_time() - began
+    bits = text_bits(model, held, BOOK_LENGTH) / len(texts[part])
+    return dict(
+        **dict(vocab=vocab, lr=lr, seed=seed, steps=steps, part=part, bits=round(bits, 4)),
+        parameters=sum(p.numel() for p in model.parameters()),
+        seconds=round(seconds, 1),
+        loss=[[row["step"], round(row["loss"], 3)] for row in history],
+    )
+
+
+def compressed(pack, train, text):
+    """Bits a character of a text by a program that has compressed the training text before."""
+    sizes = [len(pack(x.encode("utf-8"))) for x in (train, train + text)]
+    return round(8 * (sizes[1] - sizes[0]) / len(text), 4)
+
+
+def n_grams(train, text, n):
+    """Bits a character by an interpolated n-gram model of characters (Witten and Bell 1991)."""
+    counts = Counter()
+    follow = Counter()
+    totals = Counter()
+    symbols = len(set(train)) + 1
+    for order in range(n):
+        new = Counter(train[i : i + order + 1] for i in range(len(train) - order))
+        counts += new
+        for gram, count in new.items():  # how often a context is followed, by how many others
+            totals[gram[:-1]] += count
+            follow[gram[:-1]] += 1
+    total = 0.0
+    for i in range(len(text)):
+        p = 1 / symbols
+        for order in range(min(n, i + 1)):
+            context = text[i - order : i]
+            if seen := totals[context]:
+                types = follow[context]
+                p = (counts[context + text[i]] + types * p) / (seen + types)
+        total -= log2(p)
+    return round(total / len(text), 4)
+
+
+# --- for a GPU --------------------------------------------------------------------------------
+LARGE = {  # of the model, of a batch, of the run, and how a sample begins
+    "book": dict(
+        shape=dict(vocab_size=4096, block_size=256, n_layer=6, n_head=6, n_embd=384),
+        dropout=0.3,
+        batch=64,
+        steps=2000,
+        prompt="## The cost of attention\n\n",
+    ),
+    "tinystories": dict(
+        shape=dict(vocab_size=8192, block_size=512, n_layer=8, n_head=8, n_embd=512),
+        dropout=0.0,
+        batch=64,
+        steps=3000,
+        prompt="Once upon a time",
+    ),
+}
+TINY_LARGE = dict(
+    shape=dict(vocab_size=300, block_size=16, n_layer=1, n_head=2, n_embd=16),
+    **dict(dropout=0.0, batch=2, steps=4, prompt="The"),
 )
+MILLION = 1_000_000
 
 
-def main():
-    parser = experiment_parser(__doc__)
-    parser.add_argument("what", choices=RUNS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    RUNS[arguments.what](Record("gpt", arguments), arguments.tiny)
+def text_parts(data, tiny):
+    """The three parts of a text; of TinyStories 200 million characters, 1 and 1."""
+    if data == "book":
+        found = {name: book_text(name) for name in ("train", "valid", "test")}
+    else:
+        held = text_corpus(data, "valid")
+        found = dict(train=text_corpus(data, "train")[: 200 * MILLION])
+        found |= dict(valid=held[:MILLION], test=held[MILLION : 2 * MILLION])
+    return {name: text[:3000] for name, text in found.items()} if tiny else found
+
+
+def encoded(tokenizer, text):
+    """The tokens of a long text, a million characters at a time."""
+    starts = range(0, len(text), MILLION)
+    pieces = [tokenizer.encode(text[start : start + MILLION]).ids for start in starts]
+    return torch.cat([torch.tensor(piece) for piece in pieces])
+
+
+def longer(data, folder, tiny):
+    """Train once, and write three samples.
+
+    The row "best" has the least bits a character of the validation part; its "test" is the
+    result.
+    """
+    options = TINY_LARGE if tiny else LARGE[data]
+    texts = text_parts(data, tiny)
+    shape = options["shape"]
+    steps = options["steps"]
+    batch = options["batch"]
+    tokenizer = train_tokenizer(texts["train"][: 20 * MILLION], shape["vocab_size"])
+    ids = {name: encoded(tokenizer, text) for name, text in texts.items()}
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**shape, dropout=options["dropout"]))
+
+    def evaluate(model):
+        device = next(model.parameters()).device
+        length = shape["block_size"]
+        return {
+            name: text_bits(model, ids[name].to(device), length) / len(texts[name])
+            for name in ("valid", "test")
+        }
+
+    history = fit(
+        *(model, text_loss, text_batches(ids["train"], shape["block_size"], batch)),
+        **dict(steps=steps, lr=1e-3, warmup=steps // 20, betas=(0.9, 0.95), weight_decay=0.1),
+        **dict(evaluate=evaluate, every=max(1, steps // 20), checkpoint=folder / "gpt.json"),
+    )
+    prompt = torch.tensor([tokenizer.encode(options["prompt"]).ids] * 3)
+    prompt = prompt.to(next(model.parameters()).device)
+    written = model.generate(prompt, shape["block_size"] // 2, temperature=0.8, top_p=0.9)
+    return dict(
+        **dict(data=data, shape=shape, batch=batch, steps=steps, tokens=len(ids["train"])),
+        parameters=sum(p.numel() for p in model.parameters()),
+        **dict(history=history, best=min(history, key=lambda row: row["valid"])),
+        samples=[tokenizer.decode(row) for row in written.tolist()],
+    )
+
+
+def book(arguments):
+    """Train on the book's own text, one minute per run, next to programs that compress it.
+
+    Vocabulary and learning rate are chosen on the validation part, among vocabularies whose run
+    takes a minute. Three seeds of the chosen setting are judged on the test part, next to bz2,
+    xz, and an n-gram model of characters, which see the same training text. The record is
+    FOLDER/gpt_book.json.
+    """
+    vocabularies = BOOK_VOCABULARIES
+    rates = BOOK_RATES
+    seeds = SEEDS
+    steps = BOOK_STEPS
+    texts = {name: book_text(name) for name in ("train", "valid", "test")}
+    if arguments.tiny:
+        vocabularies = (300,)
+        rates = (4e-3,)
+        seeds = (0,)
+        steps = 2
+        texts = {name: text[:3000] for name, text in texts.items()}
+    baselines = {
+        "bz2": compressed(bz2.compress, texts["train"], texts["test"]),
+        "xz": compressed(lzma.compress, texts["train"], texts["test"]),
+    }
+    for n in (3, 5, 7):
+        baselines[f"{n}-gram"] = n_grams(texts["train"], texts["test"], n)
+    print(baselines, flush=True)
+    shape = dict(length=BOOK_LENGTH, batch=BOOK_BATCH, shape=BOOK_SHAPE, tiny=arguments.tiny)
+    record = start("gpt", arguments, **shape, baselines=baselines, tuning=[], runs=[])
+
+    def once(vocab, lr, seed, part, kind):
+        settings = dict(vocab=vocab, lr=lr, seed=seed, part=part)
+        return record.once(
+            settings, lambda: book_run(texts, vocab, lr, seed, steps, part), kind
+        )
+
+    def go():
+        tried = [
+            once(vocab, lr, 100, "valid", "tuning")
+            for vocab, lr in itertools.product(vocabularies, rates)
+        ]
+        fast = [run for run in tried if run["vocab"] <= MINUTE]
+        best = min(fast, key=lambda run: run["bits"])
+        for seed in seeds:
+            once(best["vocab"], best["lr"], seed, "test", "runs")
+
+    record.work(go)
+
+
+# --- speed next to transformers --------------------------------------------------------------
+
+PEER = "transformers"
+PRODUCTS = "products"
+PROMPT_LENGTH = 32
+SIZES = {  # layers, heads, heads of keys and values, width, vocabulary, new tokens
+    "tiny": (2, 3, 1, 48, 60, 3),
+    "14M": (6, 6, 2, 384, 8192, 48),
+    "124M": (12, 12, 4, 768, 50257, 16),
+}
+
+
+def peer(kind, size):
+    """A model of the transformers library with random weights, without dropout."""
+    import transformers  # which not every machine has
+
+    layers, heads, groups, width, vocab, _ = SIZES[size]
+    torch.manual_seed(0)
+    same = dict(vocab_size=vocab, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    if kind == "GPT-2":
+        drop = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        shape = dict(n_positions=1024, n_embd=width, n_layer=layers, n_head=heads)
+        config = transformers.GPT2Config(**same, **drop, **shape)
+        return transformers.GPT2LMHeadModel(config).eval()
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=8 * round(width / 3),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        **same,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def transformers_pair(kind, size, device):
+    """The peer, and ours with its weights."""
+    theirs = peer(kind, size)
+    if device == "cuda":
+        theirs = theirs.to(device, torch.bfloat16)
+    return theirs, GPT.from_pretrained(theirs)
+
+
+def products(model, batch, new):
+    """All matrix products of writing `new` tokens behind a prompt, as a function."""
+    layers = [m for m in model.h.modules() if isinstance(m, nn.Linear)]
+    x = {
+        (n, width): torch.randn(batch, n, width)
+        for n in (PROMPT_LENGTH, 1)
+        for width in {layer.in_features for layer in layers}
+    }
+
+    def run():
+        for n in [PROMPT_LENGTH] + [1] * (new - 1):
+            for layer in layers:
+                layer(x[n, layer.in_features])
+            model.lm_head(x[1, model.config.n_embd])  # of the last token only
+
+    return run
+
+
+def decoding_calls(theirs, ours, batch, new, device, left_out):
+    vocab = ours.config.vocab_size
+    tokens = torch.randint(vocab, (batch, PROMPT_LENGTH), device=device)
+    models = {OURS: ours}
+    if device == "cpu":
+        copies = {OPTIMIZED: partial(optimize_for_inference, ours)}
+        models |= timing.attempt_all(copies, left_out)
+    options = dict(max_new_tokens=new, do_sample=False, use_cache=True)
+    options["attention_mask"] = torch.ones_like(tokens)
+    calls = {name: lambda m=m: m.generate(tokens, new, 0.0) for name, m in models.items()}
+    if device == "cpu":
+        calls[PRODUCTS] = products(ours, batch, new)
+    return calls | {PEER: lambda: theirs.generate(tokens, **options)}
+
+
+def step(model, loss):
+    """Forward, loss and backward of a model, as a function."""
+
+    def run():
+        model.zero_grad(set_to_none=True)
+        loss().backward()
+
+    return run
+
+
+def training_calls(theirs, ours, batch, length, device):
+    tokens = torch.randint(ours.config.vocab_size, (batch, length), device=device)
+    # the last has none
+    calls = {}
+    targets = F.pad(tokens[:, 1:], (0, 1), value=-100).flatten()
+    theirs.train()
+    models = {OURS: ours.train()}
+    if device == "cuda":
+        models[f"{OURS}, compiled"] = torch.compile(ours)
+    for name, m in models.items():
+        calls[name] = step(
+            m, lambda m=m: F.cross_entropy(m(tokens).flatten(0, 1).float(), targets)
+        )
+
+    def their_loss():
+        return theirs(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    return calls | {PEER: step(theirs, their_loss)}
+
+
+def utilisation(model, batch, length, ms, peak):
+    """The share of a processor's operations a second that the model's own operations are."""
+    c = model.config
+    n = sum(p.numel() for p in model.parameters())
+    n -= model.wpe.weight.numel() if model.wpe is not None else 0
+    work = 6 * n + 12 * c.n_layer * c.n_head * c.head_width * length
+    return round(work * batch * length / (ms / 1000) / peak, 3)
+
+
+def measure(setting, length, arguments, clock, left_out):
+    """A row for each contestant of a setting."""
+    device = arguments.device
+    batch = setting["batch"]
+    theirs, ours = transformers_pair(setting["kind"], setting["size"], device)
+    training = setting["task"] == "training"
+    with torch.set_grad_enabled(training):
+        if training:
+            calls = training_calls(theirs, ours, batch, length, device)
+        else:
+            calls = decoding_calls(theirs, ours, batch, setting["new"], device, left_out)
+        warm_up = 1 if device == "cpu" else 3
+        turns = arguments.repeats, device, left_out, clock, warm_up
+        times = timing.warm_turns(calls, *turns)
+    rows = []
+    for name in calls:
+        if name in times:
+            row = dict(what=name, **timing.median_row(times, name, PEER, digits=2))
+            if training and device == "cuda":
+                row["utilisation"] = utilisation(ours, batch, length, row["ms"], arguments.peak)
+            print(setting, row, flush=True)
+            rows.append(row)
+    return rows
+
+
+def settings(device, tiny, batch):
+    """What is timed, in order."""
+    sizes = ["tiny"] if tiny else ["14M", "124M"] if device == "cpu" else ["124M"]
+    for size, kind in itertools.product(sizes, ("GPT-2", "Llama")):
+        new = SIZES[size][-1] if device == "cpu" else 64
+        for rows_of in (1, 16):
+            yield dict(kind=kind, size=size, task="decoding", batch=rows_of, new=new)
+        if size != "124M" or device == "cuda":  # a step of it takes seconds on a CPU
+            yield dict(kind=kind, size=size, task="training", batch=batch)
+
+
+def speed(arguments):
+    """Time GPT next to the GPT-2 and the Llama of the transformers library.
+
+    The same random weights in both. A training step is forward, loss and backward; decoding
+    writes tokens greedily behind a prompt of 32, with a cache in both, plain and as
+    `optimize_for_inference` makes it (on a CPU). "products" multiplies by the same matrices as
+    often and does nothing else: no program can do without that. Contestants take turns; a row
+    has the ratio to transformers. On a CPU one thread is used, and its own time counts, without
+    that of other programs. On a GPU weights are in bfloat16, and a training step is timed
+    compiled as well, with its model utilisation: 6 operations for each parameter and token, and
+    12 L d N for attention (Chowdhery et al. 2022, appendix B), over --peak. The record is
+    FOLDER/gpt_speed_DEVICE.json.
+    """
+    device = arguments.device
+    tiny = arguments.tiny
+    if device == "cpu":
+        torch.set_num_threads(1)
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    batch, length = (1, 8) if tiny else (4, 128) if device == "cpu" else (16, 1024)
+    path = arguments.out and arguments.out / f"gpt_speed_{device}.json"
+    known = dict(tiny=tiny, length=length, peak=arguments.peak)
+    bench = runner.Rows(path, device, arguments.minutes, **known)
+
+    def go():
+        for setting in settings(device, tiny, batch):
+            bench.once(setting, partial(measure, setting, length, arguments, clock))
+
+    bench.work(go)
+
+
+# --- nanoGPT ---------------------------------------------------------------------------------
+
+NANOGPT = "nanoGPT"
+PEAK = 989e12  # operations per second of an H100 in bfloat16
+SHAPES = {
+    "tiny": dict(vocab_size=60, block_size=16, n_layer=2, n_head=3, n_embd=48),
+    "cpu": dict(vocab_size=8192, block_size=256, n_layer=6, n_head=6, n_embd=384),
+    "cuda": dict(vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768),
+}
+
+
+def nanogpt_pair(path, shape):
+    """nanoGPT's model of a shape, and ours with its weights, which have the same names."""
+    theirs = runpy.run_path(str(path), run_name="nanogpt")
+    torch.manual_seed(0)
+    theirs = theirs["GPT"](theirs["GPTConfig"](**shape, dropout=0.0, bias=True))
+    ours = GPT(GPTConfig(**shape, **OF_2019))
+    weights = {k.removeprefix("transformer."): v for k, v in theirs.state_dict().items()}
+    ours.load_state_dict(weights, strict=True)
+    return theirs, ours
+
+
+def largest(x, y):
+    """The largest difference of two tensors, in parts of the largest entry."""
+    return float(((x - y).abs().max() / y.abs().max()).detach())
+
+
+def differences(theirs, ours, tokens, targets):
+    """The largest relative difference of the logits, and of all gradients."""
+    theirs.zero_grad(), ours.zero_grad()
+    their_logits, their_loss = theirs(tokens, targets)
+    logits = ours(tokens)
+    their_loss.backward()
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    grads = {k.removeprefix("transformer."): p.grad for k, p in theirs.named_parameters()}
+    return {
+        "logits": largest(logits, their_logits),
+        "gradients": max(largest(p.grad, grads[k]) for k, p in ours.named_parameters()),
+    }
+
+
+def set_tanh(model):
+    for block in model.transformer.h:
+        block.mlp.gelu = nn.GELU(approximate="tanh")
+
+
+def nanogpt(arguments):
+    """Compare GPT with nanoGPT, and time training steps of both.
+
+    The same random weights in both, in the shape of GPT-2. nanoGPT computes the exact GELU,
+    GPT-2 its tanh approximation: outputs and gradients are compared as nanoGPT stands
+    ("exact"), and with the approximation in its place ("tanh"). Then training steps take turns;
+    a row has the ratio to nanoGPT. On a CPU one thread is used, and its own time counts. On a
+    GPU weights are in bfloat16, both are compiled, and the model utilisation is recorded as by
+    the command speed. The record is FOLDER/nanogpt_DEVICE.json.
+    """
+    device = arguments.device
+    if device == "cpu":
+        torch.set_num_threads(1)
+    shape = SHAPES["tiny" if arguments.tiny else device]
+    theirs, ours = nanogpt_pair(arguments.model, shape)
+    length = min(shape["block_size"], 128 if device == "cpu" else 1024)
+    batch = 4 if device == "cpu" else 16
+    tokens, targets = torch.randint(shape["vocab_size"], (2, batch, length))
+    record = dict(shape=shape, batch=batch, length=length, tiny=arguments.tiny)
+    record["exact"] = differences(theirs, ours, tokens[:1], targets[:1])
+    set_tanh(theirs)
+    record["tanh"] = differences(theirs, ours, tokens[:1], targets[:1])
+    tokens = tokens.to(device)
+    targets = targets.to(device)
+    models = (theirs, ours)
+    if device == "cuda":
+        models = [torch.compile(m.to(device, torch.bfloat16)) for m in models]
+    calls = {
+        NANOGPT: step(models[0], lambda: models[0](tokens, targets)[1]),
+        OURS: step(
+            models[1],
+            lambda: F.cross_entropy(models[1](tokens).flatten(0, 1), targets.flatten()),
+        ),
+    }
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    take_turns(calls, 3, device)  # first rounds are not counted
+    times = take_turns(calls, arguments.repeats, device, clock=clock)
+    rows = []
+    for name in calls:
+        ms = round(median(times[name]), 2)
+        rows.append({"what": name, "ms": ms, **ratio(times[name], times[NANOGPT])})
+        if device == "cuda":
+            rows[-1]["utilisation"] = utilisation(ours, batch, length, ms, arguments.peak)
+    write(arguments.out, "nanogpt", device, record | {"rows": rows})
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    commands.experiment("book", book)
+    for function in (options, scaling, induction, sampling, groups):
+        commands.experiment(function.__name__, function)
+    parser = commands.timing("speed", speed, repeats=7)
+    parser.add_argument("--peak", type=float, default=PEAK, help="operations per second")
+    parser = commands.timing("nanogpt", nanogpt, repeats=15)
+    parser.add_argument("--model", type=Path, required=True, help="nanoGPT's model.py")
+    parser.set_defaults(out=RESULTS)
+    parser.add_argument("--peak", type=float, default=PEAK, help="operations per second")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

@@ -138,24 +138,20 @@ PARTS = {  # the most important first
     "kernels": kernels,
     "checks": checks,
     "sanitize": sanitize,
-    "roof": benchmark("roof"),
-    "flash": benchmark("flash", "--widths", "64"),
-    "windows": benchmark("windows"),
+    "roof": benchmark("cost", "roofline"),
+    "flash": benchmark("flash", "speed", "--widths", "64"),
+    "windows": benchmark("windows", "speed"),
     "compile_models": lambda device, tiny: [script("compile", "--group", "models")],
-    "fused": benchmark("fused"),
+    "fused": benchmark("windows", "fused"),
     **{name: vision(name) for name in VISION},
-    "flash_wide": benchmark("flash", "--widths", "128"),  # further rows of the same record
-    "attention": benchmark("attention"),
-    "translation": benchmark("translation", "--dropout", "0", "0.1"),
+    "flash_wide": benchmark(
+        "flash", "speed", "--widths", "128"
+    ),  # further rows of the same record
+    "attention": benchmark("attention", "speed"),
+    "translation": benchmark("transformer", "speed", "--dropout", "0", "0.1"),
     **{
-        name: benchmark(name)
-        for name in (
-            "mae_speed",
-            "detr_speed",
-            "panoptic_speed",
-            "autoformer_speed",
-            "gpt_speed",
-        )
+        f"{name}_speed": benchmark(name, "speed")
+        for name in ("mae", "detr", "panoptic", "autoformer", "gpt")
     },
     "efficient": lambda device, tiny: [script("efficient", "crossover")],
     **{f"run_{name}": run(name) for name in RUNS + NETWORK},
@@ -256,7 +252,9 @@ class Suite:
     """
 
     def __init__(self, path, device, again):
-        self.path, self.device, self.parts = path, device, {}
+        self.path = path
+        self.device = device
+        self.parts = {}
         self.code = version(*CODE)
         if path.exists() and not again:
             self.parts = json.loads(path.read_text())["parts"]
@@ -292,7 +290,8 @@ def run_part(name, suite, arguments, end):
     if missing:
         suite.end(name, "left out", f"since {', '.join(missing)} cannot be imported", 0)
         return True
-    seconds, began = min(LIMIT, end - time.monotonic()), time.monotonic()
+    seconds = min(LIMIT, end - time.monotonic())
+    began = time.monotonic()
     if seconds <= 0:
         suite.end(name, "not begun", "no time left", 0)
         return False
@@ -300,7 +299,8 @@ def run_part(name, suite, arguments, end):
     try:
         how, why = execute(name, arguments, seconds)
     except Exception as problem:  # the next part can still run
-        how, why = "failed", reason(problem)
+        how = "failed"
+        why = reason(problem)
     suite.end(name, how, why, time.monotonic() - began)
     return how == "done"
 

@@ -15,15 +15,14 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from sklearn.linear_model import LogisticRegression
 
 from attnlib.data import digits, standardize
 from attnlib.practice import fine_tune
-from benchmarks.common import accuracy
+from benchmarks.runner import accuracy, logistic_regression
 
 COUNTS = 20, 50, 100, 1200  # labels; 1,200 are all
 STEPS = {20: 150, 50: 150, 100: 200, 1200: 400}  # of fine-tuning
-RATES = 1e-3, 2e-3, 4e-3  # of the head; with `decay` lower layers have less
+TUNING_RATES = 1e-3, 2e-3, 4e-3  # of the head; with `decay` lower layers have less
 STRENGTHS = 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0  # C of the logistic regression
 SEEDS = 0, 1, 2
 
@@ -38,7 +37,8 @@ def digit_parts(size=8):
         "train", 1,200, "valid", 237, and "test", 360: images (n, 1, size, size) and their
         labels (n,).
     """
-    (x, y), (unseen, answers) = digits("train", size), digits("test", size)
+    (x, y) = digits("train", size)
+    (unseen, answers) = digits("test", size)
     parts = {
         "train": (x[:1200], y[:1200]),
         "valid": (x[1200:], y[1200:]),
@@ -81,9 +81,7 @@ def probe(features, parts, labels, seed):
     known, valid, test = (
         (features(x), y.numpy()) for x, y in (known, parts["valid"], parts["test"])
     )
-    models = [LogisticRegression(C=C, max_iter=3000).fit(*known) for C in STRENGTHS]
-    best = max(models, key=lambda model: model.score(*valid))  # of equals the strongest
-    return dict(C=best.C, valid=round(best.score(*valid), 4), test=round(best.score(*test), 4))
+    return logistic_regression(known, valid, test, STRENGTHS, max_iter=3000)
 
 
 def fine_tuned(make, parts, labels, seed, steps, lr, decay):
@@ -105,7 +103,8 @@ def fine_tuned(make, parts, labels, seed, steps, lr, decay):
         The accuracies "valid" and "test", and "seconds" of CPU time.
     """
     torch.manual_seed(seed)
-    began, data = time.process_time(), few(parts["train"], labels, seed)
+    began = time.process_time()
+    data = few(parts["train"], labels, seed)
     options = dict(steps=steps, lr=lr, decay=decay, batch_size=min(32, labels), seed=seed)
     model, _ = fine_tune(make(), *data, **options)
     seconds = round(time.process_time() - began, 1)
@@ -116,13 +115,3 @@ def fine_tuned(make, parts, labels, seed, steps, lr, decay):
 def more_steps(steps, seconds, pretraining):
     """Steps that fit into the time of a pre-training and of `steps` that took `seconds`."""
     return round(steps * (1 + pretraining / seconds))
-
-
-def tuned(run, rates=RATES, seeds=SEEDS):
-    """All rates with the first seed, the best of them with all: the entries of the best.
-
-    ``run(seed, lr)`` returns a dict with "valid"; of equals the smallest rate is taken.
-    """
-    tried = {lr: run(seeds[0], lr) for lr in rates}
-    best = max(tried, key=lambda lr: tried[lr]["valid"])
-    return best, [tried[best], *(run(seed, best) for seed in seeds[1:])]

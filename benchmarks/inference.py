@@ -1,12 +1,8 @@
-"""What an optimized copy gains, piece by piece: `python -m benchmarks.inference --out FOLDER`.
+"""What was run for 53_inference: `python -m benchmarks.inference COMMAND --out FOLDER`.
 
-On a CPU alone. Part "models": the vision models in evaluation beside timm's, as it is, compiled
-and compiled with freezing, and beside ONNX Runtime; and the optimized copy beside copies that
-lack one piece each. Part "decoding": 64 tokens, greedily, beside `generate` of the transformers
-library, and without a piece. Weights are copied, outputs compared, and all take turns.
+    speed  time what an optimized copy gains, piece by piece
 
-The mode "float32, MKL AVX2" asks MKL, by an environment variable, for the instructions that it
-takes on processors of other makers than Intel: a stand-in for such a processor, no more.
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import argparse
@@ -32,10 +28,12 @@ from attnlib.swin import WindowAttention
 from attnlib.swinv2 import WindowAttentionV2
 from attnlib.transformer import CrossAttention, FeedForward, SelfAttention
 from attnlib.vit import Mlp
-from benchmarks import common
-from benchmarks.common import OPTIMIZED, OURS
+from benchmarks import runner, timing
+from benchmarks.runner import Commands
+from benchmarks.timing import OPTIMIZED, OURS
 from benchmarks.vision import TINY
 
+PARTS = ("models", "decoding")
 MODELS = {  # name: batch
     "vit_small_patch16_224": 8,
     "swin_tiny_patch4_window7_224": 4,
@@ -61,7 +59,8 @@ SHAPES = ((1576, 384, 1536), (12544, 96, 384), (16, 512, 2048), (1, 512, 2048))
 @contextmanager
 def lacking(piece):
     """Inside, `optimize_for_inference` does not know a piece."""
-    kept, can_pack = dict(inference.REPLACEMENTS), inference.can_pack
+    kept = dict(inference.REPLACEMENTS)
+    can_pack = inference.can_pack
     for cls in PIECES[piece]:
         inference.REPLACEMENTS[cls] = lambda layer: None  # it is left as it is
     if piece == "packed weights":
@@ -87,8 +86,8 @@ def rows(times, **what):
     """A row for each contestant, with its time over that of the optimized copy."""
     found = []
     for name in times:
-        row = {**what, "name": name, **common.compared(times, name)}
-        row["slower"] = common.ratio(times[name], times[OPTIMIZED])
+        row = {**what, "name": name, **timing.compared(times, name)}
+        row["slower"] = timing.ratio(times[name], times[OPTIMIZED])
         found.append(row)
         low, high = row["optimized"]["quartiles"]
         print(
@@ -106,7 +105,8 @@ def products(dtype, repeats):
     """GFLOP/s of products as they are and with packed weights: the roof of this processor."""
     found = []
     for count, width, out in SHAPES:
-        x, layer = torch.randn(count, width).to(dtype), nn.Linear(width, out).to(dtype)
+        x = torch.randn(count, width).to(dtype)
+        layer = nn.Linear(width, out).to(dtype)
         some = [PackedLinear(layer.weight, layer.bias, f) for f in ("none", "gelu")]
         calls = {
             "plain": lambda: layer(x),
@@ -115,12 +115,12 @@ def products(dtype, repeats):
             "packed, GELU inside": lambda: some[1](x),
         }
         with torch.inference_mode():
-            times = common.take_turns(calls, 3 * repeats, "cpu")
+            times = timing.take_turns(calls, 3 * repeats, "cpu")
         row = {"rows": count, "in": width, "out": out}
         for name, some_times in times.items():
             row[name] = round(2e-6 * count * width * out / min(some_times), 1)
         for name, other in (("packed", "plain"), ("packed, GELU inside", "plain, then GELU")):
-            row[f"{name} / {other}"] = common.ratio(times[name], times[other])
+            row[f"{name} / {other}"] = timing.ratio(times[name], times[other])
         found.append(row)
         print(row, flush=True)
     return found
@@ -180,16 +180,18 @@ def vision(name, batch, mode, repeats, compiled, tiny):
     ours = attnlib.create_model(name, **small).eval().requires_grad_(False)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     dtype, _ = MODES[mode]
-    ours, theirs = ours.to(dtype), theirs.to(dtype)
+    ours = ours.to(dtype)
+    theirs = theirs.to(dtype)
     size = small.get("img_size") or theirs.pretrained_cfg["input_size"][-1]
     x = torch.randn(batch, 3, size, size).to(dtype)
     calls = contestants(ours, theirs, x, mode, compiled)
-    wanted, differences = calls["timm"]().float(), {}
+    wanted = calls["timm"]().float()
+    differences = {}
     for contestant, call in calls.items():
         differences[contestant] = (call().float() - wanted).abs().max().item()
         allowed = 1e-5 if dtype == torch.float32 else 0.05 * wanted.abs().max().item()
         assert differences[contestant] < allowed, (name, mode, contestant, differences)
-    times = common.take_turns(calls, repeats, "cpu")
+    times = timing.take_turns(calls, repeats, "cpu")
     what = {"part": "models", "mode": mode, "model": name, "batch": batch}
     found = rows(times, **what)
     for row in found:
@@ -201,7 +203,7 @@ def vision(name, batch, mode, repeats, compiled, tiny):
             if fast is not None:
                 pieces[f"without {piece}"] = torch.inference_mode()(lambda f=fast: f(x))
                 pieces[f"without {piece}"]()
-    times = common.take_turns(pieces, repeats, "cpu")
+    times = timing.take_turns(pieces, repeats, "cpu")
     return found + rows(times, **what | {"part": "pieces"})
 
 
@@ -210,19 +212,21 @@ def vision(name, batch, mode, repeats, compiled, tiny):
 
 def decoding(mode, repeats, tiny):
     from attnlib.translation import from_marian
-    from benchmarks.translation import END, PAD, SIZE, marian
-    from benchmarks.translation import TINY as SMALL
+    from benchmarks.transformer import END, PAD, SIZE, marian
+    from benchmarks.transformer import TINY as SMALL
 
     size = SMALL if tiny else SIZE
     theirs = marian(size, 0.0).eval()
     theirs.final_logits_bias.normal_(generator=torch.Generator().manual_seed(1))
     theirs.final_logits_bias[0, [END, PAD]] = -1e4  # no sentence ends
     theirs.to(MODES[mode][0])
-    ours, found = from_marian(theirs.config, theirs.state_dict()).eval(), []
+    ours = from_marian(theirs.config, theirs.state_dict()).eval()
+    found = []
     copies = {f"without {piece}": without(piece, ours) for piece in PIECES}
     copies = {OPTIMIZED: optimize_for_inference(ours), **copies}
     for batch in (1, size["batch"]):
-        length, generator = size["length"], torch.Generator().manual_seed(2)
+        length = size["length"]
+        generator = torch.Generator().manual_seed(2)
         src = torch.randint(2, size["vocab"], (batch, length), generator=generator)
         options = dict(max_new_tokens=length, num_beams=1, do_sample=False)
         options["attention_mask"] = torch.ones_like(src)
@@ -240,7 +244,7 @@ def decoding(mode, repeats, tiny):
         assert min(same.values()) > 0.9, same
         if mode != "bfloat16":
             assert min(same.values()) == 1, same
-        times = common.take_turns(calls, repeats, "cpu")
+        times = timing.take_turns(calls, repeats, "cpu")
         found += rows(times, part="decoding", mode=mode, model="base", batch=batch)
     return found
 
@@ -263,20 +267,18 @@ def measure(mode, arguments):
     return found
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--parts", nargs="+", choices=["models", "decoding"])
-    parser.add_argument("--compile", action="store_true", help="also torch.compile, minutes")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds of each measurement")
-    parser.add_argument("--out", type=Path, help="folder for the record")
-    parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # where a mode's goes
-    arguments = parser.parse_args()
-    arguments.parts = arguments.parts or ["models", "decoding"]
+def speed(arguments):
+    """Time what an optimized copy gains, piece by piece.
+
+    "models" times the vision models in evaluation next to timm's, as it is, compiled, and
+    compiled with freezing, and next to ONNX Runtime; and the optimized copy next to copies that
+    lack one piece each. "decoding" times 64 tokens, greedily, next to `generate` of the
+    transformers library, and without a piece. Weights are copied, outputs compared, and all
+    take turns. The record is FOLDER/inference_cpu.json.
+
+    The mode "float32, MKL AVX2" asks MKL, by an environment variable, for the instructions that
+    it takes on processors of other makers than Intel: a stand-in for such a processor, no more.
+    """
     if "models" not in arguments.parts:
         arguments.models = []
     if arguments.worker:
@@ -287,7 +289,8 @@ def main():
     for mode in arguments.modes:  # each in a process of its own, which has its environment
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "found.json"
-            command = [sys.executable, "-m", "benchmarks.inference", "--worker", str(path)]
+            command = [sys.executable, "-m", "benchmarks.inference", "speed"]
+            command += ["--worker", str(path)]
             command += ["--modes", mode, "--repeats", str(arguments.repeats)]
             command += ["--parts", *arguments.parts, "--models", *arguments.models]
             command += ["--tiny"] * arguments.tiny + ["--compile"] * arguments.compile
@@ -296,7 +299,18 @@ def main():
         record["mode"][mode] = {"products": found["products"], "environment": MODES[mode][1]}
         record["rows"] += found["rows"]
     if arguments.out:
-        common.write(arguments.out, "inference", "cpu", record)
+        runner.write(arguments.out, "inference", "cpu", record)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    parser = commands.timing("speed", speed, repeats=15)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--compile", action="store_true", help="also torch.compile, minutes")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # where a mode's goes
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

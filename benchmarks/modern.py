@@ -1,30 +1,23 @@
-"""What the changes of the block are worth: `python -m benchmarks.modern [PART ...]`.
+"""What was run for 35_modern: `python -m benchmarks.modern COMMAND --out FOLDER`.
 
-Three comparisons of the chapter on the modern block, recorded as FOLDER/modern_PART.json:
+    options  compare a small ViT on scanned digits, plain and with each option
+    rates    raise the learning rate until training fails, with and without query-key norm
+    larger   test learned and rotary positions on images larger than those of the training
 
-- options: a small ViT on scanned digits, plain and with each option.
-- rates: with and without query-key norm at learning rates that rise until training fails.
-- larger: learned and rotary positions on pictures larger than those of the training.
-
-Every contestant gets its learning rate from a validation split, which no later number uses.
-With --tiny every part runs in seconds, to see that it works; such a record means nothing.
+Each method gets its learning rate from a validation split, which no later number uses. The
+records are FOLDER/modern_COMMAND.json.
 """
 
-import argparse
 import copy
-import json
-import time
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from sklearn.linear_model import LogisticRegression
 
 from attnlib.data import digits
 from attnlib.modern import SwiGLU, use_rotary
-from attnlib.train import write_record
 from attnlib.vit import VisionTransformer
+from benchmarks.runner import Commands, logistic_regression
 
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=48, depth=4)
 OPTIONS = {  # what differs from the plain model
@@ -46,9 +39,12 @@ def make(rotary=False, **options):
 
 def parts():
     """Images and labels for training, validation and test: 1137, 300 and 360 digits."""
-    (x, y), test = digits("train"), digits("test")
-    mean, std = x.mean(), x.std()
-    x, test = (x - mean) / std, ((test[0] - mean) / std, test[1])
+    (x, y) = digits("train")
+    test = digits("test")
+    mean = x.mean()
+    std = x.std()
+    x = (x - mean) / std
+    test = ((test[0] - mean) / std, test[1])
     return (x[300:], y[300:]), (x[:300], y[:300]), test
 
 
@@ -107,57 +103,56 @@ def tuned(make, draw, valid, steps, seeds, score):
 
 
 # --- the options ------------------------------------------------------------------------------
-
-
-def all_of(names, only, old, tune):
-    """What `tune` finds for each name; with `only` for those, the rest from an older record."""
-    old = old.get("contestants", {}) if only else {}
-    return {
-        name: tune(name) if name in (only or names) else old[name]
-        for name in names
-        if name in (only or names) or name in old
-    }
-
-
-def options(tiny, only, old):
-    steps, seeds = (8, 1) if tiny else (800, 3)
+def options(arguments):
+    """Compare a small ViT on scanned digits, plain and with each option."""
+    tiny = arguments.tiny
+    if tiny:
+        steps = 8
+        seeds = 1
+    else:
+        steps = 800
+        seeds = 3
     training, valid, test = parts()
 
-    def tune(name):
+    def contest(name):
         return tuned(
             lambda: make(**OPTIONS[name]),
             *(batches(training), valid, steps, seeds),
             lambda model: {"test": accuracy(model, test)},
         )
 
-    found = all_of(OPTIONS, only, old, tune)
-    models = [
-        LogisticRegression(C=c, max_iter=1000).fit(training[0].flatten(1), training[1])
-        for c in (0.01, 0.1, 1)
-    ]
-    best = max(models, key=lambda model: model.score(valid[0].flatten(1), valid[1]))
-    baseline = round(best.score(test[0].flatten(1), test[1]), 4)
+    found = {name: contest(name) for name in OPTIONS}
+    pairs = ((x.flatten(1).numpy(), y.numpy()) for x, y in (training, valid, test))
+    baseline = logistic_regression(*pairs, strengths=(0.01, 0.1, 1))["test"]
     return {"steps": steps, "contestants": found, "logistic regression": baseline}
 
 
 # --- high learning rates ----------------------------------------------------------------------
-
-
 @torch.no_grad()
 def largest_logit(model, x):
     """The largest absolute logit of any head of any block, over a batch of images."""
-    largest, x = 0.0, model.embed(x)
+    largest = 0.0
+    x = model.embed(x)
     for block in model.blocks:
         q, k, _ = block.attn.qkv(block.norm1(x)).chunk(3, dim=-1)
         q, k = (y.unflatten(-1, (block.attn.num_heads, -1)).transpose(1, 2) for y in (q, k))
-        q, k = block.attn.q_norm(q), block.attn.k_norm(k)
+        q = block.attn.q_norm(q)
+        k = block.attn.k_norm(k)
         logits = q @ k.mT / q.shape[-1] ** 0.5  # (B, h, N, N)
-        largest, x = max(largest, logits.abs().max().item()), block(x)
+        largest = max(largest, logits.abs().max().item())
+        x = block(x)
     return largest
 
 
-def rates(tiny, only, old):
-    steps, seeds = (8, 1) if tiny else (300, 3)
+def rates(arguments):
+    """Raise the learning rate until training fails, with and without query-key norm."""
+    tiny = arguments.tiny
+    if tiny:
+        steps = 8
+        seeds = 1
+    else:
+        steps = 300
+        seeds = 3
     training, valid, _ = parts()
     found = {}
     for name in ("plain", "QK-norm"):
@@ -176,8 +171,6 @@ def rates(tiny, only, old):
 
 
 # --- larger pictures --------------------------------------------------------------------------
-
-
 def pasted(data, side, generator=None):
     """Each digit at a random place of an empty picture of so many pixels, and its label."""
     x, y = data
@@ -188,8 +181,15 @@ def pasted(data, side, generator=None):
     return out, y
 
 
-def larger(tiny, only, old):
-    steps, seeds = (8, 1) if tiny else (600, 3)
+def larger(arguments):
+    """Test learned and rotary positions on images larger than those of the training."""
+    tiny = arguments.tiny
+    if tiny:
+        steps = 8
+        seeds = 1
+    else:
+        steps = 600
+        seeds = 3
     training, valid, test = parts()
     few = batches(training)
     sides = (12, 16, 20, 24)
@@ -210,43 +210,22 @@ def larger(tiny, only, old):
         }
         return {"wider": wider, "finer": finer}
 
-    def tune(name):
+    def contest(name):
         return tuned(
             lambda: make(rotary=name == "rotary", img_size=12),
             *(lambda: pasted(few(), 12), valid, steps, seeds, score),
         )
 
-    found = all_of(("learned", "rotary"), only, old, tune)
+    found = {name: contest(name) for name in ("learned", "rotary")}
     return {"steps": steps, "sides": sides, "contestants": found}
 
 
-PARTS = {"options": options, "rates": rates, "larger": larger}
-
-
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "parts", nargs="*", default=list(PARTS), metavar="PART", help=", ".join(PARTS)
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results"), help="folder of the records"
-    )
-    parser.add_argument("--tiny", action="store_true", help="a few steps, to see that all runs")
-    parser.add_argument(
-        "--only", nargs="*", metavar="NAME", help="contestants; others keep their record"
-    )
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the models are too small to gain from more
-    for name in arguments.parts:
-        began = time.process_time()
-        path = arguments.out / f"modern_{name}.json"
-        old = json.loads(path.read_text()) if arguments.only and path.exists() else {}
-        record = PARTS[name](arguments.tiny, arguments.only, old)
-        record["seconds"] = round(time.process_time() - began) + old.get("seconds", 0)
-        write_record(path, record)
-        print(f"{name}: {record['seconds']} s", flush=True)
+def main(arguments=None):
+    commands = Commands(__doc__)
+    for function in (options, rates, larger):
+        name = function.__name__
+        commands.experiment(name, function, record=f"modern_{name}")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

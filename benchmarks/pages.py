@@ -92,7 +92,8 @@ def model_row(page, name, what, model, inputs):
 def run_row(page, name):
     """What the chapter's run on CIFAR takes."""
     model, inputs = small_classifier(name)
-    steps, batch = CIFAR_RECIPE["steps"], CIFAR_RECIPE["batch_size"]
+    steps = CIFAR_RECIPE["steps"]
+    batch = CIFAR_RECIPE["batch_size"]
     seconds = step_seconds(model, inputs(batch))
     minutes = {gpu: float(f"{steps * s / 60:.2g}") for gpu, s in seconds.items()}
     return {"page": page, "run": f'train_small("{name}", "cifar10")', "minutes": minutes}

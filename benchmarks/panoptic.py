@@ -1,36 +1,38 @@
-"""Panoptic segmentation of drawn scenes: `python -m benchmarks.panoptic PART --out FOLDER`.
+"""What was run for 43_panoptic: `python -m benchmarks.panoptic COMMAND --out FOLDER`.
 
-Two photographs meet at a line, and one to three shapes lie on them: two classes of stuff, four
-of things, 48 × 48 pixels. Three seeds, tested on unseen parts of the photographs. The parts are
+    queries  train `PanopticDETR` in two stages, and the variants of its softmax and its losses
+    pixels   classify single pixels with a forest and with a network
+    coco     measure the panoptic quality of the published weights on COCO
+    speed    time a forward pass next to the panoptic DETR of the transformers library
 
-- queries: as the authors do it, in two stages. A small DETR learns the boxes of things and
-  stuff, on a backbone that has learned to name single pixels; then it is frozen, and the
-  attention maps and the convolutions of `PanopticDETR` learn the masks. The variants have one
-  softmax over all heads, as the published weights, or one of the two losses alone;
-- pixels: a forest of scikit-learn that names single pixels from those around them, and a
-  network that does so with the same backbone; connected pixels are their things.
+The scenes of the first two have two photographs that meet at a line, and one to three shapes on
+them: two classes of stuff, four of things, 48 × 48 pixels. There are three seeds, and the test
+scenes show unseen parts of the photographs. Learning rates and thresholds are chosen with the
+first seed on other scenes from the training parts of the photographs.
 
-Learning rates and thresholds are chosen on other scenes from the training parts of the
-photographs, with the first seed. The records, FOLDER/panoptic.json and panoptic_pixels.json,
-are written after every run; weights go to FOLDER/checkpoints, those of the first seed to
-FOLDER/panoptic_shapes.safetensors. With --minutes the command stops after that time, and goes
-on when it is given again. With --tiny a few runs take a few steps, to see that all works; such
-a record means nothing.
+The records, FOLDER/panoptic.json and panoptic_pixels.json, are written after every run; weights
+go to FOLDER/checkpoints, those of the first seed to FOLDER/panoptic_shapes.safetensors.
 """
 
+import json
 import time
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from scipy import ndimage
-from sklearn.ensemble import ExtraTreesClassifier
 
 from attnlib.data import box_targets
-from attnlib.detr import Features, HungarianMatcher, SetLoss, SmallBackbone, small_detr
+from attnlib.detr import DETR, Features, HungarianMatcher, SetLoss, SmallBackbone, small_detr
+from attnlib.inference import optimize_for_inference
+from attnlib.models import create_model, load_pretrained
 from attnlib.panoptic import (
+    PanopticDETR,
     confident,
     label_maps,
     mask_loss,
@@ -39,12 +41,19 @@ from attnlib.panoptic import (
     panoptic_scenes,
     small_panoptic,
 )
-from attnlib.train import epochs, fit
-from benchmarks.common import Bench, experiment_parser
+from attnlib.train import epochs, fit, write_record
+from benchmarks import runner, timing
+from benchmarks.detr import peer_config
+from benchmarks.runner import Commands, Runs
+from benchmarks.timing import OPTIMIZED, OURS
 
-SEEDS, SIZE, THINGS = (0, 1, 2), 48, range(4)
+SEEDS = (0, 1, 2)
+SIZE = 48
+THINGS = range(4)
 NO_OBJECT = 0.3  # more than in COCO: 4 of 10 queries have an object, there 7 of 100
-RATES, HEAD_RATES, PIXEL_RATES = (5e-4, 1e-3, 2e-3), (3e-3, 1e-2, 3e-2), (1e-3, 3e-3, 1e-2)
+RATES = (5e-4, 1e-3, 2e-3)
+HEAD_RATES = (3e-3, 1e-2, 3e-2)
+PIXEL_RATES = (1e-3, 3e-3, 1e-2)
 THRESHOLDS = (0.35, 0.5, 0.7, 0.85, 0.95)
 STEPS = dict(pretraining=400, tuning=400, detector=2400, head=500, pixels=1600)
 TINY = dict(pretraining=2, tuning=3, detector=4, head=4, pixels=4)
@@ -147,7 +156,8 @@ def connected(maps, smallest=4):
     things; a piece takes the class that most of its pixels have."""
     found = []
     for kind in maps.numpy():
-        segments, infos = np.zeros(kind.shape, dtype=np.int64), []
+        segments = np.zeros(kind.shape, dtype=np.int64)
+        infos = []
         pieces = [(kind == c, c) for c in (4, 5)]
         lumps, count = ndimage.label((kind >= 0) & (kind < 4))
         pieces += [
@@ -177,6 +187,8 @@ def forest(train, test, trees, per_image=15):
     torch.manual_seed(0)
     rows, columns = torch.randint(0, SIZE, (2, len(train["image"]), per_image))
     kinds = classes(train)[torch.arange(len(rows))[:, None], rows, columns].flatten()
+    from sklearn.ensemble import ExtraTreesClassifier  # which not every machine has
+
     model = ExtraTreesClassifier(trees, min_samples_leaf=2, random_state=0)
     model.fit(around(train["image"], rows, columns).flatten(0, 1).numpy(), kinds.numpy())
     every = torch.cartesian_prod(torch.arange(SIZE), torch.arange(SIZE))  # (48 · 48, 2)
@@ -187,12 +199,13 @@ def forest(train, test, trees, per_image=15):
     return torch.from_numpy(np.stack(found)).view(-1, SIZE, SIZE)
 
 
-class Panoptic(Bench):
+class Panoptic(Runs):
     """The runs of the record."""
 
     def __init__(self, path, minutes, tiny):
-        super().__init__(path, minutes, detectors=[])
-        self.tiny, self.kept = tiny, {}
+        super().__init__(path, minutes, runs=[], detectors=[])
+        self.tiny = tiny
+        self.kept = {}
         self.steps = TINY if tiny else STEPS
         counts = (32, 8, 8) if tiny else (4000, 300, 1000)
         self.train, self.valid, self.test = (
@@ -223,7 +236,8 @@ class Panoptic(Bench):
 
     def detector_run(self, seed, lr, steps):
         """The entry of a detector, whose weights are stored; its loss on validation scenes."""
-        path, data = self.weights(seed, lr, steps), self.train
+        path = self.weights(seed, lr, steps)
+        data = self.train
         criterion = SetLoss(6, no_object=NO_OBJECT)
 
         def loss_fn(model, batch):
@@ -254,7 +268,8 @@ class Panoptic(Bench):
     def detector(self, seed):
         """The detector of a seed, its features and matching, at the rate that is best for the
         first seed in shorter runs."""
-        tuning, steps = self.steps["tuning"], self.steps["detector"]
+        tuning = self.steps["tuning"]
+        steps = self.steps["detector"]
         rates = RATES[:1] if self.tiny else RATES
         tried = {lr: self.detector_run(0, lr, tuning) for lr in rates}
         lr = min(rates, key=lambda lr: tried[lr]["history"][-1]["valid"])
@@ -404,15 +419,198 @@ class Panoptic(Bench):
         return (rates[:1], SEEDS[:1]) if self.tiny else (rates, SEEDS)
 
 
-def main():
-    parser = experiment_parser(__doc__)
-    parser.add_argument("part", choices=["queries", "pixels"])
-    arguments = parser.parse_args()
+# --- the published model on COCO -------------------------------------------------------------
+
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+
+
+def read_picture(path, shorter=800, longer=1333):
+    """A standardized picture (1, 3, H, W), and its size (rows, columns) in the file."""
+    picture = Image.open(path).convert("RGB")
+    size = picture.size[::-1]
+    scale = min(shorter / min(size), longer / max(size))
+    x = picture.resize([round(n * scale) for n in picture.size], Image.BILINEAR)
+    x = torch.from_numpy(np.array(x)).permute(2, 0, 1) / 255  # (H, W, 3) -> (3, H, W)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    return ((x - mean) / std)[None], size
+
+
+def read_truth(path, infos):
+    """A label map (H, W) whose numbers are R + 256 G + 65,536 B, and its list."""
+    rgb = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).long()  # (H, W, 3)
+    segments = (rgb * torch.tensor([1, 256, 65536])).sum(-1)
+    there = set(segments.unique().tolist())
+    return segments, [info for info in infos if info["id"] in there]
+
+
+@torch.inference_mode()
+def evaluate(model, images, annotations, threshold=0.85, count=None):
+    """`panoptic_quality` of a model on COCO's pictures, or on the first so many.
+
+    `images` is a folder, `annotations` the path of the panoptic annotations.
+    """
+    data = json.loads(Path(annotations).read_text())
+    names = {row["id"]: row["file_name"] for row in data["images"]}
+    things = {row["id"] for row in data["categories"] if row["isthing"]}
+    device = next(model.parameters()).device
+    found = []
+    truths = []
+    for row in data["annotations"][:count]:
+        x, size = read_picture(Path(images) / names[row["image_id"]])
+        out = model.eval()(
+            x.to(device), choose=lambda found: confident(found.logits, threshold)
+        )
+        # as the authors do: to the size that the model saw, and from there to the picture's
+        segments, infos = merge(
+            out.logits[0].cpu(), out.masks[0].cpu(), things, x.shape[2:], threshold
+        )
+        segments = F.interpolate(segments[None, None].double(), size)[0, 0].long()
+        there = set(segments.unique().tolist())
+        found.append((segments, [info for info in infos if info["id"] in there]))
+        masks = Path(annotations).with_suffix("") / row["file_name"]
+        truths.append(read_truth(masks, row["segments_info"]))
+    return panoptic_quality(found, truths, things)
+
+
+def coco(arguments):
+    """Measure the panoptic quality of `detr_resnet50_panoptic` on COCO.
+
+    The published weights of `detr_resnet50_panoptic` on the 5,000 validation pictures; the
+    authors report a PQ of 43.4. B is panoptic_val2017.json; its masks lie beside it in the
+    folder panoptic_val2017, A is the folder val2017. One picture at a time, its shorter side
+    scaled to 800 pixels, but the longer to at most 1,333; the label map has the picture's own
+    size.
+
+    The record is FOLDER/panoptic_coco.json.
+    """
+    weights = True if arguments.weights == "True" else arguments.weights
+    model = create_model("detr_resnet50_panoptic", pretrained=weights).to(arguments.device)
+    count = 2 if arguments.tiny else None
+    found = evaluate(model, arguments.images, arguments.annotations, count=count)
+    print({name: found[name] for name in ("all", "things", "stuff")})
+    write_record(arguments.out / "panoptic_coco.json", found, arguments.device)
+
+
+# --- speed -----------------------------------------------------------------------------------
+
+PEER = "transformers"
+KEPT = "10 masks"
+
+
+def pair(tiny):
+    """Ours and theirs, with the same weights."""
+    import transformers  # which not every machine has
+
+    if tiny:
+        backbone = "resnet18"
+        width = 128
+        layers = 1
+    else:
+        backbone = "resnet50"
+        width = 256
+        layers = 6
+    config = peer_config(backbone, width, layers, num_labels=250)
+    torch.manual_seed(0)
+    theirs = transformers.DetrForSegmentation(config)
+    ours = PanopticDETR(DETR(250, 100, layers, layers, backbone, width), joint_softmax=True)
+    load_pretrained(ours, theirs.state_dict())
+    return ours, theirs
+
+
+def ten(found):
+    """Of each image the ten queries that are surest of a class."""
+    score = found.logits.softmax(-1)[..., :-1].amax(-1)  # (B, Q)
+    return torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(10).indices, True)
+
+
+def forward_calls(tiny, x, left_out):
+    """The whole models, and the masks alone."""
+    ours, theirs = (model.eval().to(x) for model in pair(tiny))
+    features = ours.detr.forward_features(x)
+    found = ours.detr.forward_head(features.decoded)
+    every = torch.ones_like(found.logits[..., 0], dtype=torch.bool)
+    calls = {
+        PEER: lambda: theirs(x),
+        OURS: lambda: ours(x),
+        f"{OURS}, {KEPT}": lambda: ours(x, choose=ten),
+        "masks alone": lambda: ours.forward_masks(features, every),
+        f"masks alone, {KEPT}": lambda: ours.forward_masks(features, ten(found)),
+    }
+    if x.device.type == "cpu":
+        fast = timing.attempt(left_out, OPTIMIZED, lambda: optimize_for_inference(ours))
+        if fast is not None:
+            calls[OPTIMIZED] = lambda: fast(x)
+            calls[f"{OPTIMIZED}, {KEPT}"] = lambda: fast(x, choose=ten)
+    return calls
+
+
+@torch.inference_mode()
+def measure(x, arguments, left_out):
+    """A row for each contestant."""
+    calls = forward_calls(arguments.tiny, x, left_out)
+    times = timing.warm_turns(calls, arguments.repeats, arguments.device, left_out)
+    return [dict(what=name, **timing.median_row(times, name, PEER)) for name in times]
+
+
+def speed(arguments):
+    """Time a forward pass next to the panoptic DETR of the transformers library.
+
+    Both have the same random weights and get the same picture, 320 × 320 pixels. transformers
+    computes a mask for each of 100 queries. Ours does so too, and then for ten alone, as many
+    as are kept of a usual picture; both of the plain model and of its copy that is optimized
+    for inference. The masks are timed on their own as well: without the detector, whose
+    features are given. The record is FOLDER/panoptic_speed_DEVICE.json.
+    """
+    device = arguments.device
+    size = 64 if arguments.tiny else 320
+    torch.set_num_threads(1)
+    x = torch.randn(1, 3, size, size, device=device)
+    path = arguments.out and arguments.out / f"panoptic_speed_{device}.json"
+    known = dict(tiny=arguments.tiny, size=f"{size} × {size}")
+    bench = runner.Rows(path, device, arguments.minutes, **known)
+
+    def go():
+        print(*bench.once(dict(task="forward"), partial(measure, x, arguments)), sep="\n")
+
+    bench.work(go)
+
+
+def queries(arguments):
+    """Train `PanopticDETR` in two stages, as its authors do.
+
+    First a small DETR learns the boxes of things and stuff, on a backbone that has learned to
+    classify single pixels. Then it is frozen, and the attention maps and convolutions of
+    `PanopticDETR` learn the masks. The variants have one softmax over all heads, as the
+    published weights do, or one of the two losses alone.
+    """
     arguments.out.mkdir(parents=True, exist_ok=True)
-    name = "panoptic" if arguments.part == "queries" else "panoptic_pixels"
-    path = arguments.out / f"{name}.json"
-    bench = Panoptic(path, arguments.minutes, arguments.tiny)
-    bench.work(getattr(bench, arguments.part))
+    bench = Panoptic(arguments.out / "panoptic.json", arguments.minutes, arguments.tiny)
+    bench.work(bench.queries)
+
+
+def pixels(arguments):
+    """Classify single pixels; connected pixels of a class are the things.
+
+    The methods are a forest of scikit-learn, which sees the pixels around, and a network with
+    the same backbone as the detector.
+    """
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    bench = Panoptic(arguments.out / "panoptic_pixels.json", arguments.minutes, arguments.tiny)
+    bench.work(bench.pixels)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    commands.experiment("queries", queries)
+    commands.experiment("pixels", pixels)
+    parser = commands.experiment("coco", coco)
+    parser.add_argument("--images", type=Path, required=True)
+    parser.add_argument("--annotations", type=Path, required=True)
+    parser.add_argument("--weights", default="True", help="a file, else they are fetched")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    commands.timing("speed", speed, repeats=7)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from attnlib import recipes, translation
 from attnlib.train import write_record
 from attnlib.transformer import POSITIONS
-from benchmarks.common import save_half
+from benchmarks.runner import save_half
 
 
 def half_precision():
@@ -151,16 +151,16 @@ def supernet(data, folder, tiny):
 
 def captions(folder, tiny):
     """Captioners four times as wide, with soft and with hard attention, trained for longer."""
-    from benchmarks import captions  # needs scikit-learn, SciPy and pycocotools
+    from benchmarks import spatial  # needs scikit-learn, SciPy and pycocotools
 
-    return captions.longer(folder, tiny)
+    return spatial.longer(folder, tiny)
 
 
 def gpt(data, folder, tiny):
     """A GPT of 12 million parameters on this book, or of 29 million on TinyStories."""
-    from benchmarks import gpt_book  # needs tokenizers, which not every machine has
+    from benchmarks import gpt  # needs tokenizers, which not every machine has
 
-    return gpt_book.longer(data, folder, tiny)
+    return gpt.longer(data, folder, tiny)
 
 
 BACKBONES = ("vit", "deit", "swin", "swinv2", "tnt")

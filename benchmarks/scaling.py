@@ -1,19 +1,13 @@
-"""What many devices send: `python -m benchmarks.scaling [PART ...] --out FOLDER`.
+"""What was run for 55_scaling: `python -m benchmarks.scaling COMMAND --out FOLDER`.
 
-Two parts, recorded as FOLDER/scaling_PART.json:
+    links    time messages and all-reduces between two processes of this machine
+    traffic  count what one rank of 4, 64, and 512 passes to collectives in a step with FSDP
 
-- links: seconds of messages of 256 bytes to 16 MB between two processes of this machine, sent
-  there and back and summed by all-reduce, and the line α + βn that fits each of them best.
-- traffic: what one rank of 4, 64 and 512 passes to collectives in a step with FSDP. One process
-  plays the rank; PyTorch's "fake" group answers for the others.
-
-With --tiny every part runs in seconds, to see that it works; such a record means nothing.
+The records are FOLDER/scaling_COMMAND.json.
 """
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,12 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnlib.gpt import GPT, GPTConfig
 from attnlib.scaling import Workers
-from attnlib.train import shard_blocks, write_record
+from attnlib.train import shard_blocks
+from benchmarks.runner import Commands
 
 
 def seconds(numbers, repeats):
     """Least and median time of a message and an all-reduce of so many numbers, in turns."""
-    x, rank = torch.ones(numbers), dist.get_rank()
+    x = torch.ones(numbers)
+    rank = dist.get_rank()
 
     def there_and_back():
         for source in (0, 1):
@@ -58,6 +54,11 @@ def fitted(sizes, times):
 
 
 def links(arguments):
+    """Time messages and all-reduces between two processes of this machine.
+
+    Messages have 256 bytes to 16 MB, sent there and back, and summed by all-reduce; the line
+    α + βn is fitted to each of them.
+    """
     sizes = [2**i for i in range(8, 16 if arguments.tiny else 25)]  # bytes
     with Workers(2) as workers:
         found = [
@@ -73,7 +74,7 @@ def links(arguments):
             **dict(alpha=alpha, beta=beta, miss=round(miss, 3)),
         )
         print(f"{name}: {1e3 * alpha:.2f} ms, {1e-9 / beta:.2f} GB/s, worst miss {miss:.0%}")
-    return {"bytes": sizes, "calls": rows}
+    return {"tiny": arguments.tiny, "bytes": sizes, "calls": rows}
 
 
 class Count(TorchDispatchMode):
@@ -113,6 +114,10 @@ def step_numbers(ranks, config):
 
 
 def traffic(arguments):
+    """Count what one rank of 4, 64, and 512 passes to collectives in a step with FSDP.
+
+    One process plays the rank; PyTorch's "fake" group answers for the others.
+    """
     cases = [(64, 4), (64, 64)] if arguments.tiny else [
         (1024, 4), (1024, 64), (1024, 512), (768, 512)]  # fmt: skip
     rows = []
@@ -128,23 +133,14 @@ def traffic(arguments):
         )
         rows.append({"width": width, **step_numbers(ranks, config)})
         print(rows[-1])
-    return {"rows": rows}
+    return {"tiny": arguments.tiny, "rows": rows}
 
 
-PARTS = {"links": links, "traffic": traffic}
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tiny", action="store_true")
-    arguments = parser.parse_args(argv)
-    if unknown := set(arguments.parts) - set(PARTS):
-        parser.error(f"PART must be one of {', '.join(PARTS)}, not {', '.join(unknown)}")
-    for name in arguments.parts or PARTS:
-        record = {"tiny": arguments.tiny, **PARTS[name](arguments)}
-        write_record(arguments.out / f"scaling_{name}.json", record)
+def main(arguments=None):
+    commands = Commands(__doc__)
+    commands.experiment("links", links, record="scaling_links")
+    commands.experiment("traffic", traffic, record="scaling_traffic")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

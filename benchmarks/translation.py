@@ -1,438 +1,265 @@
-"""Time the Transformer beside its peers: `python -m benchmarks.translation --out FOLDER`.
+"""What was run for 23_translation: `python -m benchmarks.translation COMMAND --out FOLDER`.
 
-Training: forward, loss, backward and AdamW step of the base model of 2017, against
-torch.nn.Transformer, MarianMTModel of the transformers library and x-transformers. Decoding: 64
-tokens, greedily and with cache, the plain model and the one that `optimize_for_inference` makes
-of it, against `generate` of the transformers library. Where weights
-can be copied they are, and outputs are compared before anything is timed. All take turns, and
-all run at the same precision of float32 matrix products, which is a setting: see `MODES`. The
-rows are written as they come. With --minutes the command ends after so many, and goes on when
-it is given again.
+    zero_shot  find out why directions fail that were not trained
+
+The chapter's long runs are those of `benchmarks.runs`: numbers, lengths, and multi30k.
 """
 
-import copy
-import itertools
-import math
-import statistics
-import warnings
-from functools import partial
+import json
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 
-from attnlib.decoding import greedy
-from attnlib.inference import optimize_for_inference
-from attnlib.transformer import label_smoothing_loss
-from attnlib.translation import from_marian
-from benchmarks import common
+from attnlib.data import PAD, draw_numbers, encode, number_words
+from attnlib.train import fit, write_record
+from attnlib.transformer import Transformer
+from attnlib.translation import (
+    answer_kind,
+    direction_batches,
+    number_table,
+    number_tokenizer,
+    tag,
+    translate_numbers,
+    translation_loss,
+)
+from benchmarks.runner import Commands
 
-# the peers import torchvision, which needs what `common` imports
-# isort: split
-from transformers import MarianConfig, MarianMTModel
+LANGUAGES = ("en", "de", "es", "fi", "tr")
+RING = LANGUAGES[1:]
 
-warnings.filterwarnings("ignore", message=".*nested.tensor.*")  # of torch.nn.Transformer
 
-SIZE = dict(vocab=8000, width=512, layers=6, heads=8, hidden=2048, batch=16, length=64)
-TINY = dict(vocab=40, width=16, layers=2, heads=2, hidden=32, batch=2, length=8)
-# name: (float32_matmul_precision, dtype of autocast in training and of weights in decoding)
-MODES = {
-    "float32": ("highest", None),
-    "float32, medium": ("medium", None),
-    "bfloat16": ("highest", torch.bfloat16),
+def ahead(k):
+    """The directions from each language but English to the one k places ahead of it."""
+    return [(a, RING[(i + k) % len(RING)]) for i, a in enumerate(RING)]
+
+
+UNSEEN = ahead(1)
+ONE = [(a, b) for a in LANGUAGES for b in LANGUAGES if a != b and "en" in (a, b)]
+TWO = [*ONE, *ahead(2)]
+THREE = [*TWO, *ahead(3)]  # all but the unseen
+CONDITIONS = {  # by the number of targets that each language but English has
+    "one target": dict(directions=ONE),
+    "two targets": dict(directions=TWO),
+    "three targets": dict(directions=THREE),
+    "three, own numbers": dict(directions=THREE, shared=False),
+    "one, decoder's tag": dict(directions=ONE, tag_on="target"),
+    "one, own numbers": dict(directions=ONE, shared=False),
 }
-END, PAD = 0, 1  # tokens; Marian starts a translation with the padding
+LONG = ("one target", "two targets", "three targets")  # once more, with four times the steps
+SIZE = dict(
+    steps=1000,
+    numbers=40_000,
+    valid=120,
+    tests=300,
+    vocab_size=300,
+    d_model=64,
+    layers=2,
+    batch_size=64,
+    warmup=100,
+    lr=4e-3,
+)
+TINY = SIZE | dict(
+    steps=4, numbers=300, valid=6, tests=6, d_model=16, layers=1, batch_size=8, warmup=2
+)
+SEEDS = (0, 1, 2)
+# above the numbers, and of their tokens
+LIMIT = 10**5
+LONGEST = 40
 
 
-# --- the same model four times ----------------------------------------------------------------
+def numbers_of(size):
+    """Numbers for test and validation, at least 1000, and for training; all are different."""
+    test = draw_at_least_1000(size["tests"], seed=1)
+    valid = draw_at_least_1000(size["valid"], seed=2, exclude=test)
+    seen = draw_numbers(size["numbers"], LIMIT, seed=3, exclude=[*test, *valid])
+    return test, valid, list(dict.fromkeys(seen))
 
 
-def marian(size, dropout, attention="sdpa"):
-    torch.manual_seed(0)
-    return MarianMTModel(
-        MarianConfig(
-            vocab_size=size["vocab"],
-            d_model=size["width"],
-            encoder_layers=size["layers"],
-            decoder_layers=size["layers"],
-            encoder_attention_heads=size["heads"],
-            decoder_attention_heads=size["heads"],
-            encoder_ffn_dim=size["hidden"],
-            decoder_ffn_dim=size["hidden"],
-            activation_function="relu",
-            scale_embedding=True,
-            init_std=size["width"] ** -0.5,
-            max_position_embeddings=2 * size["length"],
-            dropout=dropout,
-            pad_token_id=PAD,
-            eos_token_id=END,
-            bos_token_id=None,
-            decoder_start_token_id=PAD,
-            forced_eos_token_id=None,
-            num_beams=1,
-            attn_implementation=attention,
-        )
+def draw_at_least_1000(count, **options):
+    drawn = dict.fromkeys(draw_numbers(4 * count, LIMIT, **options))
+    return [n for n in drawn if n >= 1000][:count]
+
+
+def share_right(model, tokenizer, numbers, pairs, tag_on):
+    """The share of names that are right; number i is asked in direction i mod their count."""
+    asked = [(n, *pairs[i % len(pairs)]) for i, n in enumerate(numbers)]
+    names = [number_words([n], a)[0] for n, a, _ in asked]
+    said = translate_numbers(
+        model, tokenizer, names, [b for *_, b in asked], tag_on=tag_on, max_length=LONGEST
     )
+    right = [text == number_words([n], b)[0] for text, (n, _, b) in zip(said, asked)]
+    return sum(right) / len(right)
 
 
-class MarianPeer(nn.Module):
-    def __init__(self, size, dropout, attention):
-        super().__init__()
-        self.model = marian(size, dropout, attention)
-
-    def forward(self, src, tgt):
-        return self.model(
-            input_ids=src, attention_mask=src != PAD, decoder_input_ids=tgt, use_cache=False
-        ).logits
-
-
-class TorchPeer(nn.Module):
-    """torch.nn.Transformer with embeddings, positions and output, without its last norms."""
-
-    def __init__(self, size, dropout, ours):
-        super().__init__()
-        self.embed = nn.Embedding(size["vocab"], size["width"])
-        self.dropout = nn.Dropout(dropout)
-        self.model = nn.Transformer(
-            size["width"],
-            size["heads"],
-            size["layers"],
-            size["layers"],
-            size["hidden"],
-            dropout,
-            batch_first=True,
-        )
-        self.model.encoder.norm = self.model.decoder.norm = None
-        self.register_buffer("table", ours.positions.table.clone())
-        weights = {
-            name.replace("feed_forward.", ""): x for name, x in ours.state_dict().items()
-        }
-        self.embed.weight.data.copy_(ours.src_embed.weight)
-        self.model.load_state_dict(
-            {name: weights[name] for name in self.model.state_dict()}, strict=True
-        )
-
-    def vectors(self, tokens):
-        x = math.sqrt(self.table.shape[1]) * self.embed(tokens)
-        return self.dropout(x + self.table[: tokens.shape[1]])
-
-    def forward(self, src, tgt):
-        causal = nn.Transformer.generate_square_subsequent_mask(
-            tgt.shape[1], device=tgt.device, dtype=torch.bool
-        )
-        x = self.model(
-            self.vectors(src),
-            self.vectors(tgt),
-            tgt_mask=causal,
-            src_key_padding_mask=src == PAD,
-            memory_key_padding_mask=src == PAD,
-            tgt_is_causal=True,
-        )
-        return F.linear(x, self.embed.weight)
-
-
-class XPeer(nn.Module):
-    """x-transformers in its own form: norm first, no biases in attention."""
-
-    def __init__(self, size, dropout, flash):
-        super().__init__()
-        # which not every machine has
-        from x_transformers import Decoder, Encoder, TransformerWrapper
-
-        layers = dict(
-            dim=size["width"],
-            depth=size["layers"],
-            heads=size["heads"],
-            attn_flash=flash,
-            attn_dim_head=size["width"] // size["heads"],
-            ff_mult=size["hidden"] // size["width"],
-            layer_dropout=0.0,
-            attn_dropout=0.0,
-            ff_dropout=dropout,
-            ff_custom_activation=nn.ReLU(),
-        )
-        shared = dict(
-            num_tokens=size["vocab"], max_seq_len=2 * size["length"], emb_dropout=dropout
-        )
-        self.encoder = TransformerWrapper(
-            attn_layers=Encoder(**layers), return_only_embed=True, **shared
-        )
-        self.decoder = TransformerWrapper(
-            attn_layers=Decoder(cross_attend=True, **layers),
-            tie_embedding=True,
-            token_emb=self.encoder.token_emb,
-            **shared,
-        )
-
-    def forward(self, src, tgt):
-        mask = src != PAD
-        return self.decoder(tgt, context=self.encoder(src, mask=mask), context_mask=mask)
-
-
-def peers(size, dropout, left_out):
-    """{name: model}, ours first; those after it that can have our weights have them."""
-    theirs = marian(size, dropout)
-    ours = from_marian(theirs.config, theirs.state_dict())
-    ours.output_bias.requires_grad_(False)  # Marian does not train it either
-    makers = {
-        "torch.nn.Transformer": partial(TorchPeer, size, dropout, ours),
-        "Marian": partial(MarianPeer, size, dropout, "sdpa"),  # the default
-        "Marian, eager": partial(MarianPeer, size, dropout, "eager"),
-        "x-transformers": partial(XPeer, size, dropout, False),  # the default
-        "x-transformers, flash": partial(XPeer, size, dropout, True),
-    }
-    return {common.OURS: ours, **common.attempt_all(makers, left_out)}
-
-
-def sentences(size, seed):
-    """Random tokens (batch, length), each row at least three quarters full, padding behind."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = size["batch"], size["length"]
-    tokens = torch.randint(2, size["vocab"], shape, generator=generator)
-    lengths = torch.randint(3 * shape[1] // 4, shape[1] + 1, (shape[0], 1), generator=generator)
-    lengths[0] = shape[1]
-    return tokens.masked_fill(torch.arange(shape[1]) >= lengths, PAD)
-
-
-# --- training ---------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def errors(models, mode, device, size, left_out):
-    """The error of the logits where weights are equal, against ours in float64.
-
-    It is the root mean square over the deviation.
-    """
-    (precision, dtype), found = MODES[mode], {}
-    torch.set_float32_matmul_precision(precision)
-    src, tgt = (sentences(size, seed).to(device) for seed in (7, 8))
-    exact = copy.deepcopy(models[common.OURS]).double()(src, tgt)
-
-    def error(model):
-        with torch.autocast(device, dtype, enabled=dtype is not None):
-            logits = model(src, tgt)
-        return ((logits.double() - exact).square().mean().sqrt() / exact.std()).item()
-
-    for name, model in models.items():
-        if not name.startswith("x-"):
-            found[name] = common.attempt(left_out, name, partial(error, model))
-            assert name in left_out or found[name] < (1e-5 if mode == "float32" else 0.05), (
-                f"{name}: logits differ by {found[name]:.1e}"
-            )
-    return found
-
-
-def loss_of(name, logits, targets):
-    if name == common.OURS:
-        loss, count = label_smoothing_loss(logits, targets, smoothing=0.1, pad_id=PAD)
-        return loss / count
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, label_smoothing=0.1
-    )
-
-
-def training_step(name, model, optimizer, device, dtype, size):
-    """A function that makes a step with the next of three batches."""
-    pairs = [
-        (sentences(size, seed).to(device), sentences(size, seed + 3).to(device))
-        for seed in range(3)
+def unseen_direction(model, tokenizer, numbers, source, target, tag_on):
+    """What the model says in a direction that it was not trained in, and its encoder's part."""
+    names = number_words(numbers, source)
+    options = dict(tag_on=tag_on, max_length=LONGEST)
+    said = translate_numbers(model, tokenizer, names, target, **options)
+    english = translate_numbers(model, tokenizer, names, "en", **options)
+    kinds = [
+        answer_kind(tokenizer, text, n, source, target, LANGUAGES)
+        for text, n in zip(said, numbers)
     ]
-
-    def step():
-        pairs.append(pairs.pop(0))
-        src, tgt = pairs[0]
-        with torch.autocast(device, dtype, enabled=dtype is not None):
-            loss = loss_of(name, model(src, F.pad(tgt[:, :-1], (1, 0), value=PAD)), tgt)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def train(size, device, repeats, mode, dropout, left_out):
-    """A row for each contestant."""
-    models = peers(size, dropout, left_out)
-    counts = [sum(p.numel() for p in model.parameters()) for model in models.values()]
-    assert max(counts) < 1.02 * min(counts) or size is TINY, counts
-    placed = {name: partial(model.to, device) for name, model in models.items()}
-    models = common.attempt_all(placed, left_out)
-    wrong = {}
-    if dropout == 0:
-        wrong = errors(models, mode, device, size, left_out)
-        models = {name: models[name] for name in models if name not in left_out}
-    precision, dtype = MODES[mode]
-    torch.set_float32_matmul_precision(precision)
-    steps = {}
-    for name, model in models.items():
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-        steps[name] = training_step(name, model.train(), optimizer, device, dtype, size)
-    memory = common.memories(steps, device, left_out)  # which warms up, too
-    steps = {name: steps[name] for name in memory}
-    times = common.take_turns(steps, repeats, device, left_out=left_out)
-    rows = []
-    for name in times:
-        row = {"model": name, "error": wrong.get(name), "memory": memory[name]}
-        rows.append({**row, **common.compared(times, name)})
-        print(
-            f"training {mode:16} dropout {dropout}  {name:22} {rows[-1]['ms']:9.1f} ms   "
-            f"{common.told(rows[-1], common.OURS)}",
-            flush=True,
-        )
-    return rows
-
-
-# --- decoding ---------------------------------------------------------------------------------
-
-
-def bandwidth(device, size):
-    """Bytes per second read and written by a copy of 2^28 bytes (fewer for a tiny model)."""
-    source = torch.zeros(2**16 if size is TINY else 2**26, device=device)
-    target = torch.empty_like(source)
-    times = common.take_turns({"copy": lambda: target.copy_(source)}, 9, device)["copy"]
-    return 2 * source.numel() * 4 / (statistics.median(times) / 1000)
-
-
-def bytes_read(model, batch, size, width):
-    """What a step of cached decoding reads: the decoder's weights, and a cache half full."""
-    d, layers = size["width"], size["layers"]
-    weights = sum(p.numel() for p in model.decoder.parameters()) + model.output.weight.numel()
-    weights -= layers * 2 * (d * d + d)  # cross-attention's keys and values are made once
-    # the memory's, and half of the tokens'
-    cache = 2 * layers * d * batch * (size["length"] + size["length"] / 2)
-    return width * weights, width * cache
+    shown = Counter()
+    examples = []
+    for kind, n, text in zip(kinds, numbers, said):
+        shown[kind] += 1
+        if kind != "right" and shown[kind] <= 3:
+            examples.append([kind, n, text])
+    return {
+        "kinds": dict(Counter(kinds)),
+        "as_english": sum(a == b for a, b in zip(said, english)),
+        "examples": examples,
+        "memory": shared_memory(model, tokenizer, numbers, source, target, tag_on),
+    }
 
 
 @torch.no_grad()
-def largest_gap(model, src, tokens, others):
-    """How far apart the logits are where two decodings part, in deviations; 0 if never."""
-    gaps = [0.0]
-    for source, a, b in zip(src, tokens, others):
-        if not torch.equal(a, b):
-            i = int((a != b).nonzero()[0])
-            read = F.pad(a[:i], (1, 0), value=PAD)
-            logits = model(source[None], read[None])[0, -1]
-            gaps.append(
-                ((logits[a[i]] - logits[b[i]]).abs() / logits.clamp(min=-100).std()).item()
-            )
-    return max(gaps)
+def shared_memory(model, tokenizer, numbers, source, target, tag_on):
+    """How near the memory of a name is to that of the same number's English name.
+
+    Memories are means over tokens, under the tag of the same target. "ratio" is the mean
+    distance of the two names of a number, over that of the English names of two numbers;
+    "nearest" the share of names whose nearest English one is that of the same number.
+    """
+
+    def means(language):
+        prefix = [tag(target)] * len(numbers) if tag_on == "source" else None
+        src = encode(tokenizer, number_words(numbers, language), prefix=prefix)
+        memory = model.eval().encode(src)[0]
+        used = (src != PAD)[..., None]
+        return (memory * used).sum(1) / used.sum(1)  # (B, M, C) -> (B, C)
+
+    own = means(source)
+    english = means("en")
+    across = torch.cdist(own, english)
+    within = torch.cdist(english, english)
+    others = within.sum() / (len(numbers) * (len(numbers) - 1))
+    nearest = (across.argmin(1) == torch.arange(len(numbers))).float().mean()
+    ratio = across.diag().mean() / others
+    return {"ratio": round(ratio.item(), 4), "nearest": round(nearest.item(), 4)}
 
 
-def decoders(theirs, ours, src, length, device, left_out):
-    """{name: a function that decodes `src`}, ours first."""
-    models = {common.OURS: ours}
-    if device == "cpu":
-        copies = {common.OPTIMIZED: partial(optimize_for_inference, ours)}
-        models |= common.attempt_all(copies, left_out)
-    options = dict(max_new_tokens=length, num_beams=1, do_sample=False)
-    options["attention_mask"] = torch.ones_like(src)
-
-    def decoder(model):
-        return lambda: greedy(model, src, length, bos_id=PAD, eos_id=END)
-
-    calls = {name: decoder(model) for name, model in models.items()}
-    return calls | {"Marian": lambda: theirs.generate(src, **options)[:, 1:]}
-
-
-def compare(exact, src, mode, tokens):
-    """{name: share of the tokens that are ours, largest gap of the logits where not}."""
-    found, ours = {}, tokens[common.OURS]
-    for name, others in tokens.items():
-        assert others.shape == ours.shape
-        same = (others == ours).float().mean().item()
-        gap = largest_gap(exact, src, ours, others)
-        assert same == 1 if mode == "float32" else gap < 0.1, (
-            f"{mode}, {name}: {same:.1%} equal, gap {gap:.2f}"
-        )
-        found[name] = {"same_tokens": same, "gap": gap}
-    return found
-
-
-def decode_batch(theirs, ours, exact, mode, src, device, repeats, left_out):
-    """A row for each contestant."""
-    batch, length = src.shape
-    calls = decoders(theirs, ours, src, length, device, left_out)
-    tokens = common.attempt_all(calls, left_out)  # warms up, too
-    found = {}
-    if common.OURS in tokens:
-        assert tokens[common.OURS].shape == (batch, length)
-        found = compare(exact, src, mode, tokens)
-    calls = {name: calls[name] for name in tokens}
-    memory = common.memories(calls, device, left_out)
-    calls = {name: calls[name] for name in memory}
-    times = common.take_turns(calls, repeats, device, left_out=left_out)
-    rows = []
-    for name in times:
-        row = {"model": name, **found.get(name, {}), "memory": memory[name]}
-        rows.append({**row, **common.compared(times, name)})
-        print(
-            f"decoding {mode:16} batch {batch:2}  {name:18} {rows[-1]['ms']:9.1f} ms   "
-            f"{common.told(rows[-1], common.OURS)}  "
-            f"same tokens {row.get('same_tokens', math.nan):.1%}",
-            flush=True,
-        )
-    return rows
-
-
-@torch.no_grad()
-def decode(size, device, repeats, mode, batch, speed, left_out):
-    """The rows of `decode_batch`, and the time that reading from memory takes at least."""
-    precision, dtype = MODES[mode]
-    torch.set_float32_matmul_precision(precision)
-    theirs = marian(size, 0.0).eval().to(device)
-    theirs.final_logits_bias.normal_(generator=torch.Generator(device).manual_seed(1))
-    theirs.final_logits_bias[0, [END, PAD]] = -1e4  # no sentence ends
-    exact = from_marian(theirs.config, theirs.state_dict()).eval()
-    theirs.to(dtype or torch.float32)
-    ours = from_marian(theirs.config, theirs.state_dict()).eval()
-    generator, shape = torch.Generator().manual_seed(2), (batch, size["length"])
-    src = torch.randint(2, size["vocab"], shape, generator=generator).to(device)
-    rows = decode_batch(theirs, ours, exact, mode, src, device, repeats, left_out)
-    weights, cache = bytes_read(ours, batch, size, ours.output.weight.element_size())
-    limit = {"weights_mb": round(weights / 1e6, 2), "cache_mb": round(cache / 1e6, 2)}
-    if speed is not None:
-        limit["limit_ms"] = round(1000 * size["length"] * (weights + cache) / speed, 2)
-        print(f"  memory limit {limit['limit_ms']:.0f} ms", flush=True)
-    return [row | limit for row in rows]
-
-
-def main():
-    parser = common.timing_parser(__doc__, repeats=5)
-    parser.add_argument(
-        "--parts", nargs="+", choices=["decoding", "training"], default=["decoding", "training"]
+def run(size, *, directions, shared=True, tag_on="source", seed, checkpoint):
+    """Train one model and test it, in trained directions and in those that were not."""
+    began = time.process_time()
+    test, valid, seen = numbers_of(size)
+    tokenizer = number_tokenizer(seen[:3000], size["vocab_size"], LANGUAGES)
+    batches = direction_batches(
+        tokenizer,
+        number_table(tokenizer, seen, LANGUAGES),
+        directions,
+        batch_size=size["batch_size"],
+        seed=seed,
+        shared=shared,
+        tag_on=tag_on,
     )
-    parser.add_argument(
-        "--dropout", type=float, nargs="+", default=[0.0], help="of the models in training"
+    torch.manual_seed(seed)
+    d = size["d_model"]
+    layers = size["layers"]
+    heads = max(1, d // 16)
+    model = Transformer(
+        size["vocab_size"],
+        None,
+        d,
+        heads,
+        layers,
+        layers,
+        2 * d,
+        dropout=0.0,
+        norm_first=True,
+        max_length=128,
     )
-    arguments = parser.parse_args()
-    device, repeats = arguments.device, arguments.repeats
-    size = TINY if arguments.tiny else SIZE
-    path = arguments.out and arguments.out / f"translation_{device}.json"
-    lists = {kind: [] for kind in arguments.parts}
-    bench = common.Rows(path, device, arguments.minutes, arguments.tiny, size=size, **lists)
 
-    def decode_all():
-        speed = bench.guarded(dict(task="a copy"), partial(bandwidth, device, size))
-        if speed is not None:
-            bench.record["copy_gb_per_s"] = round(speed / 1e9, 2)
-            print(f"a copy moves {speed / 1e9:.1f} GB/s")
-        for mode, batch in itertools.product(MODES, (1, size["batch"])):
-            work = partial(decode, size, device, repeats, mode, batch, speed)
-            bench.once({"mode": mode, "batch": batch}, work, "decoding")
+    def evaluate(model):
+        parts = {"supervised": directions, "unseen": UNSEEN}
+        return {
+            name: share_right(model, tokenizer, valid, part, tag_on)
+            for name, part in parts.items()
+        }
 
-    def train_all():
-        for dropout, mode in itertools.product(arguments.dropout, MODES):
-            work = partial(train, size, device, repeats, mode, dropout)
-            bench.once({"mode": mode, "dropout": dropout}, work, "training")
+    history = fit(
+        model,
+        translation_loss,
+        batches,
+        steps=size["steps"],
+        lr=size["lr"],
+        warmup=size["warmup"],
+        weight_decay=0.0,
+        every=max(1, size["steps"] // 8),
+        evaluate=evaluate,
+        seed=seed,
+        checkpoint=checkpoint,
+    )
+    found = [share_right(model, tokenizer, test, [pair], tag_on) for pair in directions]
+    return {
+        "supervised": {f"{a}-{b}": x for (a, b), x in zip(directions, found)},
+        "unseen": {
+            f"{a}-{b}": unseen_direction(model, tokenizer, test, a, b, tag_on)
+            for a, b in UNSEEN
+        },
+        "history": history,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "seconds": round(time.process_time() - began),
+    }
 
-    def go():
-        if "decoding" in arguments.parts:
-            decode_all()
-        if "training" in arguments.parts:
-            train_all()
-        torch.set_float32_matmul_precision("highest")
 
-    bench.work(go)
+def kept_run(name, seed, size, parts, times=1):
+    """One run of a condition, read if it is in the folder and computed otherwise."""
+    stem = f"{list(CONDITIONS).index(name)}-{seed}-{times}"
+    path = parts / f"{stem}.json"
+    if not path.exists():
+        size = size | dict(steps=times * size["steps"])
+        found = run(size, **CONDITIONS[name], seed=seed, checkpoint=parts / f"at-{stem}.json")
+        head = dict(condition=name, seed=seed, steps=size["steps"])
+        path.write_text(json.dumps(head | found), encoding="utf-8")
+        print(name, seed, found["history"][-1], f"{found['seconds']} s", flush=True)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def zero_shot(arguments):
+    """Find out why directions fail that were not trained.
+
+    Five languages, twenty directions; four of them are never trained and always tested. What
+    the conditions differ in is said in CONDITIONS; each has the same number of steps and the
+    same learning rate, and is run with three seeds. With --parts the finished runs are kept in
+    a folder, so that a command that is given again goes on; --only NAMES does the runs of some
+    conditions. The record, FOLDER/zero_shot.json, is written when all runs are there. With
+    --tiny it means nothing.
+    """
+    torch.set_num_threads(1)
+    if arguments.tiny:
+        size = TINY
+        seeds = SEEDS[:1]
+    else:
+        size = SIZE
+        seeds = SEEDS
+    with tempfile.TemporaryDirectory() as folder:
+        parts = arguments.parts or Path(folder)
+        parts.mkdir(parents=True, exist_ok=True)
+        names = arguments.only or list(CONDITIONS)
+        record = {"size": size}
+        record["runs"] = [kept_run(name, seed, size, parts) for seed in seeds for name in names]
+        record["long"] = [
+            kept_run(name, seed, size, parts, times=4)
+            for seed in seeds
+            for name in names
+            if name in LONG
+        ]
+        if not arguments.only:
+            write_record(arguments.out / "zero_shot.json", record)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    parser = commands.experiment("zero_shot", zero_shot)
+    parser.add_argument("--parts", type=Path, help="folder of finished runs")
+    parser.add_argument("--only", choices=CONDITIONS, nargs="+", help="these; no record")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

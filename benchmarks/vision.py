@@ -15,6 +15,7 @@ Python and launches. With --minutes the command ends after so many, and goes on 
 given again.
 """
 
+import argparse
 import itertools
 from functools import partial
 from importlib.util import find_spec
@@ -28,8 +29,8 @@ from attnlib.attention import attention_backend
 from attnlib.inference import optimize_for_inference
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
-from benchmarks import common
-from benchmarks.common import OPTIMIZED, OURS
+from benchmarks import runner, timing
+from benchmarks.timing import OPTIMIZED, OURS
 
 MODES = {  # name: (torch.set_float32_matmul_precision, dtype)
     "float32": ("highest", torch.float32),
@@ -66,8 +67,11 @@ class Logits(nn.Module):
 def torchvision_vit(ours):
     from torchvision.models import VisionTransformer
 
-    width, depth, heads = ours.embed_dim, len(ours.blocks), ours.blocks[0].attn.num_heads
-    size, patch = ours.patch_embed.img_size[0], ours.patch_embed.patch_size[0]
+    width = ours.embed_dim
+    depth = len(ours.blocks)
+    heads = ours.blocks[0].attn.num_heads
+    size = ours.patch_embed.img_size[0]
+    patch = ours.patch_embed.patch_size[0]
     shape = size, patch, depth, heads, width, 4 * width
     return VisionTransformer(*shape, num_classes=ours.num_classes)
 
@@ -178,11 +182,11 @@ def peers(name, num_classes=1000, left_out=None, **options):
     # timm's Swin drops paths by default
     options = dict(num_classes=num_classes, drop_path_rate=0.0) | options
     ours = attnlib.create_model(name, **options)
-    makers = {"timm": partial(common.timm_like, ours, name, options)}
+    makers = {"timm": partial(timing.timm_like, ours, name, options)}
     for library, maker in PEERS.get(name.split("_")[0], {}).items():
         makers[library] = partial(maker, ours)
     left_out = {} if left_out is None else left_out
-    return {OURS: ours, **common.attempt_all(makers, left_out)}
+    return {OURS: ours, **timing.attempt_all(makers, left_out)}
 
 
 def image_size(ours):
@@ -194,7 +198,8 @@ def check(name, options):
     torch.manual_seed(0)
     models = peers(name, **options)
     size = image_size(models[OURS])
-    found, x = {}, torch.randn(2, 3, size, size)
+    found = {}
+    x = torch.randn(2, 3, size, size)
     for library, model in list(models.items())[1:]:
         own = attnlib.create_model(name, **options)
         source = model.model if isinstance(model, Logits) else model
@@ -257,16 +262,17 @@ def contestants(name, mode, kind, device, compiled, options, left_out):
     models = peers(name, left_out=left_out, **options)
     if compiled:  # to compile takes minutes
         models = {library: models[library] for library in (OURS, "timm") if library in models}
-    models = common.attempt_all(
+    models = timing.attempt_all(
         {library: partial(model.to, device) for library, model in models.items()}, left_out
     )
-    ours, kernels = models.get(OURS), has_kernels(device)
+    ours = models.get(OURS)
+    kernels = has_kernels(device)
     if ours is not None and kernels:
         models[OPTIMIZED] = ours
     fuses = isinstance(ours, SwinTransformer) if kernels else device == "cpu"
     if ours is not None and kind == "forward" and not compiled and fuses:
         copies = {OPTIMIZED: lambda: optimize_for_inference(ours.to(dtype))}
-        models |= common.attempt_all(copies, left_out)
+        models |= timing.attempt_all(copies, left_out)
     for library in models:
         model = models[library]
         models[library] = model.to(dtype).eval() if kind == "forward" else model.train()
@@ -290,7 +296,7 @@ def compare(models, name, mode, x, device, left_out):
             return models[library](x.to(dtype)).float()
 
     some = [library for library in (OURS, OPTIMIZED, "timm") if library in models]
-    found = common.attempt_all(
+    found = timing.attempt_all(
         {library: partial(logits, library) for library in some}, left_out
     )
     for library in some:
@@ -323,15 +329,15 @@ def measure(name, mode, kind, batch, device, repeats, compiled, options, left_ou
             else training(model, images, dtype, device)
         )
         calls[library] = under(backend_of(library, device), call)
-    memory = common.memories(calls, device, left_out)  # which warms up, too
+    memory = timing.memories(calls, device, left_out)  # which warms up, too
     calls = {library: calls[library] for library in memory}
     graphs = (OURS, OPTIMIZED, "timm") if kind == "forward" and not compiled else ()
-    rows = common.measured(calls, repeats, device, graphs=graphs, left_out=left_out)
+    rows = timing.measured(calls, repeats, device, graphs=graphs, left_out=left_out)
     for library, row in rows.items():
         print(
             f"{name} {mode:16} {kind:8} batch {batch:3} "
             f"{'compiled' if compiled else 'eager':8} {library:14} "
-            f"{row['ms']:9.1f} ms   {common.told(row, OURS)}",
+            f"{row['ms']:9.1f} ms   {timing.told(row, OURS)}",
             flush=True,
         )
     return [
@@ -340,7 +346,10 @@ def measure(name, mode, kind, batch, device, repeats, compiled, options, left_ou
 
 
 def main():
-    parser = common.timing_parser(__doc__, repeats=9)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    runner.add_timing_options(parser, repeats=9)
     parser.add_argument("--models", nargs="+", default=["vit_small_patch16_224"])
     parser.add_argument(
         "--batch", type=int, nargs="+", help="8 on a CPU; 128, 64 and 1 on a GPU"
@@ -357,14 +366,15 @@ def main():
     parser.add_argument("--name", default="vision", help="name of the record")
     arguments = parser.parse_args()
     differences = {}
-    device, repeats = arguments.device, arguments.repeats
-    common.own_stream(device)
+    device = arguments.device
+    repeats = arguments.repeats
+    timing.own_stream(device)
     batches = arguments.batch or ([128, 64, 1] if device == "cuda" else [8])
     token = any(name.startswith(("vit", "deit", "tnt")) for name in arguments.models)
     path = arguments.out and arguments.out / f"{arguments.name}_{device}.json"
     skipped = {"skipped": SKIPPED} if token else {}
     record = dict(differences=differences, **skipped)
-    bench = common.Rows(path, device, arguments.minutes, arguments.tiny, **record)
+    bench = runner.Rows(path, device, arguments.minutes, arguments.tiny, **record)
 
     def go(name, options, compiled):
         for mode, kind, batch in itertools.product(arguments.modes, arguments.passes, batches):

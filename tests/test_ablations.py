@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from attnlib.train import read_record
-from benchmarks import ablations
+from benchmarks import transformer as ablations
 
 
 def test_a_tiny_run_makes_a_record(tmp_path):
-    ablations.main(["--tiny", "--out", str(tmp_path)])
+    ablations.main(["ablations", "--tiny", "--out", str(tmp_path)])
     assert (tmp_path / "ablations.json").exists()
 
 

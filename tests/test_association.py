@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
-from benchmarks import association as contest
+from benchmarks import attention as contest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,7 +40,15 @@ def test_the_contestants_hand_over_equally_many_features():
 
 
 def test_tiny_run_records_every_contestant(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.association", "--tiny", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.attention",
+        "association",
+        "--tiny",
+        "--out",
+        str(tmp_path),
+    ]
     subprocess.run(command, check=True, cwd=ROOT)
     subprocess.run([*command, "--contestants", "pairs"], check=True, cwd=ROOT)
     rows = json.loads((tmp_path / "association.json").read_text(encoding="utf-8"))["rows"]

@@ -20,7 +20,7 @@ from attnlib.autoformer import (
 )
 from attnlib.models import load_pretrained
 from attnlib.train import find_records, read_record
-from benchmarks import autoformer, autoformer_speed, common
+from benchmarks import autoformer, timing
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -196,14 +196,14 @@ def test_both_forms_of_relative_positions_agree():
     for p in attn.parameters():
         torch.nn.init.normal_(p)
     x = torch.randn(2, 16, 32).double()
-    assert torch.allclose(attn(x), autoformer_speed.dense(attn, x), atol=1e-9)
+    assert torch.allclose(attn(x), autoformer.dense(attn, x), atol=1e-9)
 
 
 def test_the_speed_is_recorded(tmp_path, monkeypatch):
-    argv = ["x", "--tiny", "--repeats", "1", "--out", str(tmp_path)]
+    argv = ["x", "speed", "--tiny", "--repeats", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(common.torch, "set_num_threads", lambda count: None)
-    autoformer_speed.main()
+    monkeypatch.setattr(timing.torch, "set_num_threads", lambda count: None)
+    autoformer.main()
     found = json.loads((tmp_path / "autoformer_speed_cpu.json").read_text())
     assert {row["group"] for row in found["rows"]} == {"training step", "forward", "attention"}
 

@@ -15,7 +15,7 @@ def tiny(tmp_path_factory):
     """The folder in which both parts have left their tiny records."""
     folder = tmp_path_factory.mktemp("beit")
     with pytest.MonkeyPatch.context() as patch:
-        for part in ("main", "variants"):
+        for part in ("digits", "variants"):
             patch.setattr(sys, "argv", ["beit", part, "--tiny", "--out", str(folder)])
             beit.main()
     return folder
@@ -43,7 +43,7 @@ def test_what_is_recorded_is_not_run_again(tiny, monkeypatch, capsys):
     before = (tiny / "beit.json").read_text()
     monkeypatch.setattr(beit, "fine_tuned", None)
     monkeypatch.setattr(beit, "probe", None)
-    monkeypatch.setattr(sys, "argv", ["beit", "main", "--tiny", "--out", str(tiny)])
+    monkeypatch.setattr(sys, "argv", ["beit", "digits", "--tiny", "--out", str(tiny)])
     beit.main()
     assert "1 runs, recorded" in capsys.readouterr().out
     assert (tiny / "beit.json").read_text() == before

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import common, gpu, runs, vision
+from benchmarks import gpu, runner, runs, timing, vision
 
 ROOT = Path(__file__).parent.parent
 GPU = [sys.executable, "-m", "benchmarks.gpu"]
@@ -52,12 +53,12 @@ def command_line(monkeypatch, *arguments):
 def test_turns_are_taken_in_a_new_order_each_round():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = common.take_turns(calls, 20, "cpu")
+    times = timing.take_turns(calls, 20, "cpu")
     rounds = [tuple(order[i : i + 3]) for i in range(0, 60, 3)]
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds) and len(set(rounds)) > 3
     assert [len(times[name]) for name in "abc"] == [20, 20, 20]
     order.clear()
-    common.take_turns(calls, 20, "cpu")
+    timing.take_turns(calls, 20, "cpu")
     assert [tuple(order[i : i + 3]) for i in range(0, 60, 3)] == rounds  # seeded
 
 
@@ -68,15 +69,15 @@ def test_ratios_are_medians_over_rounds():
         "timm": [2, 40, 2, 2],
         "attnlib, optimized": [1, 10, 0.5, 1],
     }
-    row = common.compared(times, "timm")
+    row = timing.compared(times, "timm")
     assert row["ratio"] == 0.5 and row["quartiles"] == [0.5, 0.5] and row["rounds"] == 4
     assert row["optimized"] == {"ratio": 0.375, "quartiles": [0.25, 0.5], "rounds": 4}
-    assert row["ms"] == 2 and "optimized" not in common.compared({"attnlib": [1]}, "attnlib")
+    assert row["ms"] == 2 and "optimized" not in timing.compared({"attnlib": [1]}, "attnlib")
 
 
 def test_rows_have_medians_quartiles_and_rounds():
     calls = {name: lambda: sum(range(1000)) for name in ("attnlib", "timm")}
-    rows = common.measured(calls, 5, "cpu")
+    rows = timing.measured(calls, 5, "cpu")
     for row in rows.values():
         low, high = row["ms_quartiles"]
         assert low <= row["ms"] <= high and row["rounds"] == 5 and "kernel" not in row
@@ -136,7 +137,7 @@ def test_kernel_times_leave_overheads_out(monkeypatch):
         return run
 
     renewed = []
-    monkeypatch.setattr(common, "new_random_state", lambda: renewed.append(True))
+    monkeypatch.setattr(timing, "new_random_state", lambda: renewed.append(True))
     for name, fake in {
         "Event": lambda enable_timing: Event(now),
         "CUDAGraph": lambda: Graph(now),
@@ -146,26 +147,26 @@ def test_kernel_times_leave_overheads_out(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     calls = {"attnlib": call(2), "slow": call(4), "other": call(2, can=False)}
-    rows = common.measured(calls, 3, "cuda")
+    rows = timing.measured(calls, 3, "cuda")
     assert "kernel" not in rows["other"] and renewed == [True]
     kernel = {name: rows[name]["kernel"] for name in ("attnlib", "slow")}
     assert [row["ms"] for row in kernel.values()] == [2, 4]
     assert kernel["slow"]["ratio"] == 0.5 and kernel["slow"]["rounds"] == 3
     assert kernel["attnlib"]["graph"] and rows["slow"]["ms"] > 0
-    few = common.measured(calls, 3, "cuda", graphs=("attnlib", "slow"))
+    few = timing.measured(calls, 3, "cuda", graphs=("attnlib", "slow"))
     assert {name for name in few if "kernel" in few[name]} == {"attnlib", "slow"}
-    none = common.measured(calls, 3, "cuda", graphs=())
+    none = timing.measured(calls, 3, "cuda", graphs=())
     assert [row["kernel"]["ms"] for row in none.values()] == [12, 14, 12]
     assert not any(row["kernel"]["graph"] for row in none.values())
-    monkeypatch.setattr(common, "LONG", 0.0)
-    assert not common.measured(calls, 3, "cuda")["slow"]["kernel"]["graph"]
+    monkeypatch.setattr(timing, "LONG", 0.0)
+    assert not timing.measured(calls, 3, "cuda")["slow"]["kernel"]["graph"]
 
 
 def test_rows_are_kept_until_the_code_changes(tmp_path, monkeypatch, capsys):
     path, made = tmp_path / "rows_cpu.json", []
 
     def bench(minutes):
-        rows = common.Rows(path, "cpu", minutes, more=1)
+        rows = runner.Rows(path, "cpu", minutes, more=1)
 
         def go():
             for size in (1, 2):
@@ -178,13 +179,13 @@ def test_rows_are_kept_until_the_code_changes(tmp_path, monkeypatch, capsys):
 
     with pytest.raises(SystemExit) as end:
         bench(0)
-    assert end.value.code == common.UNFINISHED and not made
+    assert end.value.code == runner.UNFINISHED and not made
     bench(1)
     bench(0)  # all is there
     record = json.loads(path.read_text())
     assert made == [1, 2] and record["rows"] == [{"size": 1}, {"size": 2}]
-    assert record["more"] == 1 and record["code"] == common.version("attnlib", "benchmarks")
-    monkeypatch.setattr(common, "version", lambda *folders: "other code")
+    assert record["more"] == 1 and record["code"] == runner.version("attnlib", "benchmarks")
+    monkeypatch.setattr(runner, "version", lambda *folders: "other code")
     bench(1)
     assert made == [1, 2, 1, 2]
     assert "0 rows so far" in capsys.readouterr().out
@@ -286,7 +287,7 @@ def test_a_part_that_can_go_on_is_no_finished_part(monkeypatch, tmp_path, capsys
 
     def call(command, seconds):
         given.append(float(command[command.index("--minutes") + 1]))
-        return common.UNFINISHED, "3 rows so far"
+        return runner.UNFINISHED, "3 rows so far"
 
     monkeypatch.setattr(gpu, "call", call)
     command_line(monkeypatch, "--part", "windows", "--out", str(tmp_path))
@@ -314,7 +315,7 @@ def test_children_of_a_part_end_with_it(tmp_path):
 
 
 def test_a_finished_part_is_not_run_again(tmp_path):
-    done = {"attention": {"how": "done", "code": common.version(*gpu.CODE)}}
+    done = {"attention": {"how": "done", "code": runner.version(*gpu.CODE)}}
     (tmp_path / "gpu_tiny_cpu.json").write_text(json.dumps({"parts": done}))
     command = [*GPU, "--tiny", "--device", "cpu", "--part", "attention"]
     done = subprocess.run(
@@ -327,25 +328,21 @@ def test_a_finished_part_is_not_run_again(tmp_path):
 
 
 def test_no_part_is_forgotten():
-    """Each benchmark and each run of the repository has a part."""
-    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {
-        "__init__",
-        "basics",
-        "common",
-        "gpu",
-        *("inference", "overhead", "pages", "scaling", "windows_static"),  # of CPUs
-        "runs",
-        "vision",
-        # experiments of Parts I and II: many small models, each too small for a GPU
-        *("ablations", "association", "bias", "bottleneck", "compare", "decoding"),
-        *("collages", "dense", "distillation", "finetune", "growth", "heads"),
-        *("modern", "positions", "sizes", "zero_shot"),
-        # of Part IV; `run_mae_cifar` is for a GPU
-        *("autoformer", "beit", "captions", "detr", "detr_coco", "glimpses", "hidden", "mae"),
-        *("mae_photographs", "panoptic", "panoptic_coco"),
-        *("gpt", "gpt_book", "nanogpt"),
+    """Each timing of a chapter and each run of the repository has a part."""
+    timings = set()
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        found = re.findall(r'commands\.timing\("(\w+)"', path.read_text(encoding="utf-8"))
+        timings |= {(f"benchmarks.{path.stem}", command) for command in found}
+    parts = set()
+    for part in gpu.PARTS.values():
+        parts |= {tuple(command[2:4]) for command in part("cpu", False)}
+    elsewhere = {
+        ("benchmarks.flash", "tune"),  # by hand, for another GPU
+        ("benchmarks.gpt", "nanogpt"),  # needs a copy of nanoGPT
+        ("benchmarks.windows", "overhead"),  # of CPUs
+        ("benchmarks.inference", "speed"),
     }
-    assert scripts <= set(gpu.PARTS) and set(gpu.VISION) <= set(gpu.PARTS)
+    assert timings - parts == elsewhere and set(gpu.VISION) <= set(gpu.PARTS)
     assert set(gpu.RUNS + gpu.NETWORK) == set(runs.PARTS) and set(gpu.NEEDS) <= set(gpu.PARTS)
     assert set(gpu.PARTS) == set(gpu.MINUTES)
     assert {f"run_{name}" for name in runs.PARTS} <= set(gpu.PARTS)
@@ -358,12 +355,12 @@ def test_roof(record, monkeypatch):
     for row in rows:
         assert row["flops"] > 0 and row["bytes"] > 0 and row["overhead_us"] > 0
         assert "of_sheet" not in row
-    from benchmarks import roof
+    from benchmarks import cost
 
     names = {"NVIDIA H200": "H200", "NVIDIA A100-SXM4-80GB": "A100", "Tesla T4": "T4"}
     for name, known in (names | {"NVIDIA L4": None}).items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
-        assert roof.sheet("cuda") == (roof.GPUS[known] if known else None)
+        assert cost.sheet("cuda") == (cost.GPUS[known] if known else None)
 
 
 def test_attention(record):
@@ -442,7 +439,7 @@ def test_fused(record):
 def test_what_is_timed_is_compiled_ahead(monkeypatch, capsys):
     """The cases of `compile` are those of the benchmarks, and it does them in its processes."""
     pytest.importorskip("triton")
-    from benchmarks import compile, flash, fused, windows
+    from benchmarks import compile, flash, windows
 
     (command,) = gpu.PARTS["compile"]("cpu", True)
     assert command[1:] == ["-m", "benchmarks.compile"]
@@ -455,7 +452,7 @@ def test_what_is_timed_is_compiled_ahead(monkeypatch, capsys):
     assert names.count("flash_call") == 2 * len(flash.SHAPES) * len(flash.KINDS) * 2
     assert names.count("windows_call") == len(windows.MODELS) * 4 * 2 * 2
     assert {job.arguments[1] for job in some["models"]} == set(gpu.VISION.values())
-    assert fused.MODEL == gpu.VISION["swin"]
+    assert windows.SWIN == gpu.VISION["swin"]
     batch = {job.arguments[-2] for job in some["models"]}
     assert batch == {128}  # the largest of vision.py on a GPU, which alone is compiled
     made = []
@@ -577,7 +574,7 @@ def test_a_tile_is_that_of_one_kernel(flash, monkeypatch):
 def test_tuning_takes_all_kernels_and_kinds(flash, monkeypatch, tmp_path, capsys):
     """Without a name, too; a tile that does not compile is told and left out."""
     seen = launches(flash, monkeypatch)
-    launch, tiny = flash.flash.launch, ["flash.py", "--tiny", "--device", "cpu", "--repeats"]
+    launch, tiny = flash.flash.launch, ["--tiny", "--device", "cpu", "--repeats"]
 
     def refuse(function, *arguments, **options):
         launch(function, *arguments, **options)
@@ -585,8 +582,7 @@ def test_tuning_takes_all_kernels_and_kinds(flash, monkeypatch, tmp_path, capsys
             raise RuntimeError("out of resource: shared memory")
 
     monkeypatch.setattr(flash.flash, "launch", refuse)
-    monkeypatch.setattr(sys, "argv", [*tiny, "2", "--tune", "--out", str(tmp_path)])
-    flash.main()
+    flash.main(["tune", *tiny, "2", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "tiles_cpu.json").read_text())["rows"]
     tuned = {(row["kernel"], row["kind"]) for row in rows}
     assert tuned == {(kernel, kind) for kernel, some in flash.TUNED.items() for kind in some}
@@ -610,27 +606,26 @@ def test_overhead(monkeypatch, tmp_path):
     """Calls in which no kernel starts, and behind them the launchers stand again."""
     pytest.importorskip("triton")
     from attnlib import flash, windows
-    from benchmarks import overhead
+    from benchmarks import windows as benchmark
 
     before, threads, seen = (flash.launch, windows.launch), torch.get_num_threads(), []
-    measure = overhead.measure
+    measure = benchmark.measure_overhead
 
     def noted(*arguments):
         seen.extend([flash.launch is before[0], windows.launch is before[1]])
         return measure(*arguments)
 
-    monkeypatch.setattr(overhead, "measure", noted)
-    command_line(monkeypatch, "--repeats", "5", "--out", str(tmp_path))
-    overhead.main()
+    monkeypatch.setattr(benchmark, "measure_overhead", noted)
+    benchmark.main(["overhead", "--tiny", "--repeats", "5", "--out", str(tmp_path)])
     torch.set_num_threads(threads)
     assert seen == [False, False] and (flash.launch, windows.launch) == before
     rows = json.loads((tmp_path / "overhead_cpu.json").read_text())["rows"]
-    assert {row["name"] for row in rows} == set(overhead.calls())
+    assert {row["name"] for row in rows} == set(benchmark.kernel_calls())
     for row in rows:
         low, high = row["us_quartiles"]
         assert 0 < low <= row["us"] <= high and row["rounds"] == 5
     with pytest.raises(ZeroDivisionError):
-        overhead.without_launches(lambda: 1 / 0)
+        benchmark.without_launches(lambda: 1 / 0)
     assert (flash.launch, windows.launch) == before
 
 
@@ -662,9 +657,9 @@ def test_on_a_gpu_the_model_takes_part_with_its_kernels(monkeypatch):
     monkeypatch.setattr(vision, "under", lambda backend, call: used.append(backend) or call)
     row = dict(ms=1.0, ratio=1.0, quartiles=[1.0, 1.0])
     monkeypatch.setattr(
-        vision.common, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
+        vision.timing, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
     )
-    monkeypatch.setattr(vision.common, "peak_memory", lambda call, device: 1)
+    monkeypatch.setattr(vision.timing, "peak_memory", lambda call, device: 1)
     options, rest = dict(vision.TINY["vit"], num_classes=4), ("forward", 1, "cpu", 1, False)
     rows = vision.measure("vit_small_patch16_224", "float32", *rest, options, {})
     backends = dict(zip((row["library"] for row in rows), used, strict=True))
@@ -682,9 +677,9 @@ def test_on_a_gpu_swin_takes_part_with_fused_blocks(monkeypatch):
     monkeypatch.setattr(inference, "devices", lambda model: ["cuda:0"])
     monkeypatch.setattr(windows, "fuse_swin", lambda m: made.append(type(m)) or fuse_swin(m))
     monkeypatch.setattr(
-        vision.common, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
+        vision.timing, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
     )
-    monkeypatch.setattr(vision.common, "peak_memory", lambda call, device: 1)
+    monkeypatch.setattr(vision.timing, "peak_memory", lambda call, device: 1)
     small = dict(img_size=16, window_size=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2))
     for name, kind, options in (
         ("swin", "forward", small),

@@ -5,11 +5,11 @@ import sys
 
 import torch
 
-from benchmarks import bias
+from benchmarks import vit as bias
 
 
 def test_a_tiny_record_and_its_continuation(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["bias", "--tiny", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["vit", "bias", "--tiny", "--out", str(tmp_path)])
     bias.main()
     record = json.loads((tmp_path / "bias.json").read_text())
     assert {"device", "torch", "date", "commit", "threads"} <= set(record)

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from attnlib.train import read_record
-from benchmarks import bottleneck
+from benchmarks import seq2seq as bottleneck
 
 
 class Told(nn.Module):
@@ -49,13 +49,17 @@ def test_parts_of_the_numbers_are_apart():
 
 
 def test_a_tiny_record_can_be_interrupted_and_goes_on(tmp_path, capsys):
-    bottleneck.main(["--tiny", "--out", str(tmp_path), "--seconds", "0"])
+    command = ["bottleneck", "--tiny", "--out", str(tmp_path)]
     path = tmp_path / "bottleneck.json"
-    assert len(json.loads(path.read_text())["runs"]) == 1
-    bottleneck.main(["--tiny", "--out", str(tmp_path)])
+    bottleneck.main([*command, "--minutes", "0"])
+    assert not path.exists()
+    bottleneck.main([*command, "--task", "copy"])
+    copies = json.loads(path.read_text())["runs"]
+    bottleneck.main(command)
     runs = json.loads(path.read_text())["runs"]
+    assert runs[: len(copies)] == copies
     assert len(runs) == len(list(bottleneck.jobs(True)))
-    assert capsys.readouterr().out.endswith("complete\n")
+    assert f"{len(runs)} runs, recorded" in capsys.readouterr().out
 
 
 def test_the_record_has_all_runs_each_at_the_best_rate():

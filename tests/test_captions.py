@@ -39,7 +39,7 @@ from attnlib.spatial import (
     weight_on_objects,
 )
 from attnlib.train import epochs, fit
-from benchmarks.captions import loss_function
+from benchmarks.spatial import loss_function
 from helpers import close
 
 HALF = partial(HardAttention, soft_share=0.5)

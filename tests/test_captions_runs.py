@@ -11,12 +11,12 @@ from attnlib.data import CAPTION_WORDS, caption_scenes, context_scenes, decode_c
 from attnlib.models import load_pretrained
 from attnlib.spatial import Captioner
 from attnlib.train import find_records, read_record
-from benchmarks import captions
+from benchmarks import spatial
 
 
 def command(patch, folder, *arguments):
     patch.setattr(sys, "argv", ["captions", *arguments, "--tiny", "--out", str(folder)])
-    captions.main()
+    spatial.main()
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def tiny(tmp_path_factory):
 
 def test_soft_and_hard_are_compared(tiny):
     record = json.loads((tiny / "captions_compare.json").read_text())
-    assert {run["contestant"] for run in record["runs"]} == set(captions.CONTESTANTS)
+    assert {run["contestant"] for run in record["runs"]} == set(spatial.CONTESTANTS)
     assert record["baseline"][0]["test"] >= 0
     for run in record["runs"]:
         for part in ("valid", "test", "novel"):
@@ -43,7 +43,7 @@ def test_soft_and_hard_are_compared(tiny):
 def test_bias_is_measured(tiny):
     record = json.loads((tiny / "captions_bias.json").read_text())
     runs = {run["contestant"]: run for run in record["runs"]}
-    assert set(runs) == set(captions.CORRELATIONS)
+    assert set(runs) == set(spatial.CORRELATIONS)
     assert runs["balanced"]["scenes"] < runs["correlated"]["scenes"]
     for run in runs.values():
         assert 0 <= run["changed"] <= 1 and 0 <= run["conflict"]["right"] <= 1
@@ -52,7 +52,7 @@ def test_bias_is_measured(tiny):
 
 def test_what_is_recorded_is_not_run_again(tiny, monkeypatch, capsys):
     before = (tiny / "captions_bias.json").read_text()
-    monkeypatch.setattr(captions, "fit", None)
+    monkeypatch.setattr(spatial, "fit", None)
     command(monkeypatch, tiny, "bias")
     assert "3 runs, recorded" in capsys.readouterr().out
     assert (tiny / "captions_bias.json").read_text() == before
@@ -73,29 +73,29 @@ def test_flickr_runs(tmp_path, monkeypatch):
 
 def test_the_pipeline_reads_clear_scenes():
     train, test = caption_scenes(800), caption_scenes(40, "test")
-    read = captions.by_parts(train)(test["image"])
+    read = spatial.by_parts(train)(test["image"])
     right = [a == b for a, b in zip(read, decode_captions(test["caption"]))]
     assert sum(right) > 20
-    assert captions.by_parts(train)(torch.zeros(1, 3, 32, 32)) == ["a"]
+    assert spatial.by_parts(train)(torch.zeros(1, 3, 32, 32)) == ["a"]
 
 
 def test_the_run_for_a_gpu(tmp_path):
-    found = captions.longer(tmp_path, tiny=True)
+    found = spatial.longer(tmp_path, tiny=True)
     assert [run["contestant"] for run in found["runs"]] == ["soft", "hard"]
     assert all(0 <= run["test"]["exact"] <= 1 and run["history"] for run in found["runs"])
 
 
 def test_a_balanced_set_is_balanced():
     scenes = context_scenes(500, 0.9, seed=1)
-    found = captions.balanced(scenes, 0)
+    found = spatial.balanced(scenes, 0)
     assert found["agrees"].sum() == (~found["agrees"]).sum() == (~scenes["agrees"]).sum()
 
 
 def test_moved_attention_is_on_its_object():
     scenes = caption_scenes(20)
-    moved = captions.on_other(scenes)
+    moved = spatial.on_other(scenes)
     assert torch.allclose(moved.sum(1), torch.ones(20))
-    found = captions.weight_on_objects(moved[:, None], scenes["mask"])
+    found = spatial.weight_on_objects(moved[:, None], scenes["mask"])
     assert torch.allclose(found[0][:, 0, 1], torch.ones(20), atol=1e-5)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attnlib.data import collages, digits
 from attnlib.models import create_model
 from attnlib.train import find_records, read_record
-from benchmarks import collages as training
+from benchmarks import tnt as training
 
 SPLITS = "train", "test"
 
@@ -85,9 +85,9 @@ def test_refuses(arguments, message):
 # --- the models that come with the library ----------------------------------------------------
 
 
-@pytest.mark.parametrize("name", training.STEPS)
+@pytest.mark.parametrize("name", training.COLLAGE_STEPS)
 def test_a_model_is_trained_and_loaded(name, tmp_path, monkeypatch):
-    arguments = ["collages", name, "--tiny", "--out", str(tmp_path)]
+    arguments = ["tnt", "collages", name, "--tiny", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     training.main()
     path = tmp_path / f"{name}.safetensors"
@@ -104,7 +104,7 @@ def test_places_are_taught_their_shares():
     assert found[0, 3, 0, 0] == 0.5 and found[0, 0, 0, 0] == 0.5 and found[0, 0, 1, 1] == 1
 
 
-@pytest.mark.parametrize("name", training.STEPS)
+@pytest.mark.parametrize("name", training.COLLAGE_STEPS)
 def test_the_stored_weights_give_the_recorded_accuracy(name):
     model = create_model(name, pretrained=True).eval()
     assert find_records()[name].with_suffix(".safetensors").stat().st_size < 2 * 2**20

@@ -5,11 +5,11 @@ import sys
 
 import torch
 
-from benchmarks import compare
+from benchmarks import tnt as compare
 
 
 def run(folder, monkeypatch, *options):
-    command = ["compare", "--tiny", "--tasks", "digits", "--out", str(folder), *options]
+    command = ["tnt", "compare", "--tiny", "--tasks", "digits", "--out", str(folder), *options]
     monkeypatch.setattr(sys, "argv", command)
     compare.main()
     return json.loads((folder / "compare.json").read_text())

@@ -582,8 +582,16 @@ def test_tokens_that_are_none(token):
 
 
 def test_the_recorded_runs_run(tmp_path):
-    """`benchmarks/decoding.py` at a tiny size; what is not run again stays in the record."""
-    command = [sys.executable, "-m", "benchmarks.decoding", "--tiny", "--out", tmp_path]
+    """`benchmarks.decoding` at a tiny size; what is not run again stays in the record."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.decoding",
+        "search",
+        "--tiny",
+        "--out",
+        tmp_path,
+    ]
     for seed in ("1", "2"):
         done = subprocess.run(
             [*command, "--seeds", seed],

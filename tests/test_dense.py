@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from benchmarks import dense
+from benchmarks import swin as dense
 
 
 def test_a_tiny_record(tmp_path, monkeypatch, capsys):
-    command = ["dense", "--tiny", "--models", "Swin", "--out", str(tmp_path)]
+    command = ["swin", "dense", "--tiny", "--models", "Swin", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     dense.main()
     record = json.loads((tmp_path / "dense.json").read_text())

@@ -22,7 +22,7 @@ from attnlib.convert import convert_state_dict
 from attnlib.detr import DETR, HungarianMatcher, Output, ResNet, SetLoss
 from attnlib.inference import optimize_for_inference
 from attnlib.models import create_model, load_pretrained
-from benchmarks import detr_coco, detr_speed
+from benchmarks import detr as runs
 from helpers import close, images
 
 COUNTS = {  # all, trained, keys
@@ -649,7 +649,7 @@ def coco(tmp_path):
 
 def test_coco_is_judged(coco):
     """A model that finds everything has AP 1; a box with IoU 0.75 is right up to there."""
-    truth = detr_coco.read_truth(coco)
+    truth = runs.read_truth(coco)
 
     class Knows(nn.Module):
         calls = iter([(7, 1.0), (9, 0.75)])  # pictures, and how much of a box is found
@@ -668,27 +668,27 @@ def test_coco_is_judged(coco):
                 logits[0, i, one["category_id"]], boxes[0, i] = 9.0, box[0]
             return Output(logits, boxes, [])
 
-    found = detr_coco.detections(Knows(), coco, truth, [7, 9], shorter=32)
+    found = runs.coco_results(Knows(), coco, truth, [7, 9], shorter=32)
     assert len(found) == 8
-    scores = detr_coco.judge(truth, found, [7, 9])
+    scores = runs.judge(truth, found, [7, 9])
     assert scores["ap50"] == 1 and 0.75 < scores["ap"] < 1
-    assert detr_coco.scaled_size(640, 480) == (800, 1066)
-    assert detr_coco.scaled_size(480, 640) == (1066, 800)
-    assert detr_coco.scaled_size(1000, 400) == (533, 1332)
+    assert runs.scaled_size(640, 480) == (800, 1066)
+    assert runs.scaled_size(480, 640) == (1066, 800)
+    assert runs.scaled_size(1000, 400) == (533, 1332)
 
 
 def test_the_command_for_coco_runs(coco, tmp_path, monkeypatch):
-    arguments = ["detr_coco", "--tiny", "--coco", str(coco), "--out", str(tmp_path)]
+    arguments = ["detr", "coco", "--tiny", "--coco", str(coco), "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
-    detr_coco.main()
+    runs.main()
     record = json.loads((tmp_path / "detr_coco.json").read_text())
     assert record["images"] == 2 and record["ap"] < 0.5
 
 
 def test_tiny_speed(tmp_path, monkeypatch):
-    arguments = ["detr_speed", "--tiny", "--repeats", "2", "--out", str(tmp_path)]
+    arguments = ["detr", "speed", "--tiny", "--repeats", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
-    detr_speed.main()
+    runs.main()
     record = json.loads((tmp_path / "detr_speed_cpu.json").read_text())
     assert len(record["rows"]) == 5 and 0 < record["matching"] < 1
     assert all(row["ratio"] > 0 for row in record["rows"])

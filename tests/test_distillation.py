@@ -5,11 +5,11 @@ import sys
 
 import torch
 
-from benchmarks import distillation
+from benchmarks import deit as distillation
 
 
 def test_a_tiny_record(tmp_path, monkeypatch, capsys):
-    call = ["distillation", "--tiny", "--out", str(tmp_path)]
+    call = ["deit", "distillation", "--tiny", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*call, "--minutes", "0"])
     distillation.main()
     assert "again" in capsys.readouterr().out  # no time for any model

@@ -1,7 +1,6 @@
 """The experiments with a GPT run, and their records hold what the page reads from them."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -14,37 +13,35 @@ from attnlib.train import read_record
 from benchmarks import gpt
 
 
-def rows(monkeypatch, folder, what):
-    arguments = ["gpt", what, "--tiny", "--out", str(folder)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    gpt.main()
+def rows(folder, what):
+    gpt.main([what, "--tiny", "--out", str(folder)])
     return {
         row["name"]: row
         for row in json.loads((folder / f"gpt_{what}.json").read_text())["rows"]
     }
 
 
-def test_options(monkeypatch, tmp_path):
-    found = rows(monkeypatch, tmp_path, "options")
+def test_options(tmp_path):
+    found = rows(tmp_path, "options")
     assert {"modern, 0", "2019, 0"} < set(found)
     assert found["modern, 0"]["judge"] == "test" and len(found["modern, 0"]["curve"]) == 4
     assert found["modern, 0.002, tuning"]["judge"] == "valid"
 
 
-def test_scaling(monkeypatch, tmp_path):
-    found = rows(monkeypatch, tmp_path, "scaling")
+def test_scaling(tmp_path):
+    found = rows(tmp_path, "scaling")
     assert {row["width"] for row in found.values()} == {16, 32}
     assert all(row["best"] == min(bits for _, bits in row["curve"]) for row in found.values())
 
 
-def test_induction(monkeypatch, tmp_path):
-    found = rows(monkeypatch, tmp_path, "induction")
+def test_induction(tmp_path):
+    found = rows(tmp_path, "induction")
     assert found["1 layers, 0"]["steps"] == 4 * found["2 layers, 0"]["steps"]
     assert len(found["2 layers, 0"]["heads"]) == len(found["2 layers, 0"]["without"]) == 2
 
 
-def test_sampling(monkeypatch, tmp_path):
-    found = rows(monkeypatch, tmp_path, "sampling")
+def test_sampling(tmp_path):
+    found = rows(tmp_path, "sampling")
     assert set(gpt.SETTINGS) < set(found["texts 0"]["found"])
     assert set(found["first 0"]["bits"]) == {
         "all",
@@ -54,8 +51,8 @@ def test_sampling(monkeypatch, tmp_path):
     }
 
 
-def test_groups(monkeypatch, tmp_path):
-    found = rows(monkeypatch, tmp_path, "groups")
+def test_groups(tmp_path):
+    found = rows(tmp_path, "groups")
     assert {(row["groups"], row["keys"]) for row in found.values()} == {
         (groups, keys) for groups in (8, 4, 1) for keys in (16, 32)
     }

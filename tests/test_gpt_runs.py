@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -10,17 +9,16 @@ import torch
 from attnlib.data import book_text
 from attnlib.gpt import GPT, GPTConfig, text_batches, text_bits, text_loss
 from attnlib.train import read_record
-from benchmarks import gpt_book, gpt_speed, nanogpt
+from benchmarks import gpt
 from helpers import close
 
 
-def run(command, folder, monkeypatch, *options):
-    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--out", str(folder), *options])
-    command.main()
+def run(command, folder, *options):
+    gpt.main([command, "--tiny", "--out", str(folder), *options])
 
 
-def test_the_speed_is_recorded(tmp_path, monkeypatch):
-    run(gpt_speed, tmp_path, monkeypatch, "--device", "cpu", "--repeats", "1")
+def test_the_speed_is_recorded(tmp_path):
+    run("speed", tmp_path, "--device", "cpu", "--repeats", "1")
     rows = json.loads((tmp_path / "gpt_speed_cpu.json").read_text())["rows"]
     assert {row["task"] for row in rows} == {"decoding", "training"}
     assert {row["kind"] for row in rows} == {"GPT-2", "Llama"}
@@ -47,11 +45,11 @@ class GPT(nn.Module):
 """
 
 
-def test_nanogpt_is_compared(tmp_path, monkeypatch):
+def test_nanogpt_is_compared(tmp_path):
     """A stand-in with nanoGPT's names and exact GELU; the record has the real one."""
     path = tmp_path / "model.py"
     path.write_text(STAND_IN)
-    run(nanogpt, tmp_path, monkeypatch, "--model", str(path), "--device", "cpu")
+    run("nanogpt", tmp_path, "--model", str(path), "--device", "cpu")
     tiny = json.loads((tmp_path / "nanogpt_cpu.json").read_text())
     real = read_record("nanogpt_cpu")
     assert tiny["tiny"] and not real["tiny"]
@@ -60,8 +58,8 @@ def test_nanogpt_is_compared(tmp_path, monkeypatch):
         assert record["tanh"]["gradients"] < 1e-5 < record["exact"]["gradients"] < 1e-2
 
 
-def test_the_book_is_learned(tmp_path, monkeypatch):
-    run(gpt_book, tmp_path, monkeypatch)
+def test_the_book_is_learned(tmp_path):
+    run("book", tmp_path)
     record = json.loads((tmp_path / "gpt_book.json").read_text())
     assert record["tiny"] and record["runs"][0]["part"] == "test"
 
@@ -70,7 +68,7 @@ def test_the_record_beats_its_baselines():
     record = read_record("gpt_book")
     assert not record["tiny"] and len(record["runs"]) == 3
     assert {row["part"] for row in record["tuning"]} == {"valid"}
-    rows = [row for row in record["tuning"] if row["vocab"] <= gpt_book.MINUTE]
+    rows = [row for row in record["tuning"] if row["vocab"] <= gpt.MINUTE]
     best = min(rows, key=lambda row: row["bits"])
     assert {(row["vocab"], row["lr"]) for row in record["runs"]} == {
         (best["vocab"], best["lr"])
@@ -83,8 +81,8 @@ def test_n_grams_are_probabilities():
     train, context = "abcabcabdaab" * 3, "ab"
     total = 0.0
     for letter in "abcd":
-        bits = 3 * gpt_book.n_grams(train, context + letter, 3)
-        total += 2 ** -(bits - 2 * gpt_book.n_grams(train, context, 3))
+        bits = 3 * gpt.n_grams(train, context + letter, 3)
+        total += 2 ** -(bits - 2 * gpt.n_grams(train, context, 3))
     assert 0.97 < total <= 1.0  # a fifth symbol, never seen, has the rest
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnlib import train
-from benchmarks import common, gpu
+from benchmarks import gpu, runner, timing
 
 pytest.importorskip("triton")
 
@@ -46,7 +46,7 @@ class Rehearsal:
 
     def __init__(self, folder, monkeypatch):
         self.folder, self.asked, self.hit = folder, [], []
-        self.attempt, self.once = common.attempt, common.Rows.once
+        self.attempt, self.once = timing.attempt, runner.Rows.once
         rehearsal = self
 
         def attempt(left_out, name, function):
@@ -59,8 +59,8 @@ class Rehearsal:
             begin = lambda left_out: rehearsal.call(lambda: make(left_out))  # noqa: E731
             return rehearsal.once(rows, setting, begin, kind)
 
-        monkeypatch.setattr(common, "attempt", attempt)
-        monkeypatch.setattr(common.Rows, "once", once)
+        monkeypatch.setattr(timing, "attempt", attempt)
+        monkeypatch.setattr(runner.Rows, "once", once)
         monkeypatch.setattr(train, "_commit", lambda: None)  # it would ask git for each row
         self.monkeypatch = monkeypatch
 
@@ -199,10 +199,10 @@ def test_flash_without_memory_for_the_exact_results(monkeypatch):
 def test_a_setting_that_ends_the_process_is_given_up_after_two(tmp_path):
     path = tmp_path / "rows_cpu.json"
     for _ in range(2):
-        rows = common.Rows(path, "cpu")
+        rows = runner.Rows(path, "cpu")
         with pytest.raises(KeyboardInterrupt):  # in place of a crash
             rows.once({"size": 1}, lambda left_out: (_ for _ in ()).throw(KeyboardInterrupt))
-    rows = common.Rows(path, "cpu")
+    rows = runner.Rows(path, "cpu")
     assert rows.once({"size": 1}, lambda left_out: pytest.fail("begun again")) == []
     assert rows.once({"size": 2}, lambda left_out: [{"ms": 1}]) == [{"size": 2, "ms": 1}]
     record = json.loads(path.read_text())
@@ -221,7 +221,7 @@ def test_a_wrong_result_fails_its_setting_alone(tmp_path):
         return [{"ms": 1}]
 
     for wanted in (1, 0):
-        rows = common.Rows(path, "cpu")
+        rows = runner.Rows(path, "cpu")
 
         def go():
             rows.once({"size": 1}, make)

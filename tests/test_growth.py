@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import growth
+from benchmarks import swinv2 as growth
 
 
 @pytest.mark.parametrize("kind", growth.KINDS)
@@ -22,7 +22,7 @@ def test_the_norms_behind_the_branches_begin_where_they_should(kind):
 
 
 def test_a_tiny_record(tmp_path, monkeypatch, capsys):
-    call = ["growth", "--tiny", "--out", str(tmp_path)]
+    call = ["swinv2", "growth", "--tiny", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*call, "--minutes", "0"])
     growth.main()
     assert "again" in capsys.readouterr().out  # no time for any model

@@ -837,8 +837,9 @@ def test_other_image_sizes_from_now_on(name):
 def test_the_benchmark_runs(tmp_path):
     for package in ("timm", "onnx", "onnxruntime"):
         pytest.importorskip(package)
-    command = [sys.executable, "-m", "benchmarks.inference", "--tiny", "--repeats", "2"]
-    command += ["--models", "vit_small_patch16_224", "--modes", "float32", "bfloat16"]
+    command = [sys.executable, "-m", "benchmarks.inference", "speed", "--tiny"]
+    command += ["--repeats", "2", "--models", "vit_small_patch16_224"]
+    command += ["--modes", "float32", "bfloat16"]
     done = subprocess.run(
         [*command, "--parts", "models", "--out", tmp_path],
         cwd=Path(__file__).parent.parent,

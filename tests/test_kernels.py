@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("triton", reason="it compiles the kernels")
 
-from benchmarks import kernels
+from benchmarks import flash as kernels
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "kernels_static.json"
-AGAIN = "run python -m benchmarks.kernels --out benchmarks/results"
+AGAIN = "run python -m benchmarks.flash static --out benchmarks/results"
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_rows_of_another_tile_are_dropped(monkeypatch, table, extra):
 
 SAMPLE = """
 import json
-from benchmarks import kernels
+from benchmarks import flash as kernels
 for job in {jobs}:
     print(json.dumps(kernels.{function}(*job)))
 """
@@ -142,7 +142,7 @@ import sys
 sys.path.insert(0, {folder!r})
 import importlib.util
 from attnlib import flash
-from benchmarks import kernels
+from benchmarks import flash as kernels
 spec = importlib.util.spec_from_file_location("attnlib.changed", {path!r})
 source = open({path!r}).read().replace("attnlib::flash", "changed::flash")
 source = source.replace("torch.ops.attnlib", "torch.ops.changed")
@@ -173,8 +173,8 @@ print(kernels.code_of("forward", "sm_90", "bfloat16", 64, "b"))
 
 
 def test_command_goes_on_where_it_ended(tmp_path):
-    call = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels", "--out", str(tmp_path)]
-    call += ["--only", "sm_90,bfloat16,64,bias", "--most", "1"]
+    call = [sys.executable, "-W", "ignore", "-m", "benchmarks.flash", "static"]
+    call += ["--out", str(tmp_path), "--only", "sm_90,bfloat16,64,bias", "--most", "1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for count in (1, 2):
         done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -32,7 +32,8 @@ from attnlib.mae import (
 from attnlib.models import create_model, load_pretrained
 from attnlib.train import epochs, find_records, fit, read_record
 from attnlib.vit import VisionTransformer
-from benchmarks import hidden, mae, mae_photographs, mae_speed
+from benchmarks import hidden, mae
+from benchmarks.runner import tune
 from helpers import close, images
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
@@ -475,12 +476,17 @@ def test_a_probe_and_a_fine_tuned_model():
     assert set(found) == {"valid", "test", "seconds"} and 0 <= found["test"] < 0.6
     assert hidden.more_steps(300, 10.0, 100.0) == 3300
     entries = {1: 0.5, 2: 0.8, 3: 0.8}
-    best, runs = hidden.tuned(lambda seed, lr: dict(valid=entries[lr], seed=seed), (1, 2, 3))
+    best, runs = tune(
+        lambda lr, seed: dict(valid=entries[lr], seed=seed),
+        rates=(1, 2, 3),
+        seeds=(0, 1, 2),
+        score=lambda run: run["valid"],
+    )
     assert best == 2 and [run["seed"] for run in runs] == [0, 1, 2]
 
 
 def test_a_tiny_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["mae", "--tiny", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["mae", "digits", "--tiny", "--out", str(tmp_path)])
     mae.main()
     record = json.loads((tmp_path / "mae.json").read_text())
     assert {run["variant"] for run in record["runs"]} == {"long"}
@@ -498,7 +504,7 @@ def test_a_tiny_record(tmp_path, monkeypatch):
 
 
 def test_tiny_sweeps(tmp_path, monkeypatch):
-    command = ["mae", "--tiny", "--sweeps", "--out", str(tmp_path)]
+    command = ["mae", "sweeps", "--tiny", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     mae.main()
     record = json.loads((tmp_path / "mae_sweeps.json").read_text())
@@ -509,8 +515,8 @@ def test_tiny_sweeps(tmp_path, monkeypatch):
 
 
 def test_tiny_photographs(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["mae_photographs", "--tiny", "--out", str(tmp_path)])
-    mae_photographs.main()
+    monkeypatch.setattr(sys, "argv", ["mae", "photographs", "--tiny", "--out", str(tmp_path)])
+    mae.main()
     model = create_model("mae_photographs", tmp_path / "mae_photographs.safetensors")
     assert model(torch.rand(2, 3, 64, 64))[1].shape == (2, 64, 192)
     record = json.loads((tmp_path / "mae_photographs.json").read_text())
@@ -521,9 +527,9 @@ def test_tiny_photographs(tmp_path, monkeypatch):
 
 def test_tiny_speed(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        sys, "argv", ["mae_speed", "--tiny", "--repeats", "2", "--out", str(tmp_path)]
+        sys, "argv", ["mae", "speed", "--tiny", "--repeats", "2", "--out", str(tmp_path)]
     )
-    mae_speed.main()
+    mae.main()
     record = json.loads((tmp_path / "mae_speed_cpu.json").read_text())
     assert all(row["ratio"] > 0 for row in record["rows"])
 
@@ -544,8 +550,8 @@ def test_the_stored_weights_give_the_recorded_error():
     record = read_record("mae_photographs")
     assert find_records()["mae_photographs"].with_suffix(".safetensors").stat().st_size < 2e6
     model = create_model("mae_photographs", pretrained=True)
-    test = mae_photographs.prepared(pieces(100, "test", seed=1), "mae_photographs")
-    found = mae_photographs.errors(model, test)
+    test = mae.prepared(pieces(100, "test", seed=1), "mae_photographs")
+    found = mae.errors(model, test)
     for name, errors in record["runs"][0]["test"].items():
         np.testing.assert_allclose(found[name], errors, rtol=0.2)
 

@@ -17,7 +17,7 @@ from attnlib.panoptic import (
     small_panoptic,
 )
 from attnlib.train import read_record
-from benchmarks import panoptic, panoptic_coco, panoptic_speed
+from benchmarks import panoptic
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +95,9 @@ def test_the_pixels_around():
 
 
 def test_tiny_speed(tmp_path, monkeypatch):
-    command = ["panoptic_speed", "--tiny", "--repeats", "2", "--out", str(tmp_path)]
+    command = ["panoptic", "speed", "--tiny", "--repeats", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
-    panoptic_speed.main()
+    panoptic.main()
     record = json.loads((tmp_path / "panoptic_speed_cpu.json").read_text())
     assert len(record["rows"]) == 7 and all(row["ratio"] > 0 for row in record["rows"])
 
@@ -127,13 +127,13 @@ def test_coco(tmp_path):
         **dict(num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=16),
     )
     paths = tmp_path / "val", tmp_path / "panoptic_val.json"
-    found = panoptic_coco.evaluate(model, *paths, threshold=0.1, count=2)
+    found = panoptic.evaluate(model, *paths, threshold=0.1, count=2)
     assert 0 <= found["all"]["pq"] <= 1 and {1, 5} <= set(found["classes"])
-    segments, infos = panoptic_coco.read_truth(
+    segments, infos = panoptic.read_truth(
         tmp_path / "panoptic_val" / "0.png", rows[0]["segments_info"]
     )
     assert segments[0, 0] == 263 and segments[30, 40] == 131072 and segments[30, 0] == 0
-    x, size = panoptic_coco.read_picture(tmp_path / "val" / "0.jpg")
+    x, size = panoptic.read_picture(tmp_path / "val" / "0.jpg")
     assert size == (40, 60) and x.shape == (1, 3, 800, 1200)
 
 

@@ -478,7 +478,15 @@ def test_sinusoids_with_an_offset_continue_the_table():
 
 def test_the_experiments_run(tmp_path):
     """A tiny run records its networks, and goes on with them when it is given again."""
-    command = [sys.executable, "-m", "benchmarks.positions", "--tiny", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.position",
+        "schemes",
+        "--tiny",
+        "--out",
+        str(tmp_path),
+    ]
     root = Path(__file__).resolve().parent.parent
     records = []
     for _ in range(2):

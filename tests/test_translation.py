@@ -579,10 +579,20 @@ def test_the_weights_with_the_lowest_validation_loss_are_kept(tmp_path):
 
 def test_the_zero_shot_experiment_runs(tmp_path):
     root = Path(__file__).resolve().parent.parent
-    command = [sys.executable, "-m", "benchmarks.zero_shot", "--tiny", "--parts", tmp_path]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.translation",
+        "zero_shot",
+        "--tiny",
+        "--parts",
+        tmp_path,
+        "--out",
+        tmp_path / "out",
+    ]
     subprocess.run([*command, "--only", "one target"], check=True, cwd=root)
     assert len(list(tmp_path.glob("[0-9]*.json"))) == 2  # with the long run
-    subprocess.run([*command, "--out", tmp_path / "out"], check=True, cwd=root)
+    subprocess.run(command, check=True, cwd=root)
     record = json.loads((tmp_path / "out" / "zero_shot.json").read_text())
     assert len({run["condition"] for run in record["runs"]}) == 6 == len(record["runs"])
     assert [run["steps"] for run in record["long"]] == [16, 16, 16]

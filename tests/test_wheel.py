@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attnlib.models import read_weights
-from benchmarks.common import save_half
+from benchmarks.runner import save_half
 from tools import notebooks
 
 MB = 10**6

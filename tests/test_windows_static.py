@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("triton", reason="it compiles the kernels")
 
-from benchmarks import windows_static as static
+from benchmarks import windows as static
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "windows_static.json"
-AGAIN = "run python -m benchmarks.windows_static --out benchmarks/results"
+AGAIN = "run python -m benchmarks.windows static --out benchmarks/results"
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_fingerprint_is_of_a_kernels_own_functions(monkeypatch):
 
 SAMPLE = """
 import json
-from benchmarks import windows_static as static
+from benchmarks import windows as static
 for job in {jobs}:
     print(json.dumps(static.compiled(job)))
 """
@@ -117,7 +117,7 @@ def test_a_sample_is_as_recorded(rows):
 
 
 def test_command_goes_on_where_it_ended(tmp_path):
-    call = [sys.executable, "-W", "ignore", "-m", "benchmarks.windows_static"]
+    call = [sys.executable, "-W", "ignore", "-m", "benchmarks.windows", "static"]
     call += ["--out", str(tmp_path), "--only", "sm_90,bfloat16,64,bias", "--most", "1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for count in (1, 2):

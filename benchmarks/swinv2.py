@@ -1,14 +1,8 @@
-"""How the stream of Swin V1 and V2 grows, and other windows: `python -m benchmarks.growth`.
+"""What was run for 33_swinv2: `python -m benchmarks.swinv2 COMMAND --out FOLDER`.
 
-Small models learn the digits at 24 by 24 pixels: V1, V2 with norms that begin at 0 as in the
-published code, and V2 with norms that begin at 1. Each gets its learning rate from 300
-validation images and then three seeds. On the way the size of the stream is taken after every
-block; in the end the model is tried with other windows and sizes of images on the test images.
-The measuring functions are cells of the chapter's notebook, run here as they stand.
+    growth  measure how the residual stream of Swin V1 and V2 grows, and transfer to new windows
 
-The record, growth.json in the folder --out, is written after every model. With --minutes the
-command stops after that time, and goes on when it is given again. With --tiny every model takes
-a few steps, to see that all runs; such a record means nothing.
+`python -m benchmarks.vision` times the model next to its peers.
 """
 
 import copy
@@ -17,13 +11,18 @@ import nbformat
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from sklearn.linear_model import LogisticRegression
 
 from attnlib.data import digits, standardize
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
-from attnlib.train import adamw, epochs, learning_rate, write_record
-from benchmarks.common import Bench, accuracy, experiment_parser
+from attnlib.train import adamw, epochs, learning_rate
+from benchmarks.runner import (
+    Commands,
+    Runs,
+    accuracy,
+    logistic_regression,
+    tune,
+)
 from tools.notebooks import NBS, code_of
 
 KINDS = {  # the class, and where the weights of the norms behind the branches begin
@@ -49,7 +48,8 @@ MODEL = dict(
 
 def parts():
     """Training, validation and test images with their labels, standardized."""
-    (x, y), (unseen, answers) = digits("train", 24), digits("test", 24)
+    (x, y) = digits("train", 24)
+    (unseen, answers) = digits("test", 24)
     seen = standardize(x, x)
     return (seen[300:], y[300:]), (seen[:300], y[:300]), (standardize(unseen, x), answers)
 
@@ -77,9 +77,12 @@ def train(kind, lr, seed, looks, data):
     """A trained model, and what was seen of it at each of the steps `looks`."""
     train_part, valid, _ = data
     torch.manual_seed(seed)
-    model, measure, found = new_model(kind), stream_function(), []
+    model = new_model(kind)
+    measure = stream_function()
+    found = []
     optimizer = adamw(model, lr, (0.9, 0.999), 0.05)
-    batches, steps = epochs(*train_part, batch_size=32, seed=seed), looks[-1]
+    batches = epochs(*train_part, batch_size=32, seed=seed)
+    steps = looks[-1]
     for step in range(steps + 1):
         if step in looks:
             sizes = measure(model.eval(), valid[0])
@@ -105,7 +108,8 @@ def transfer(trained, stretch):
         model.set_input_size(pixels, window)
         for block in model.blocks if stretch else ():
             block.attn.set_pretrained_window(0)
-        (images, labels), (reference, _) = digits("test", pixels), digits("train", pixels)
+        (images, labels) = digits("test", pixels)
+        (reference, _) = digits("train", pixels)
         name = "doubled" if window else str(pixels)
         found[name] = accuracy(model, (standardize(images, reference), labels))
     return found
@@ -113,20 +117,19 @@ def transfer(trained, stretch):
 
 def logistic(data):
     """Test accuracy of scikit-learn's logistic regression, its C from the validation."""
-    (x, y), (x_valid, y_valid), (x_test, y_test) = (
+    train, valid, test = (
         (images.flatten(1).numpy(), labels.numpy()) for images, labels in data
     )
-    models = [LogisticRegression(C=c, max_iter=300).fit(x, y) for c in (1e-4, 1e-3, 1e-2)]
-    best = max(models, key=lambda model: model.score(x_valid, y_valid))
-    return {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
+    return logistic_regression(train, valid, test, strengths=(1e-4, 1e-3, 1e-2), max_iter=300)
 
 
-class Growth(Bench):
+class Growth(Runs):
     """The runs of the record."""
 
     def __init__(self, path, minutes, looks):
         super().__init__(path, minutes, best={})
-        self.looks, self.data = looks, parts()
+        self.looks = looks
+        self.data = parts()
 
     def run(self, kind, lr, seed):
         def make():
@@ -143,19 +146,36 @@ class Growth(Bench):
 
     def tuned(self, kind, rates, seeds):
         """All rates with the first seed, all seeds with the rate that was best there."""
-        tried = [self.run(kind, lr, seeds[0]) for lr in rates]
-        best = max(tried, key=lambda run: run["looks"][-1]["valid"])["lr"]
-        for seed in seeds:
-            self.run(kind, best, seed)
+        best, _ = tune(
+            lambda lr, seed: self.run(kind, lr, seed),
+            rates=rates,
+            seeds=seeds,
+            score=lambda run: run["looks"][-1]["valid"],
+        )
         self.record["best"][kind] = best
-        write_record(self.path, self.record)
+        self.write()
 
 
-def main():
-    arguments = experiment_parser(__doc__).parse_args()
-    looks, rates, seeds = (
-        ((0, 2), RATES[:1], (0,)) if arguments.tiny else (LOOKS, RATES, (0, 1, 2))
-    )
+def growth(arguments):
+    """Measure how the residual stream grows, and transfer to other windows.
+
+    Small models learn the digits at 24 by 24 pixels: V1, V2 with norms that begin at 0 as in
+    the published code, and V2 with norms that begin at 1. Each gets its learning rate from 300
+    validation images and then three seeds. On the way the size of the stream is taken after
+    every block; in the end the model is tried with other windows and sizes of images on the
+    test images. The measuring functions are cells of the chapter's notebook, run here as they
+    stand.
+
+    The record, growth.json in the folder --out, is written after every model.
+    """
+    if arguments.tiny:
+        looks = (0, 2)
+        rates = RATES[:1]
+        seeds = (0,)
+    else:
+        looks = LOOKS
+        rates = RATES
+        seeds = (0, 1, 2)
     bench = Growth(arguments.out / "growth.json", arguments.minutes, looks)
     bench.record["logistic regression"] = logistic(bench.data)
 
@@ -164,6 +184,12 @@ def main():
             bench.tuned(kind, rates, seeds)
 
     bench.work(go)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    commands.experiment("growth", growth)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,14 @@
-"""A teacher for small transformers, or none: `python -m benchmarks.distillation --out FOLDER`.
+"""What was run for 31_deit: `python -m benchmarks.deit COMMAND --out FOLDER`.
 
-200 labeled digits for everybody, another 200 for the learning rate, 360 for the test; the
-seed decides which. A small convolutional network is the teacher, the students are Vision
-Transformers with one token or two. Two of them see no label at all, but 1,237 pictures with the
-teacher's answers. Noise is added to every batch.
+    distillation  train small transformers with and without a teacher
 
-The record, distillation.json, is written after every model. With --minutes the command stops
-after that time, and goes on when it is given again. With --tiny every model takes a few steps,
-to see that all runs; such a record means nothing.
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import functools
 
 import torch
 import torch.nn.functional as F
-from sklearn.linear_model import LogisticRegression
 
 from attnlib.data import digits
 from attnlib.deit import (
@@ -23,15 +17,15 @@ from attnlib.deit import (
     soft_distillation_loss,
 )
 from attnlib.recipes import accuracy, distill, small_convnet, train_classifier
-from attnlib.train import write_record
 from attnlib.vit import VisionTransformer
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.runner import Commands, Runs, logistic_regression, tune
 
 RATES = (1e-3, 3e-3, 1e-2)
 STUDENT = dict(
     img_size=8, patch_size=4, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=4
 )
-hard, soft = hard_distillation_loss, soft_distillation_loss
+hard = hard_distillation_loss
+soft = soft_distillation_loss
 STUDENTS = {  # the model, its loss, and whether it sees pictures without labels
     "alone": (VisionTransformer, None, False),
     "hard, one token": (VisionTransformer, hard, False),
@@ -51,8 +45,10 @@ STUDENTS = {  # the model, its loss, and whether it sees pictures without labels
 
 def parts(seed):
     """Labelled pictures, those for validation and test, and pictures without labels."""
-    (x, y), (unseen, answers) = digits("train", seed=seed), digits("test", seed=seed)
-    x, unseen = 4 * x - 2, 4 * unseen - 2
+    (x, y) = digits("train", seed=seed)
+    (unseen, answers) = digits("test", seed=seed)
+    x = 4 * x - 2
+    unseen = 4 * unseen - 2
     pictures = torch.cat([x[:200], x[400:]])
     nothing = torch.zeros(len(pictures), dtype=torch.int64)  # labels of weight 0
     return (x[:200], y[:200]), (x[200:400], y[200:400]), (unseen, answers), (pictures, nothing)
@@ -66,7 +62,8 @@ def two_heads(model, test):
     """Accuracy and cross-entropy of each head and of their average, and the tokens' cosines."""
     images, labels = test
     tokens = model.forward_features(images)
-    a, b = model.head(tokens[:, 0]), model.head_dist(tokens[:, 1])
+    a = model.head(tokens[:, 0])
+    b = model.head_dist(tokens[:, 1])
     after = model.forward_intermediates(
         images, intermediates_only=True, return_prefix_tokens=True
     )
@@ -86,12 +83,13 @@ def share(logits, labels):
     return round((logits.argmax(-1) == labels).float().mean().item(), 4)
 
 
-class Students(Bench):
+class Students(Runs):
     """The runs of the record: a teacher of each seed, and its students."""
 
     def __init__(self, path, minutes, steps):
         super().__init__(path, minutes, steps=steps, best={})
-        self.steps, self.teachers = steps, {}
+        self.steps = steps
+        self.teachers = {}
 
     def train(self, name, lr, seed):
         """A model, and what is recorded of it."""
@@ -102,10 +100,12 @@ class Students(Bench):
         )
         torch.manual_seed(seed)
         if name == "teacher":
-            model, loss = small_convnet(1, 10, (24, 48)), None
+            model = small_convnet(1, 10, (24, 48))
+            loss = None
         else:
             make, loss, without_labels = STUDENTS[name]
-            model, seen = make(**STUDENT), unlabeled if without_labels else seen
+            model = make(**STUDENT)
+            seen = unlabeled if without_labels else seen
         if loss is None:
             history = train_classifier(model, seen, valid, **options)
         else:
@@ -118,7 +118,8 @@ class Students(Bench):
                 found["heads"] = two_heads(model, test)
             if name == "teacher":
                 torch.manual_seed(seed)
-                images, labels = seen[0].repeat(5, 1, 1, 1), seen[1].repeat(5)
+                images = seen[0].repeat(5, 1, 1, 1)
+                labels = seen[1].repeat(5)
                 found["own images"] = share(model(seen[0]), seen[1])
                 found["own images, noisy"] = share(model(noisy(images)), labels)
         return model, found
@@ -136,28 +137,42 @@ class Students(Bench):
 
     def tuned(self, name, rates, seeds):
         """All rates with the first seed, all seeds with the rate that was best there."""
-        tried = [self.run(name, lr, seeds[0]) for lr in rates]
-        best = max(tried, key=lambda run: run["curve"][-1][1])["lr"]
-        for seed in seeds:
-            self.run(name, best, seed)
+        best, _ = tune(
+            lambda lr, seed: self.run(name, lr, seed),
+            rates=rates,
+            seeds=seeds,
+            score=lambda run: run["curve"][-1][1],
+        )
         self.record["best"][name] = best
-        write_record(self.path, self.record)
+        self.write()
 
 
 def logistic(seed):
     """Test accuracy of scikit-learn's logistic regression, its C from the validation."""
-    (x, y), (x_valid, y_valid), (x_test, y_test) = (
+    train, valid, test = (
         (images.flatten(1).numpy(), labels.numpy()) for images, labels in parts(seed)[:3]
     )
-    tries = (0.001, 0.01, 0.1, 1)
-    models = [LogisticRegression(C=c, max_iter=1000).fit(x, y) for c in tries]
-    best = max(models, key=lambda model: model.score(x_valid, y_valid))
-    return {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
+    return logistic_regression(train, valid, test, strengths=(0.001, 0.01, 0.1, 1))
 
 
-def main():
-    arguments = experiment_parser(__doc__).parse_args()
-    steps, rates, seeds = (2, RATES[:1], (0,)) if arguments.tiny else (600, RATES, (0, 1, 2))
+def distillation(arguments):
+    """Train small transformers with and without a teacher.
+
+    200 labeled digits for everybody, another 200 for the learning rate, 360 for the test; the
+    seed decides which. A small convolutional network is the teacher, the students are Vision
+    Transformers with one token or two. Two of them see no label at all, but 1,237 pictures with
+    the teacher's answers. Noise is added to every batch.
+
+    The record, distillation.json, is written after every model.
+    """
+    if arguments.tiny:
+        steps = 2
+        rates = RATES[:1]
+        seeds = (0,)
+    else:
+        steps = 600
+        rates = RATES
+        seeds = (0, 1, 2)
     bench = Students(arguments.out / "distillation.json", arguments.minutes, steps)
     bench.record["logistic regression"] = [logistic(seed) for seed in seeds]
 
@@ -166,6 +181,12 @@ def main():
             bench.tuned(name, rates, seeds)
 
     bench.work(go)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    commands.experiment("distillation", distillation)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,33 @@
-"""One vector or attention: the runs of 20_seq2seq, `python -m benchmarks.bottleneck`.
+"""What was run for 20_seq2seq: `python -m benchmarks.seq2seq COMMAND --out FOLDER`.
 
-Two tasks. "copy": random strings must be written down again, so that a string of n tokens
-carries n·log2(alphabet) bits and none of them can be guessed. "numbers": English names of
-numbers are translated into German. Each model's learning rate is chosen on validation data;
-then it is trained with three seeds and tested on other data. Some models are also trained
-for another number of steps.
+    bottleneck  compare one vector with attention on copying and on names of numbers
 
-Every run is recorded in FOLDER/bottleneck.json when it is complete, and a run that is there is
-not repeated, so the work can be done in pieces: --seconds stops after the run in which so much
-time has passed. With --tiny all runs in seconds, to see that it works.
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
-import argparse
-import json
 import math
-import time
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from attnlib.data import PAD, decode, draw_numbers, encode, number_words, train_bpe
 from attnlib.seq2seq import Seq2Seq
-from attnlib.train import epochs, fit, write_record
+from attnlib.train import epochs, fit
+from benchmarks.runner import Commands, Runs
 
-ALPHABET, LONGEST = 32, 16  # of the strings
+# of the strings
+ALPHABET = 32
+LONGEST = 16
 LENGTHS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 BITS = math.log2(ALPHABET)  # in a token
-VALID, TEST = 10**9, 2 * 10**9  # seeds of strings that no training step draws
+# seeds of strings that no training step draws
+VALID = 10**9
+TEST = 2 * 10**9
 RATES = {"copy": (5e-3, 1.2e-2, 3e-2, 6e-2), "numbers": (2e-3, 5e-3, 1.2e-2, 3e-2)}
 
 
 # --- random strings ---------------------------------------------------------------------------
-
-
 def strings(count, length, seed):
     """Random strings as source and, behind the start token, as target."""
     generator = torch.Generator().manual_seed(seed)
@@ -56,7 +50,8 @@ def string_batches(seed, size=64):
 
 def loss_fn(model, batch):
     src, tgt = (x[:, : (x != PAD).sum(-1).max()] for x in batch)
-    logits, wanted = model(src, tgt[:, :-1]).flatten(0, 1), tgt[:, 1:].flatten()
+    logits = model(src, tgt[:, :-1]).flatten(0, 1)
+    wanted = tgt[:, 1:].flatten()
     loss = F.cross_entropy(logits, wanted, ignore_index=PAD, reduction="sum")
     return loss, (wanted != PAD).sum()
 
@@ -106,8 +101,6 @@ def copy_run(attention, width, steps, lr, seed, part, tiny):
 
 
 # --- names of numbers -------------------------------------------------------------------------
-
-
 def number_data(tiny=False):
     """The texts and vocabularies of 20_seq2seq: {part: (numbers, sources, targets)}."""
     shown = [4_321, 87_654, 653_978]
@@ -120,7 +113,8 @@ def number_data(tiny=False):
         language: train_bpe(number_words(training, language), 60) for language in ("en", "de")
     }
     if tiny:
-        valid, test = valid[:10], test[:10]
+        valid = valid[:10]
+        test = test[:10]
     parts = {
         name: (numbers, *(encode(bpe[x], number_words(numbers, x)) for x in ("en", "de")))
         for name, numbers in (("train", training), ("valid", valid), ("test", test))
@@ -155,8 +149,6 @@ def number_run(attention, width, steps, lr, seed, part, tiny):
 
 
 # --- all runs ---------------------------------------------------------------------------------
-
-
 def train(model, batches, steps, lr, evaluate, every):
     history = fit(
         model,
@@ -179,7 +171,9 @@ def jobs(tiny):
             "copy": [(False, 4, 2), (True, 4, 2)],
             "numbers": [(False, 4, 2), (True, 4, 2)],
         }
-        tuning, others, seeds = 1, [("copy", False, 4, 4), ("numbers", False, 4, 4)], range(1)
+        tuning = 1
+        others = [("copy", False, 4, 4), ("numbers", False, 4, 4)]
+        seeds = range(1)
     else:
         plain = [(False, width, 2000) for width in (16, 32, 64)]
         sizes = {
@@ -187,7 +181,8 @@ def jobs(tiny):
             "numbers": [(False, 64, 400), (True, 64, 200)],
         }
         others = [("numbers", False, 64, 200), ("copy", False, 16, 8000)]
-        tuning, seeds = 3, range(3)
+        tuning = 3
+        seeds = range(3)
     for task, models in sizes.items():
         for model in models:
             steps = model[2] // tuning if task == "copy" else model[2]
@@ -211,35 +206,41 @@ def best_rate(runs, task, attention, width):
     return max(tuned, key=lambda run: run["valid"])["lr"]
 
 
+def bottleneck(arguments):
+    """Compare one vector with attention on copying and on names of numbers.
+
+    Two tasks. "copy": random strings must be written down again, so that a string of n tokens
+    carries n·log2(alphabet) bits and none of them can be guessed. "numbers": English names of
+    numbers are translated into German. Each model's learning rate is chosen on validation data;
+    then it is trained with three seeds and tested on other data. Some models are also trained
+    for another number of steps.
+
+    Every run is recorded in FOLDER/bottleneck.json when it is complete, and a run that is there
+    is not repeated, so the work can be done in pieces: --seconds stops after the run in which
+    so much time has passed.
+    """
+    path = arguments.out / "bottleneck.json"
+    bench = Runs(path, arguments.minutes, alphabet=ALPHABET, longest=LONGEST, runs=[])
+
+    def go():
+        for task, part, attention, width, steps, seed, rate in jobs(arguments.tiny):
+            if arguments.task not in (None, task):
+                continue
+            lr = rate or best_rate(bench.record["runs"], task, attention, width)
+            settings = dict(task=task, part=part, attention=attention, width=width)
+            settings |= dict(steps=steps, seed=seed, lr=lr)
+            train_one = copy_run if task == "copy" else number_run
+            job = attention, width, steps, lr, seed, part, arguments.tiny
+            bench.once(settings, partial(train_one, *job))
+
+    bench.work(go)
+
+
 def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
-    parser.add_argument("--task", choices=("copy", "numbers"), help="this one only")
-    parser.add_argument("--tiny", action="store_true", help="a few steps of small models")
-    arguments = parser.parse_args(arguments)
-    path, began = arguments.out / "bottleneck.json", time.perf_counter()
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
-    names = ("task", "part", "attention", "width", "steps", "seed")
-    done = {tuple(run[name] for name in names) + (run["lr"],) for run in runs}
-    for *job, rate in jobs(arguments.tiny):
-        task, part, attention, width, steps, seed = job
-        if arguments.task not in (None, task):
-            continue
-        lr = rate or best_rate(runs, task, attention, width)
-        if (*job, lr) in done:
-            continue
-        call, clock = copy_run if task == "copy" else number_run, time.perf_counter()
-        found = call(attention, width, steps, lr, seed, part, arguments.tiny)
-        seconds = round(time.perf_counter() - clock, 1)
-        runs.append({**dict(zip(names, job)), "lr": lr, "seconds": seconds, **found})
-        write_record(path, {"alphabet": ALPHABET, "longest": LONGEST, "runs": runs})
-        print(*job, lr, found["valid"], f"{seconds} s", flush=True)
-        if time.perf_counter() - began > arguments.seconds:
-            return
-    print("complete")
+    commands = Commands(__doc__)
+    parser = commands.experiment("bottleneck", bottleneck)
+    parser.add_argument("--task", choices=("copy", "numbers"), help="only this task")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

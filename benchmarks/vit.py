@@ -1,30 +1,19 @@
-"""What a built-in assumption is worth: `python -m benchmarks.bias --out FOLDER`.
+"""What was run for 30_vit: `python -m benchmarks.vit COMMAND --out FOLDER`.
 
-Two tasks of the chapter on the Vision Transformer, recorded as FOLDER/bias.json: scanned digits
-with 100, 400 and 1,200 training images, where neighborhoods say enough, and drawn scenes, where
-distant shapes have to be compared. The networks are those of the chapter's notebook, whose cell
-is run here as it stands. Each network, for each number of images, tries three learning rates
-(short runs on the digits, full ones on the scenes, where a run begins late to learn), keeps the
-one with the highest accuracy on validation images, and is then trained with three seeds. If a
-rate makes no mistake there, the rates behind it are not tried. The ViT with 1,200 digits gets
-one more run with three times the steps. Test images are looked at when a run has ended, and
-decide nothing.
+    bias  measure what a built-in assumption is worth
 
-The record is written after every run. With --minutes the command stops after that time, and
-goes on when it is given again. With --tiny a few networks take a few steps, to see that all
-runs; such a record means nothing.
+`python -m benchmarks.vision` times the model next to its peers.
 """
 
 import nbformat
 import torch
 import torch.nn.functional as F
-from sklearn.linear_model import LogisticRegression
 from torch import nn
 
 from attnlib.data import digits, scenes
 from attnlib.recipes import accuracy, train_classifier
 from attnlib.vit import VisionTransformer
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.runner import Commands, Runs, logistic_regression
 from tools.notebooks import NBS, code_of
 
 TASKS = {  # batch, steps of a trial and of a run, between two looks, rates, numbers of images
@@ -50,8 +39,10 @@ def networks():
 def data(task, tiny=False):
     """Training, validation and test images with labels, no image in two parts."""
     if task == "digits":
-        (x, y), (unseen, answers) = digits("train"), digits("test")
-        x, unseen = 2 * x - 1, 2 * unseen - 1
+        (x, y) = digits("train")
+        (unseen, answers) = digits("test")
+        x = 2 * x - 1
+        unseen = 2 * unseen - 1
         return (x[:1200], y[:1200]), (x[1200:], y[1200:]), (unseen, answers)
     counts = (200, 20, 20) if tiny else (20_000, 500, 2000)
     parts = (scenes(count, seed=seed) for seed, count in enumerate(counts))
@@ -68,12 +59,14 @@ def loss(model, part):
     return (sum(losses) / len(part[1])).item()
 
 
-class Tasks(Bench):
+class Tasks(Runs):
     """The runs of the record, and its baselines."""
 
     def __init__(self, path, minutes, tiny):
-        super().__init__(path, minutes, baselines=[])
-        self.tiny, self.networks, self.parts = tiny, networks(), {}
+        super().__init__(path, minutes, runs=[], baselines=[])
+        self.tiny = tiny
+        self.networks = networks()
+        self.parts = {}
 
     def data(self, task, images):
         if task not in self.parts:
@@ -105,7 +98,14 @@ class Tasks(Bench):
         """The trials of a network, and its runs at the rate that was best there."""
         _, short, long, _, rates, _ = TASKS[task]
         rates = (1e-3,) if name == "one patch at a time" else rates  # its bound has no rate
-        short, long, seeds = (2, 4, (0,)) if self.tiny else (short, long, (0, 1, 2))
+        if self.tiny:
+            short = 2
+            long = 4
+            seeds = (0,)
+        else:
+            short = short
+            long = long
+            seeds = (0, 1, 2)
         trials = []
         for lr in rates:
             trials.append(self.run(task, name, images, lr, short, 0))
@@ -122,23 +122,28 @@ class Tasks(Bench):
 
         def make():
             parts = self.data(task, images)
-            (x, y), (x_valid, y_valid), (x_test, y_test) = (
-                (x.flatten(1).numpy(), y.numpy()) for x, y in parts
-            )
+            train, valid, test = ((x.flatten(1).numpy(), y.numpy()) for x, y in parts)
             settings = (0.01, 0.1, 1, 10) if task == "digits" else (1e-5, 1e-3, 0.1)
-            models = [LogisticRegression(C=c, max_iter=300).fit(x, y) for c in settings]
-            best = max(models, key=lambda model: model.score(x_valid, y_valid))
-            return {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
+            return logistic_regression(train, valid, test, settings, max_iter=300)
 
         return self.once(dict(task=task, images=images), make, "baselines")
 
 
-def main():
-    parser = experiment_parser(__doc__)
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
-    parser.add_argument("--models", nargs="+", help="all by default")
-    parser.add_argument("--images", nargs="+", type=int, help="all numbers by default")
-    arguments = parser.parse_args()
+def bias(arguments):
+    """Measure what a built-in assumption is worth.
+
+    Two tasks of the chapter on the Vision Transformer, recorded as FOLDER/bias.json: scanned
+    digits with 100, 400 and 1,200 training images, where neighborhoods say enough, and drawn
+    scenes, where distant shapes have to be compared. The networks are those of the chapter's
+    notebook, whose cell is run here as it stands. Each network, for each number of images,
+    tries three learning rates (short runs on the digits, full ones on the scenes, where a run
+    begins late to learn), keeps the one with the highest accuracy on validation images, and is
+    then trained with three seeds. If a rate makes no mistake there, the rates behind it are not
+    tried. The ViT with 1,200 digits gets one more run with three times the steps. Test images
+    are looked at when a run has ended, and decide nothing.
+
+    The record is written after every run.
+    """
     bench = Tasks(arguments.out / "bias.json", arguments.minutes, arguments.tiny)
 
     def go():
@@ -151,6 +156,15 @@ def main():
                 bench.baseline(task, images)
 
     bench.work(go)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    parser = commands.experiment("bias", bias)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--models", nargs="+", help="all by default")
+    parser.add_argument("--images", nargs="+", type=int, help="all numbers by default")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

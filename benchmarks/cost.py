@@ -1,8 +1,8 @@
-"""The three numbers of this machine: `python -m benchmarks.roof --out FOLDER`.
+"""What was run for 50_cost: `python -m benchmarks.cost COMMAND --out FOLDER`.
 
-The best product in each dtype, the best bandwidth of copying, adding and reading, and the
-cheapest start of an operator, as `attnlib.cost` measures them, all in turns; on a GPU that the
-chapter on cost knows, beside its data sheet. The record is FOLDER/roof_DEVICE.json.
+    roofline  measure the three numbers of this machine
+
+`benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import re
@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from attnlib.cost import GPUS, best_roofline, roofline_probes, take_turns
-from benchmarks import common
+from benchmarks import runner, timing
+from benchmarks.runner import Commands
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -24,17 +25,21 @@ def sheet(device):
 
 def measure(dtype, arguments, left_out):
     """The row of a dtype."""
-    sizes, megabytes = (
-        ((4096, 8192), (1024, 4096)) if arguments.device == "cuda" else ((1024,), (128,))
-    )
+    if arguments.device == "cuda":
+        sizes = (4096, 8192)
+        megabytes = (1024, 4096)
+    else:
+        sizes = (1024,)
+        megabytes = (128,)
     if arguments.tiny:
-        sizes, megabytes = (32,), (0.1,)
+        sizes = (32,)
+        megabytes = (0.1,)
     shapes = [(size, size, size) for size in sizes]
     probes = roofline_probes(
         arguments.device, DTYPES[dtype], shapes=shapes, megabytes=megabytes
     )
     calls = {name: probe.call for name, probe in probes.items()}
-    warm = common.attempt_all(calls, left_out)  # the largest may find no memory
+    warm = timing.attempt_all(calls, left_out)  # the largest may find no memory
     probes = {name: probes[name] for name in warm}
     calls = {name: calls[name] for name in warm}
     del warm
@@ -55,17 +60,27 @@ def measure(dtype, arguments, left_out):
     return [row]
 
 
-def main():
-    parser = common.timing_parser(__doc__, repeats=20)
-    arguments = parser.parse_args()
+def roofline(arguments):
+    """Measure the three numbers of this machine.
+
+    The best product in each dtype, the best bandwidth of copying, adding and reading, and the
+    cheapest start of an operator, as `attnlib.cost` measures them, all in turns; on a GPU that
+    the chapter on cost knows, beside its data sheet. The record is FOLDER/roof_DEVICE.json.
+    """
     path = arguments.out and arguments.out / f"roof_{arguments.device}.json"
-    bench = common.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
+    bench = runner.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
 
     def go():
         for dtype in DTYPES:
             bench.once({"dtype": dtype}, partial(measure, dtype, arguments))
 
     bench.work(go)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    commands.timing("roofline", roofline, repeats=20)
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,23 @@
-"""The experiments of the chapter on positions: `python -m benchmarks.positions --out FOLDER`.
+"""What was run for 12_position: `python -m benchmarks.position COMMAND --out FOLDER`.
 
-The networks, their training and their tests are cells of the chapter's notebook, which are
-run here as they stand. For each scheme every setting of a small grid trains one network; the
-one with the lowest loss on validation data is trained with three seeds, and again with four
-times the steps. The record, FOLDER/positions.json, is written after every network. With
---minutes the command stops after that time, and goes on when it is given again. With --tiny a
-few networks take a few steps, to see that all runs; such a record means nothing.
+    schemes  train each scheme of position embeddings on three tasks
+
+The networks, their training, and their tests are cells of the chapter's notebook, which are run
+here as they stand.
 """
 
-import argparse
 import itertools
-import json
-import time
-from pathlib import Path
 
 import nbformat
-import torch
 
 from attnlib import position
-from attnlib.train import write_record
+from benchmarks.runner import Commands, Runs
 from tools.notebooks import NBS, code_of
 
 CELLS = ("imports", "setup", "grid", "layer", "network", "fit", "tasks", "digits")
-RATES, TABLE_RATES, BASES = (1e-3, 3e-3, 1e-2), (3e-3, 3e-2, 1e-1), (10.0, 100.0, 10000.0)
+RATES = (1e-3, 3e-3, 1e-2)
+TABLE_RATES = (3e-3, 3e-2, 1e-1)
+BASES = (10.0, 100.0, 10000.0)
 SEQUENCES = {  # scheme and number of heads
     "none": ("none", 2),
     "sinusoidal": ("sinusoidal", 2),
@@ -55,27 +50,17 @@ def settings(task, name):
     return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
 
 
-class Bench:
-    """Trains what the record does not have yet, until the time is up."""
+class Schemes(Runs):
+    """The runs of the record, with the notebook's networks."""
 
     def __init__(self, path, minutes):
-        self.path, self.end = path, time.monotonic() + 60 * minutes
-        self.runs = json.loads(path.read_text())["runs"] if path.exists() else []
+        super().__init__(path, minutes)
         self.names = chapter()
 
     def run(self, task, name, setting, steps, seed):
-        what = dict(task=task, scheme=name, setting=setting, steps=steps, seed=seed)
-        for run in self.runs:
-            if all(run[key] == value for key, value in what.items()):
-                return run
-        if time.monotonic() > self.end:
-            raise TimeoutError
-        began, train = time.process_time(), self.digits if task == "digits" else self.sequences
-        result = train(task, name, steps=steps, seed=seed, **setting)
-        seconds = round(time.process_time() - began, 1)
-        self.runs.append({**what, **result, "seconds": seconds})
-        write_record(self.path, {"runs": self.runs})
-        return self.runs[-1]
+        settings = dict(task=task, scheme=name, setting=setting, steps=steps, seed=seed)
+        train = self.digits if task == "digits" else self.sequences
+        return self.once(settings, lambda: train(task, name, steps=steps, seed=seed, **setting))
 
     def sequences(self, task, name, **options):
         scheme, heads = SEQUENCES[name]
@@ -105,18 +90,17 @@ class Bench:
             self.run(task, name, setting, steps, seed)
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--minutes", type=float, default=1000.0)
-    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
-    parser.add_argument("--schemes", nargs="+", help="all by default")
-    parser.add_argument("--tiny", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    bench = Bench(arguments.out / "positions.json", arguments.minutes)
+def schemes(arguments):
+    """Train each scheme of position embeddings on three tasks.
+
+    The networks, their training and their tests are cells of the chapter's notebook, which are
+    run here as they stand. For each scheme every setting of a small grid trains one network;
+    the one with the lowest loss on validation data is trained with three seeds, and again with
+    four times the steps. The record, FOLDER/positions.json, is written after every network.
+    With --minutes the command stops after that time, and goes on when it is given again. With
+    --tiny a few networks take a few steps, to see that all runs; such a record means nothing.
+    """
+    bench = Schemes(arguments.out / "positions.json", arguments.minutes)
     names = {task: GRIDS if task == "digits" else SEQUENCES for task in arguments.tasks}
     if arguments.tiny:
         names = {
@@ -133,14 +117,26 @@ def main():
     ]
     if "the first" in names and not arguments.tiny:
         work.append((bench.every_setting, "the first", "relative bias", 1))
-    try:
+
+    def go():
         for do, task, name, times in work:
-            steps, seeds = (2, (0,)) if arguments.tiny else (TASKS[task], (0, 1, 2))
+            if arguments.tiny:
+                steps = 2
+                seeds = (0,)
+            else:
+                steps = TASKS[task]
+                seeds = (0, 1, 2)
             do(task, name, steps, seeds, times)
-    except TimeoutError:
-        print(f"{len(bench.runs)} networks so far; give the command again to go on")
-    else:
-        print(f"{len(bench.runs)} networks, recorded in {bench.path}")
+
+    bench.work(go)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    parser = commands.experiment("schemes", schemes)
+    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
+    parser.add_argument("--schemes", nargs="+", help="all by default")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

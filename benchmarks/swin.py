@@ -1,22 +1,8 @@
-"""Which digit does each pixel belong to? `python -m benchmarks.dense --out FOLDER`.
+"""What was run for 32_swin: `python -m benchmarks.swin COMMAND --out FOLDER`.
 
-Semantic segmentation of collages (`attnlib.data.collages`) of 48 × 48 pixels: eleven classes,
-the ground and ten digits. Small backbones of about 0.32 million parameters are trained from
-scratch with the same plain head: a linear layer on each of the maps, brought to the finest
-map's size and added (which is the same as to concatenate the maps and apply one linear layer),
-then enlarged to the image. They are a Swin Transformer, the same one without shifts, a ViT
-with larger patches, and timm's ConvNeXt.
+    dense  train backbones to name the digit under each pixel
 
-For each network three learning rates are tried with one seed; the one with the best score on
-validation images gets two more seeds. (With --times 4 all runs are four times as long.) The
-score is the IoU of ink, any digit against the ground; the mean IoU of the classes is recorded
-as well. Validation images show the digits and photographs of the training images in other
-collages; test images show other digits on other parts of the photographs.
-
-The record, FOLDER/dense.json, has the curves of each run on test images, with the seconds of
-training so far (of the process). It is written after every run. With --minutes the command
-begins no run after that time, and goes on when it is given again. With --tiny the runs take a
-few steps, to see that all works; such a record means nothing.
+`python -m benchmarks.vision` times the model next to its peers.
 """
 
 import itertools
@@ -31,23 +17,26 @@ from attnlib.data import collages
 from attnlib.swin import SwinTransformer
 from attnlib.train import epochs, fit
 from attnlib.vit import VisionTransformer
-from benchmarks.common import Bench, experiment_parser
+from benchmarks.runner import Commands, Runs
 from tools import torchvision_ops  # noqa: F401  before timm imports torchvision
 
-SIZE, CLASSES, BATCH = 48, 11, 32
-STEPS, RATES = 400, (3e-3, 9e-3, 2.7e-2)
+SIZE = 48
+CLASSES = 11
+BATCH = 32
+STEPS = 400
+RATES = (3e-3, 9e-3, 2.7e-2)
 GROUND = 0.3  # weight of the ground in the loss: nine pixels of ten show it
 
 
 # --- the contestants --------------------------------------------------------------------------
-
-
 class Segmenter(nn.Module):
     """Logits (B, 11, H, W) for every pixel from the maps of a backbone."""
 
     def __init__(self, backbone, maps):
         super().__init__()
-        self.backbone, self.maps = backbone, maps  # maps: images -> list of (B, C, H', W')
+        # maps: images -> list of (B, C, H', W')
+        self.backbone = backbone
+        self.maps = maps
         with torch.no_grad():
             widths = [x.shape[1] for x in maps(backbone, torch.zeros(1, 3, SIZE, SIZE))]
         self.heads = nn.ModuleList(nn.Conv2d(width, CLASSES, 1) for width in widths)
@@ -108,8 +97,6 @@ CONTESTANTS = {
 
 
 # --- images and scores ------------------------------------------------------------------------
-
-
 def parts(counts=(4096, 400, 500)):
     """Images from -1 to 1 and masks: training, validation and test."""
     found = [
@@ -123,13 +110,15 @@ def mean_iou(found, wanted, classes=CLASSES):
     """Mean over the classes of |found and wanted| / |found or wanted|, over all images."""
     pairs = torch.bincount((wanted * classes + found).flatten(), minlength=classes**2)
     pairs = pairs.view(classes, classes).double()
-    both, either = pairs.diag(), pairs.sum(0) + pairs.sum(1) - pairs.diag()
+    both = pairs.diag()
+    either = pairs.sum(0) + pairs.sum(1) - pairs.diag()
     return (both / either.clamp(min=1))[either > 0].mean().item()
 
 
 def ink_iou(found, wanted):
     """IoU of the pixels of any digit."""
-    found, wanted = found > 0, wanted > 0
+    found = found > 0
+    wanted = wanted > 0
     return ((found & wanted).sum() / (found | wanted).sum().clamp(min=1)).item()
 
 
@@ -152,8 +141,10 @@ def train(make, data, *, lr, seed, steps, every):
     """Train a network; its curves on test images, and its score on validation images."""
     (images, masks), valid, test = data
     torch.manual_seed(seed)
-    model, weight = make(), torch.tensor([GROUND] + [1.0] * (CLASSES - 1))
-    began, tests = time.process_time(), 0.0
+    model = make()
+    weight = torch.tensor([GROUND] + [1.0] * (CLASSES - 1))
+    began = time.process_time()
+    tests = 0.0
 
     def loss(model, batch):
         total = F.cross_entropy(model(batch[0]), batch[1], weight)
@@ -190,12 +181,14 @@ def train(make, data, *, lr, seed, steps, every):
     }
 
 
-class Segmentation(Bench):
+class Segmentation(Runs):
     """The runs of the record."""
 
     def __init__(self, path, minutes, counts):
         super().__init__(path, minutes, batch=BATCH, images=counts, size=SIZE)
-        self.record["images"], self.counts, self.data = counts, counts, None
+        self.record["images"] = counts
+        self.counts = counts
+        self.data = None
 
     def run(self, name, lr, seed, steps, every):
         def make():
@@ -207,14 +200,34 @@ class Segmentation(Bench):
         return self.once(dict(model=name, lr=lr, seed=seed, of=steps), make)
 
 
-def main():
-    parser, names = experiment_parser(__doc__), list(CONTESTANTS)
-    parser.add_argument("--models", nargs="+", default=names, choices=names)
-    parser.add_argument("--times", type=int, default=1, help="so many times the steps")
-    arguments = parser.parse_args()
-    steps, rates, seeds, counts = arguments.times * STEPS, RATES, (0, 1, 2), (4096, 400, 500)
+def dense(arguments):
+    """Train backbones to name the digit under each pixel.
+
+    Semantic segmentation of collages (`attnlib.data.collages`) of 48 × 48 pixels: eleven
+    classes, the ground and ten digits. Small backbones of about 0.32 million parameters are
+    trained from scratch with the same plain head: a linear layer on each of the maps, brought
+    to the finest map's size and added (which is the same as to concatenate the maps and apply
+    one linear layer), then enlarged to the image. They are a Swin Transformer, the same one
+    without shifts, a ViT with larger patches, and timm's ConvNeXt.
+
+    For each network three learning rates are tried with one seed; the one with the best score
+    on validation images gets two more seeds. (With --times 4 all runs are four times as long.)
+    The score is the IoU of ink, any digit against the ground; the mean IoU of the classes is
+    recorded as well. Validation images show the digits and photographs of the training images
+    in other collages; test images show other digits on other parts of the photographs.
+
+    The record, FOLDER/dense.json, has the curves of each run on test images, with the seconds
+    of training so far (of the process). It is written after every run.
+    """
+    steps = arguments.times * STEPS
+    rates = RATES
+    seeds = (0, 1, 2)
+    counts = (4096, 400, 500)
     if arguments.tiny:
-        steps, rates, seeds, counts = 2, RATES[:1], (0, 1), (64, 8, 8)
+        steps = 2
+        rates = RATES[:1]
+        seeds = (0, 1)
+        counts = (64, 8, 8)
     bench = Segmentation(arguments.out / "dense.json", arguments.minutes, counts)
     every = max(1, steps // 10)
 
@@ -227,6 +240,15 @@ def main():
             bench.run(name, best[name], seed, steps, every)
 
     bench.work(go)
+
+
+def main(arguments=None):
+    commands = Commands(__doc__)
+    names = list(CONTESTANTS)
+    parser = commands.experiment("dense", dense)
+    parser.add_argument("--models", nargs="+", default=names, choices=names)
+    parser.add_argument("--times", type=int, default=1, help="factor of the number of steps")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":

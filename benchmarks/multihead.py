@@ -1,18 +1,12 @@
-"""What trained heads reach: `python -m benchmarks.heads [PART ...] --out FOLDER`.
+"""What was run for 11_multihead: `python -m benchmarks.multihead COMMAND --out FOLDER`.
 
-Three comparisons of the chapter on multi-head attention, recorded as FOLDER/heads_PART.json:
+    payloads   compare layers with 1 to 8 heads with the bound for four payloads
+    retrieval  compare attention, perceptrons, and convolutions at fetching by key
+    digits     train heads on scanned digits, and remove them again
 
-- payloads: layers with 1 to 8 heads fetch four payloads; how near do they come to the bound?
-- retrieval: attention, perceptrons and convolutions fetch the payload of a key.
-- digits: heads on scanned digits, and which of them can be taken out again.
-
-Every contestant gets its learning rate from a validation split, which no later number uses.
-With --tiny every part runs in seconds, to see that it works; such a record means nothing.
+Each method gets its learning rate from a validation split, which no later number uses. The
+records are FOLDER/heads_COMMAND.json.
 """
-
-import argparse
-import time
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -22,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.svm import SVC
 
 from attnlib.multihead import MultiHeadAttention
-from attnlib.train import write_record
+from benchmarks.runner import Commands
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 DIGIT_RATES = (1e-2, 3e-2, 1e-1)
@@ -84,8 +78,6 @@ def tuned(make, batch, valid, test, steps, rates, seeds):
 
 
 # --- four payloads ----------------------------------------------------------------------------
-
-
 def named_payloads(size, n=8, k=4, p=8):
     """(query, addresses, payloads) and the k payloads that the query names, side by side."""
     names = torch.rand(size, n).argsort(-1)[:, :k]  # (B, k), all different
@@ -96,9 +88,17 @@ def named_payloads(size, n=8, k=4, p=8):
     return (query, torch.eye(n).expand(size, n, n), payloads), target
 
 
-def payloads(tiny):
-    steps, seeds = (4, 1) if tiny else (1200, 3)
-    valid, test = drawn(named_payloads, 100, 5000), drawn(named_payloads, 101, 20_000)
+def payloads(arguments):
+    """Compare layers with 1 to 8 heads, which fetch four payloads, with the bound."""
+    tiny = arguments.tiny
+    if tiny:
+        steps = 4
+        seeds = 1
+    else:
+        steps = 1200
+        seeds = 3
+    valid = drawn(named_payloads, 100, 5000)
+    test = drawn(named_payloads, 101, 20_000)
     found = {}
     for h in (1, 2, 4, 8):
         found[h], _ = tuned(
@@ -110,12 +110,11 @@ def payloads(tiny):
 
 
 # --- one payload, by its key ------------------------------------------------------------------
-
-
 def retrieval_batch(size, n=16):
     """n tokens (key, payload) and a last one (key J, nothing); wanted: payload J."""
     keys, values = torch.randn(2, size, n, 8)
-    keys, each = F.normalize(keys, dim=-1), torch.arange(size)
+    keys = F.normalize(keys, dim=-1)
+    each = torch.arange(size)
     wanted = torch.randint(n, (size,))
     last = F.pad(keys[each, wanted], (0, 8))[:, None]  # (B, 1, 16)
     return (torch.cat([torch.cat([keys, values], -1), last], 1),), values[each, wanted]
@@ -160,9 +159,17 @@ CONTESTANTS = {
 }
 
 
-def retrieval(tiny):
-    steps, seeds = (4, 1) if tiny else (4000, 3)
-    valid, test = drawn(retrieval_batch, 100, 5000), drawn(retrieval_batch, 101, 10_000)
+def retrieval(arguments):
+    """Compare attention, perceptrons, and convolutions at fetching the payload of a key."""
+    tiny = arguments.tiny
+    if tiny:
+        steps = 4
+        seeds = 1
+    else:
+        steps = 4000
+        seeds = 3
+    valid = drawn(retrieval_batch, 100, 5000)
+    test = drawn(retrieval_batch, 101, 10_000)
     longer = drawn(retrieval_batch, 102, 10_000, 64)
     found = {}
     for name, make in CONTESTANTS.items():
@@ -175,8 +182,6 @@ def retrieval(tiny):
 
 
 # --- digits -----------------------------------------------------------------------------------
-
-
 class RowClassifier(nn.Module):
     """Rows of an image as tokens, one layer of self-attention, the mean token to 10 classes.
 
@@ -185,7 +190,8 @@ class RowClassifier(nn.Module):
 
     def __init__(self, num_heads, d=16):
         super().__init__()
-        self.embed, self.position = nn.Linear(8, d), nn.Parameter(0.02 * torch.randn(8, d))
+        self.embed = nn.Linear(8, d)
+        self.position = nn.Parameter(0.02 * torch.randn(8, d))
         self.norm = nn.LayerNorm(d)
         self.attend = MultiHeadAttention(d, num_heads) if num_heads else None
         self.classify = nn.Linear(d, 10)
@@ -223,13 +229,15 @@ def removals(model, valid, test):
 
     Which one is the least useful is read from the validation images.
     """
-    h, smaller = model.attend.num_heads, RowClassifier(model.attend.num_heads)
+    h = model.attend.num_heads
+    smaller = RowClassifier(model.attend.num_heads)
 
     def score(heads, part):
         smaller.load_state_dict(without(model, heads))
         return round(accuracy(smaller, part), 4)
 
-    gone, path = [], [score([], test)]
+    gone = []
+    path = [score([], test)]
     while len(gone) < h:
         left = [i for i in range(h) if i not in gone]
         gone.append(max(left, key=lambda i: score([*gone, i], valid)))
@@ -237,9 +245,18 @@ def removals(model, valid, test):
     return {"single": [score([i], test) for i in range(h)], "order": gone, "path": path}
 
 
-def digits(tiny):
+def digits(arguments):
+    """Train heads on scanned digits, and find out which of them can be removed again."""
+    tiny = arguments.tiny
     train, valid, test = digit_parts()
-    steps, seeds, tries = (4, 1, 1) if tiny else (1000, 5, 2)
+    if tiny:
+        steps = 4
+        seeds = 1
+        tries = 1
+    else:
+        steps = 1000
+        seeds = 5
+        tries = 2
 
     def batch():
         chosen = torch.randint(len(train[0]), (128,))
@@ -247,7 +264,8 @@ def digits(tiny):
 
     def run(h, lr, seed):
         torch.manual_seed(seed)
-        model, every = RowClassifier(h), max(1, steps // 10)
+        model = RowClassifier(h)
+        every = max(1, steps // 10)
         curve = fit(
             model, batch, F.cross_entropy, steps, lr, lambda m: accuracy(m, valid), every
         )
@@ -290,28 +308,12 @@ def baselines(train, valid, test):
     return found
 
 
-PARTS = {"payloads": payloads, "retrieval": retrieval, "digits": digits}
-
-
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "parts", nargs="*", default=list(PARTS), metavar="PART", help=", ".join(PARTS)
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results"), help="folder of the records"
-    )
-    parser.add_argument("--tiny", action="store_true", help="a few steps, to see that all runs")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the models are too small to gain from more
-    for name in arguments.parts:
-        began = time.process_time()
-        record = PARTS[name](arguments.tiny)
-        record["seconds"] = round(time.process_time() - began)
-        write_record(arguments.out / f"heads_{name}.json", record)
-        print(f"{name}: {record['seconds']} s", flush=True)
+def main(arguments=None):
+    commands = Commands(__doc__)
+    for function in (payloads, retrieval, digits):
+        name = function.__name__
+        commands.experiment(name, function, record=f"heads_{name}")
+    commands.run(arguments)
 
 
 if __name__ == "__main__":
