@@ -57,33 +57,34 @@ def causal(n, m):
     return torch.ones(n, m, dtype=torch.bool).tril(m - n)
 
 
-def compare(call, oracle, inputs, dtype, terms=1):
+def compare(call, oracle, inputs, dtype, terms=1, steep=1):
     """Output and gradients of a call on `inputs` against those of an oracle in float64.
 
-    Each number of the last input's gradient is a sum of so many rounded `terms`.
+    Each number of the last input's gradient is a sum of so many rounded `terms`, and logits are
+    as large as `steep`: their rounding changes a weight by so many times its own.
     """
     ours = [x.detach().to(DEVICE).requires_grad_() for x in inputs]
     theirs = [x.detach().double().requires_grad_() for x in inputs]
     out, wanted = call(*ours), oracle(*theirs)
     assert out.dtype == dtype and out.shape == wanted.shape
-    close(out, wanted)
+    close(out, wanted, steep)
     if not out.requires_grad:  # no query, or no key
         assert out.numel() == 0 or not out.any()
         return
     grad = normal(out.shape, dtype, 7)
     found = torch.autograd.grad(out, ours, grad.to(DEVICE), allow_unused=True)
     exact = torch.autograd.grad(wanted, theirs, grad.double(), allow_unused=True)
-    summed = [1] * (len(inputs) - 1) + [terms]
-    for x, a, b, count in zip(inputs, found, exact, summed, strict=True):
+    units = [steep] * (len(inputs) - 1) + [max(steep, terms**0.5)]
+    for x, a, b, count in zip(inputs, found, exact, units, strict=True):
         zeros = torch.zeros_like(x)
         close(zeros if a is None else a, zeros if b is None else b, count)
 
 
-def close(a, b, terms=1):
+def close(a, b, units=1):
     assert a.shape == b.shape and torch.isfinite(a).all()
     largest = max(1.0, b.detach().abs().max().item()) if b.numel() else 1.0
     limit = (
-        max(tolerance(a.dtype, max(8, terms**0.5)), 1e-5 if a.dtype == torch.float32 else 0)
+        max(tolerance(a.dtype, max(8, units)), 1e-5 if a.dtype == torch.float32 else 0)
         * largest
     )
     torch.testing.assert_close(
@@ -188,7 +189,10 @@ def test_flash_attention(data, batch, own, group, n, m, d, d_v, dtype):
         seen = torch.ones(n, m, dtype=torch.bool) if mask is None else mask
         return direct(q, k, v, seen & causal(n, m) if tril else seen, bias, scale)[0]
 
-    compare(call, oracle, inputs, dtype, terms)
+    factor = d**-0.5 if scale is None else scale
+    keys = k.double().repeat_interleave(group, 1)
+    logits = (q.double() @ keys.mT * factor).abs()
+    compare(call, oracle, inputs, dtype, terms, logits.max().item() if logits.numel() else 1)
 
 
 @drawn(st.data(), st.lists(st.integers(1, 2), max_size=3), st.integers(1, 5), st.integers(1, 5))
