@@ -23,6 +23,7 @@ import io
 import re
 import tokenize
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -174,7 +175,7 @@ class Part:
     binds: set = field(default_factory=set)
     uses: set = field(default_factory=set)
 
-    @property
+    @cached_property
     def defines(self):
         """True if this only gives a name to something: a function, a class, a value."""
         if isinstance(self.node, ast.Assign):
@@ -184,16 +185,25 @@ class Part:
             return isinstance(self.node.target, ast.Name)
         return self.is_definition
 
-    @property
+    @cached_property
     def is_definition(self):
         """True for a function or class whose decorators enter it nowhere."""
         if not isinstance(self.node, DEFINITIONS):
             return False
+        if self.node.name.startswith("test_"):
+            return True
         for decorator in self.node.decorator_list:
             called = decorator.func if isinstance(decorator, ast.Call) else decorator
             if (dotted(called) or "").rpartition(".")[2] not in PLAIN_DECORATORS:
                 return False
         return True
+
+    @cached_property
+    def named_words(self):
+        """The first words of the strings that may name a model."""
+        if self.module.name and not self.is_definition:
+            return set()  # a table of the library
+        return first_words(strings(self.node))
 
 
 class Module:
@@ -283,6 +293,8 @@ class Project:
         self.folders = folders
         self.packages = packages
         self.modules = {}
+        self.links = {}  # part: what the names that it uses mean
+        self.registered = {}  # package: the statements that register models
 
     def module(self, name):
         """Return the module of this dotted name, None if it is not of the project."""
@@ -336,6 +348,19 @@ class Project:
         parts, _ = self.meaning(module, name)
         return parts
 
+    def behind(self, part):
+        """Return the parts behind the names that a part uses, and what imported names mean."""
+        if part not in self.links:
+            parts = []
+            meanings = set()
+            for name in sorted(part.uses):
+                found, elsewhere = self.meaning(part.module, name)
+                parts += found
+                if elsewhere:
+                    meanings.add(f"{name} = {elsewhere}")
+            self.links[part] = parts, meanings
+        return self.links[part]
+
     def closure(self, parts):
         """Return all that some parts depend on.
 
@@ -361,29 +386,34 @@ class Project:
                 if part.module not in modules and part.module.name:
                     modules.add(part.module)
                     todo += [other for other in part.module.parts if not other.defines]
-                for name in sorted(part.uses):
-                    found, elsewhere = self.meaning(part.module, name)
-                    todo += found
-                    if elsewhere:
-                        outside.add(f"{name} = {elsewhere}")
+                found, meanings = self.behind(part)
+                todo += found
+                outside |= meanings
             todo += [part for part in self.registrations(counted) if part not in seen]
         return counted, outside
 
     def registrations(self, counted):
         """Return the statements that may enter a model which the counted code names."""
-        homes = {part.module for part in counted if REGISTRY in part.binds}
+        found = []
         named = set()
         for part in counted:
-            if not part.module.name or part.is_definition:  # not the tables of the library
-                named |= first_words(strings(part.node))
-        found = []
-        for home in homes:
-            for module in self.siblings(home.name.rpartition(".")[0]):
+            named |= part.named_words
+        for home in {part.module for part in counted if REGISTRY in part.binds}:
+            for part, words in self.registering(home.name.rpartition(".")[0]):
+                if named & words:
+                    found.append(part)
+        return found
+
+    def registering(self, package):
+        """Return the statements of a package that register models, with the models' words."""
+        if package not in self.registered:
+            found = []
+            for module in self.siblings(package):
                 for part in module.parts:
                     if REGISTER in part.uses and not part.defines:
-                        if named & model_words(part.node):
-                            found.append(part)
-        return found
+                        found.append((part, model_words(part.node)))
+            self.registered[package] = found
+        return self.registered[package]
 
     def siblings(self, package):
         """Return the modules of a package."""
