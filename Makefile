@@ -9,7 +9,7 @@ PART   ?=
 ROUNDS ?= 9
 export PYTHONPATH :=
 
-.PHONY: help book pdf lighthouse serve run new lint test bench gpu clean
+.PHONY: help book pdf lighthouse serve run new lint quick test bench gpu clean
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
@@ -60,6 +60,9 @@ lint: $(VENV)/test.stamp ## the rules that need no run: ruff, and notebooks as `
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tools.notebooks check
+
+quick: $(VENV)/test.stamp ## ruff, a parity test per model, and the tests and notebooks that a change may break
+	$(BIN)/python -m tools.quick
 
 test: lint ## everything: rules, library, notebooks, book, browser; two or more at a time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --ignore tests/test_browser.py

@@ -45,10 +45,10 @@ def parsable(code):
     return re.sub(r"(?m)^(\s*)[%!].*$", r"\1pass", code)
 
 
-def blanked(code):
+def blanked(code, tree):
     """Split code into lines, with comments and docstrings blanked."""
     lines = code.splitlines()
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(tree):
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
@@ -56,10 +56,11 @@ def blanked(code):
         ):
             for number in range(node.lineno - 1, node.end_lineno):
                 lines[number] = ""
-    for token in tokenize.generate_tokens(io.StringIO(code).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
+    if "#" in code:
+        for token in tokenize.generate_tokens(io.StringIO(code).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column]
     return [line.rstrip() for line in lines]
 
 
@@ -222,10 +223,11 @@ class Module:
     def add(self, code):
         """Append the parts of more code, and return them."""
         code = parsable(code)
-        lines = blanked(code)
+        tree = ast.parse(code)
+        lines = blanked(code, tree)
+        self.note_imports(tree)
         added = []
-        for node in ast.parse(code).body:
-            self.note_imports(node)
+        for node in tree.body:
             if isinstance(node, IMPORTS):
                 continue
             starts = [node.lineno]
@@ -236,9 +238,9 @@ class Module:
         self.parts += added
         return added
 
-    def note_imports(self, node):
-        """Note the imports in a statement, those inside of functions as well."""
-        for found in ast.walk(node):
+    def note_imports(self, tree):
+        """Note the imports in some code, those inside of functions as well."""
+        for found in ast.walk(tree):
             if isinstance(found, ast.Import):
                 for alias in found.names:
                     module = alias.name if alias.asname else first(alias.name)
@@ -287,11 +289,14 @@ class Project:
         The folders in which modules are looked for, the first one first.
     packages : list of str, optional
         The packages and modules that are followed; by default all in these folders.
+    texts : dict, optional
+        The modules that were read before, by name and code; may be shared by several projects.
     """
 
-    def __init__(self, folders, packages=None):
+    def __init__(self, folders, packages=None, texts=None):
         self.folders = folders
         self.packages = packages
+        self.texts = {} if texts is None else texts
         self.modules = {}
         self.links = {}  # part: what the names that it uses mean
         self.registered = {}  # package: the statements that register models
@@ -310,7 +315,10 @@ class Project:
             for file in (path.with_suffix(".py"), path / "__init__.py"):
                 if file.exists():
                     code = file.read_text(encoding="utf-8")
-                    return Module(code, name, is_package=file.name == "__init__.py")
+                    if (name, code) not in self.texts:
+                        is_package = file.name == "__init__.py"
+                        self.texts[name, code] = Module(code, name, is_package)
+                    return self.texts[name, code]
         return None
 
     def meaning(self, module, name):
