@@ -30,8 +30,9 @@ FILES = {
         "@pytest.fixture\ndef mask():\n    return padding()\n"
     ),
     "tests/test_all.py": (
-        "import pytest\nfrom attnlib.models import create_model\nfrom attnlib.mask import causal\n"
-        "\n\n@pytest.mark.parametrize('name', ['vit_tiny', 'swin_tiny'])\n"
+        "import pytest\nfrom attnlib.mask import causal\n"
+        "from attnlib.models import create_model\n\n\n"
+        "@pytest.mark.parametrize('name', ['vit_tiny', 'swin_tiny'])\n"
         "def test_models(name):\n    assert create_model(name)\n\n\n"
         "def test_causal():\n    assert causal() == 1\n\n\n"
         "def test_padding(mask):\n    assert mask == 2\n"

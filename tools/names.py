@@ -160,7 +160,8 @@ def model_words(node):
     words = first_words(texts)
     if words:
         return words
-    return {text.partition("_")[0] for text in strings(node)}  # the name begins in a table
+    words = {text.partition("_")[0] for text in strings(node)}  # the name begins in a table
+    return words - {""}
 
 
 # --- parts and modules ------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def search_path(root):
     return [root / folder for folder in settings["tool"]["pytest"]["ini_options"]["pythonpath"]]
 
 
-def test_parts(project, root):
+def parts_of_tests(project, root):
     """Return {node id: the parts of a test and of its fixtures}."""
     found = {}
     conftest = project.module("conftest")
@@ -120,7 +120,7 @@ def codes(root, texts):
     """Return the code behind each test, each notebook, and each word that names models."""
     project = Project(search_path(root), texts=texts)
     tests = {}
-    for name, parts in test_parts(project, root).items():
+    for name, parts in parts_of_tests(project, root).items():
         tests[name] = texts_behind(project, parts)
     pages = {}
     for path in sorted((root / "nbs").glob("[0-9]*.ipynb")):
@@ -209,9 +209,8 @@ def pytest_collection_modifyitems(config, items):
 
 def run(*command, **environment):
     """Run a command; True if it did what it should."""
-    return (
-        subprocess.run(command, cwd=ROOT, env=dict(os.environ, **environment)).returncode == 0
-    )
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, **environment))
+    return done.returncode == 0
 
 
 def skipped(chosen, now):
