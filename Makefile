@@ -9,7 +9,7 @@ PART   ?=
 ROUNDS ?= 9
 export PYTHONPATH :=
 
-.PHONY: help book pdf lighthouse serve run new lint quick test bench gpu clean
+.PHONY: help book pdf lighthouse serve run new lint quick test slow bench gpu clean
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
@@ -67,6 +67,9 @@ quick: $(VENV)/test.stamp ## ruff, a parity test per model, and the tests and no
 test: lint ## everything: rules, library, notebooks, book, browser; two or more at a time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --ignore tests/test_browser.py
 	$(BIN)/python -m tools.notebooks test --book $(NB)
+
+slow: book $(VENV)/test.stamp ## the tests that `make test` leaves out: long scripts, every kernel case, every page on a screen
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m slow
 
 bench: $(VENV)/test.stamp ## time the library beside its peers and record the results; on a quiet machine; ROUNDS=2 for a look
 	$(BIN)/python -m benchmarks.attention --repeats $(ROUNDS) --out benchmarks/results

@@ -24,6 +24,7 @@ def rows(monkeypatch, folder, what):
     }
 
 
+@pytest.mark.slow
 def test_options(monkeypatch, tmp_path):
     found = rows(monkeypatch, tmp_path, "options")
     assert {"modern, 0", "2019, 0"} < set(found)
@@ -31,18 +32,21 @@ def test_options(monkeypatch, tmp_path):
     assert found["modern, 0.002, tuning"]["judge"] == "valid"
 
 
+@pytest.mark.slow
 def test_scaling(monkeypatch, tmp_path):
     found = rows(monkeypatch, tmp_path, "scaling")
     assert {row["width"] for row in found.values()} == {16, 32}
     assert all(row["best"] == min(bits for _, bits in row["curve"]) for row in found.values())
 
 
+@pytest.mark.slow
 def test_induction(monkeypatch, tmp_path):
     found = rows(monkeypatch, tmp_path, "induction")
     assert found["1 layers, 0"]["steps"] == 4 * found["2 layers, 0"]["steps"]
     assert len(found["2 layers, 0"]["heads"]) == len(found["2 layers, 0"]["without"]) == 2
 
 
+@pytest.mark.slow
 def test_sampling(monkeypatch, tmp_path):
     found = rows(monkeypatch, tmp_path, "sampling")
     assert set(gpt.SETTINGS) < set(found["texts 0"]["found"])
@@ -54,6 +58,7 @@ def test_sampling(monkeypatch, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_groups(monkeypatch, tmp_path):
     found = rows(monkeypatch, tmp_path, "groups")
     assert {(row["groups"], row["keys"]) for row in found.values()} == {

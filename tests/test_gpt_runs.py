@@ -19,6 +19,7 @@ def run(command, folder, monkeypatch, *options):
     command.main()
 
 
+@pytest.mark.slow
 def test_the_speed_is_recorded(tmp_path, monkeypatch):
     run(gpt_speed, tmp_path, monkeypatch, "--device", "cpu", "--repeats", "1")
     rows = json.loads((tmp_path / "gpt_speed_cpu.json").read_text())["rows"]
@@ -47,6 +48,7 @@ class GPT(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_nanogpt_is_compared(tmp_path, monkeypatch):
     """A stand-in with nanoGPT's names and exact GELU; the record has the real one."""
     path = tmp_path / "model.py"
@@ -60,6 +62,7 @@ def test_nanogpt_is_compared(tmp_path, monkeypatch):
         assert record["tanh"]["gradients"] < 1e-5 < record["exact"]["gradients"] < 1e-2
 
 
+@pytest.mark.slow
 def test_the_book_is_learned(tmp_path, monkeypatch):
     run(gpt_book, tmp_path, monkeypatch)
     record = json.loads((tmp_path / "gpt_book.json").read_text())

@@ -10,6 +10,7 @@ from benchmarks import modern
 
 
 @pytest.mark.parametrize("part", modern.PARTS)
+@pytest.mark.slow
 def test_a_tiny_record(part, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["modern", part, "--tiny", "--out", str(tmp_path)])
     monkeypatch.setattr(modern, "OPTIONS", {k: modern.OPTIONS[k] for k in ("plain", "QK-norm")})

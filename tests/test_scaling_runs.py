@@ -8,6 +8,7 @@ from attnlib.train import read_record
 from benchmarks import scaling
 
 
+@pytest.mark.slow
 def test_the_parts_run(tmp_path):
     scaling.main(["--tiny", "--out", str(tmp_path)])
     links = json.loads((tmp_path / "scaling_links.json").read_text())
