@@ -15,7 +15,7 @@ help: ## list the commands
 
 # Installing is slow, so it happens once for each change of what is to be installed.
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/book.stamp: pyproject.toml constraints.txt | $(BIN)/python

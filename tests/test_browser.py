@@ -299,7 +299,7 @@ def written(name):
     return {
         "text": " ".join(words),
         "code": [pre.get_text() for pre in page.select("pre")],
-        "folds": [(fold.get_text().strip(), fold.parent.has_attr("open")) for fold in folds],
+        "folds": [(shut(fold), fold.parent.has_attr("open")) for fold in folds],
         "images": [(image["src"], image.get("alt", "")) for image in page.select("img")],
         "links": [link["href"] for link in page.select("a[href]")],
         "ids": [element["id"] for element in page.select("[id]")],
@@ -311,6 +311,11 @@ def written(name):
 
 def classes(tag):
     return tag.get("class") or []
+
+
+def shut(fold):
+    """The words of a fold while it is shut; those for when it is open follow them."""
+    return fold.get_text().strip().partition("\n")[0].strip()
 
 
 def inside(name, link):
@@ -432,6 +437,25 @@ def test_links_lead_somewhere(site, name):
 def test_no_id_stands_twice(site, name):
     ids = written(name)["ids"]
     assert sorted({i for i in ids if ids.count(i) > 1}) == []
+
+
+def test_the_parse_finds_what_is_wrong(tmp_path, monkeypatch):
+    """The control: a dead link, an image without words, an id that is there twice, raw TeX."""
+    html = """<body><a href="other.html">a</a><a href="#nowhere">b</a><p id="p"></p><p id="p"></p>
+    <img src="gone.png"><p>\\alpha <span class="math">\\beta</span><code>$</code></p></body>"""
+    (tmp_path / "page.html").write_text(html)
+    monkeypatch.setattr("test_browser.BOOK", tmp_path)
+    for test in (
+        test_links_lead_somewhere,
+        test_images_are_there_and_described,
+        test_no_id_stands_twice,
+        test_nothing_raw_is_left,
+    ):
+        with pytest.raises(AssertionError):
+            test(None, "page")
+    seen = written("page")
+    assert seen["ids"] == ["p", "p"] and seen["images"] == [("gone.png", "")]
+    assert "alpha" in seen["text"] and "beta" not in seen["text"]
 
 
 @every_page

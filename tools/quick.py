@@ -15,10 +15,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 import nbformat
-import tomllib
 
 from .names import DEFINITIONS, FUNCTIONS, Notebook, Project
 from .notebooks import ROOT, code_of
