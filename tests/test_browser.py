@@ -320,8 +320,8 @@ def shut(fold):
 
 def inside(name, link):
     """The file of the book and the place in it that a link on a page leads to, if it does."""
-    parts = urlsplit(urljoin(f"book:///{name}.html", link))
-    if parts.scheme != "book":
+    parts = urlsplit(urljoin(f"http://book/{name}.html", link))
+    if parts.netloc != "book":
         return None, None
     return BOOK / (unquote(parts.path).lstrip("/") or "index.html"), unquote(parts.fragment)
 
@@ -441,7 +441,8 @@ def test_no_id_stands_twice(site, name):
 
 def test_the_parse_finds_what_is_wrong(tmp_path, monkeypatch):
     """The control: a dead link, an image without words, an id that is there twice, raw TeX."""
-    html = """<body><a href="other.html">a</a><a href="#nowhere">b</a><p id="p"></p><p id="p"></p>
+    html = """<body><a href="other.html">a</a><a href="#nowhere">b</a>
+    <p id="p"></p><p id="p"></p>
     <img src="gone.png"><p>\\alpha <span class="math">\\beta</span><code>$</code></p></body>"""
     (tmp_path / "page.html").write_text(html)
     monkeypatch.setattr("test_browser.BOOK", tmp_path)
