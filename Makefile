@@ -9,13 +9,13 @@ PART   ?=
 ROUNDS ?= 9
 export PYTHONPATH :=
 
-.PHONY: help book pdf lighthouse serve run new lint test bench gpu clean
+.PHONY: help book pdf lighthouse serve run new lint quick test slow bench gpu clean
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 # Installing is slow, so it happens once for each change of what is to be installed.
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/book.stamp: pyproject.toml constraints.txt | $(BIN)/python
@@ -58,9 +58,15 @@ lint: $(VENV)/test.stamp ## the rules that need no run: ruff, and notebooks as `
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tools.notebooks check
 
+quick: $(VENV)/test.stamp ## ruff, a parity test per model, and the tests and notebooks that a change may break
+	$(BIN)/python -m tools.quick
+
 test: lint ## everything: rules, library, notebooks, book, browser; two or more at a time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --ignore tests/test_browser.py
 	$(BIN)/python -m tools.notebooks test --book $(NB)
+
+slow: book $(VENV)/test.stamp ## the tests that `make test` leaves out: long scripts, every kernel case, every page on a screen
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m slow
 
 bench: $(VENV)/test.stamp ## time the library beside its peers and record the results; on a quiet machine; ROUNDS=2 for a look
 	$(BIN)/python -m benchmarks.attention speed --repeats $(ROUNDS) --out benchmarks/results

@@ -5,6 +5,7 @@ from functools import partial
 from pkgutil import resolve_name
 
 import numpy as np
+import pytest
 import torch
 
 
@@ -152,3 +153,23 @@ def exact_log_coordinates(window, trained):
     rows, columns = (np.sign(x) * np.log2(1 + abs(x)) / 3 for x in (rows, columns))
     pairs = np.stack(np.meshgrid(rows, columns, indexing="ij"), axis=-1)
     return torch.from_numpy(pairs.reshape(-1, 2))
+
+
+# --- tests of kernels -------------------------------------------------------------------------
+
+
+def kernel_grid(names, cases, kept):
+    """Parametrize a test of kernels; where they are interpreted, only some cases are quick.
+
+    Without a GPU all cases except those in `kept` are slow, so that only `pytest -m slow` runs
+    them. On a GPU all cases run.
+    """
+    several = "," in names
+    parameters = []
+    for case in cases:
+        values = case if several else (case,)
+        is_slow = case not in kept and not torch.cuda.is_available()
+        marks = [pytest.mark.slow] if is_slow else []
+        parameters.append(pytest.param(*values, marks=marks))
+    assert all(case in list(cases) for case in kept), "a case that is kept is none of the grid"
+    return pytest.mark.parametrize(names, parameters)

@@ -1,16 +1,12 @@
 """The repository's address and the version stand in one place; the others are held to it."""
 
 import re
+import tomllib
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 import yaml
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
 
 import attnlib
 

@@ -98,6 +98,7 @@ def record(folder, part):
     return json.loads((folder / f"autoformer_{part}.json").read_text())
 
 
+@pytest.mark.slow
 def test_supernets_are_recorded(tiny):
     runs = record(tiny, "supernets")["runs"]
     assert {run["kind"] for run in runs} == {"uniform", "sandwich", "classical"}
@@ -108,6 +109,7 @@ def test_supernets_are_recorded(tiny):
     load_pretrained(small_supernet(), tiny / "autoformer_digits.safetensors")
 
 
+@pytest.mark.slow
 def test_supernets_of_scenes_are_recorded(tiny):
     runs = record(tiny, "scenes")["runs"]
     assert {run["kind"] for run in runs} == {"uniform", "classical"}
@@ -117,6 +119,7 @@ def test_supernets_of_scenes_are_recorded(tiny):
     assert images.shape == (10, 3, 32, 32) and labels.max() < 24
 
 
+@pytest.mark.slow
 def test_ranking_is_recorded(tiny):
     found, more = record(tiny, "ranking"), record(tiny, "repeats")
     assert [(row["kind"], row["times"]) for row in found["inherited"] + more["inherited"]] == [
@@ -136,6 +139,7 @@ def test_ranking_is_recorded(tiny):
         assert sum(p.numel() for p in model.parameters()) == row["parameters"]
 
 
+@pytest.mark.slow
 def test_searches_keep_to_their_budget_and_have_equal_chances(tiny):
     found = record(tiny, "search")
     pairs = {}
@@ -150,6 +154,7 @@ def test_searches_keep_to_their_budget_and_have_equal_chances(tiny):
     assert max(everything["parameters"]) <= everything["budget"]
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_not_run_again(tiny, monkeypatch, capsys):
     before = (tiny / "autoformer_supernets.json").read_text()
     monkeypatch.setattr(autoformer, "fit", None)
@@ -173,6 +178,7 @@ def test_a_description_is_read_back():
     assert autoformer.read(kept) == subnet
 
 
+@pytest.mark.slow
 def test_the_longer_run(tmp_path):
     found = autoformer.longer(tmp_path, tiny=True)
     assert len(found["subnets"]) == 4 and found["history"][-1]["step"] == 2
@@ -180,6 +186,7 @@ def test_the_longer_run(tmp_path):
     assert again["subnets"] == found["subnets"]
 
 
+@pytest.mark.slow
 def test_the_longer_run_on_photographs(tmp_path, monkeypatch):
     some = torch.randn(40, 3, 32, 32), torch.randint(10, (40,))
     monkeypatch.setattr(autoformer, "small_images", lambda name: (some, some))
@@ -199,6 +206,7 @@ def test_both_forms_of_relative_positions_agree():
     assert torch.allclose(attn(x), autoformer.dense(attn, x), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_speed_is_recorded(tmp_path, monkeypatch):
     argv = ["x", "speed", "--tiny", "--repeats", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)

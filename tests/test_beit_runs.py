@@ -21,6 +21,7 @@ def tiny(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_part_is_recorded(tiny):
     record = json.loads((tiny / "beit.json").read_text())
     assert [run["variant"] for run in record["runs"]] == ["blocks"]
@@ -39,6 +40,7 @@ def test_every_part_is_recorded(tiny):
     assert [run["variant"] for run in record["runs"]] == list(beit.VARIANTS)
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_not_run_again(tiny, monkeypatch, capsys):
     before = (tiny / "beit.json").read_text()
     monkeypatch.setattr(beit, "fine_tuned", None)

@@ -1,5 +1,8 @@
-"""Every page of the built book in a headless browser, as a reader meets it: without a network,
-on a screen and a phone.
+"""The built book as a reader meets it: without a network, on a screen and a phone.
+
+Links, ids, alternative texts, and whatever else stands in a page's HTML are read for every
+page. A headless browser opens one page of each kind and those whose source has changed; under
+`-m slow` it opens all others.
 
 `make book` builds the pages; ATTNLIB_BOOK names their folder, _build/html by default. Chromium
 is looked for as $CHROMIUM, `chromium` and `google-chrome`. Without pages or browser the tests
@@ -17,14 +20,14 @@ import shutil
 import threading
 import unicodedata
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
 import yaml
-from bs4 import BeautifulSoup
+from bs4 import BeautifulSoup, NavigableString
 
 import chapters
-from tools import pdf, plain
+from tools import pdf, plain, quick
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = Path(os.environ.get("ATTNLIB_BOOK", ROOT / "_build" / "html")).resolve()
@@ -59,8 +62,40 @@ PAGES = [TOC["root"], *(page for part in TOC["parts"] for page in listed(part))]
 NOTEBOOKS = [page for page in PAGES if (ROOT / f"{page}.ipynb").exists()]
 CHAPTERS = [page for part in TOC["parts"] if part.get("numbered") for page in listed(part)]
 PLAIN = plain.Names()
-every_page = pytest.mark.parametrize("name", [*PAGES, "genindex", "py-modindex", "search"])
+ALL = [*PAGES, "genindex", "py-modindex", "search"]
+KINDS = [  # one page of each kind: chapters with and without an explorer, a tool, lists, …
+    *(
+        "book/index",
+        "nbs/10_attention",
+        "nbs/32_swin",
+        "nbs/92_plot",
+        "book/glossary",
+        "book/theorems",
+    ),
+    *("figures", "bibliography", "api/swin", "genindex", "search"),
+]
+
+
+def changed_pages():
+    """The pages whose source has changed since this branch left `main`."""
+    names = quick.git("diff", "--name-only", quick.base()) or ""
+    return {name.rpartition(".")[0] for name in names.splitlines()}
+
+
+def on_screen(pages):
+    """Run a test for some pages, for most of them only under `-m slow`."""
+    soon = {*KINDS, *changed_pages()}
+    cases = []
+    for page in pages:
+        marks = [] if page in soon else [pytest.mark.slow]
+        cases.append(pytest.param(page, marks=marks))
+    return pytest.mark.parametrize("name", cases)
+
+
+every_page = pytest.mark.parametrize("name", ALL)
 every_notebook = pytest.mark.parametrize("name", NOTEBOOKS)
+some_pages = on_screen(ALL)
+some_notebooks = on_screen(NOTEBOOKS)
 
 
 def missing(what):
@@ -75,27 +110,14 @@ LOOK = r"""async () => {
   await Promise.all([...document.images].map(image => image.decode().catch(() => {})));
   await document.fonts.ready;
   const all = (selector, f) => [...document.querySelectorAll(selector)].map(f);
-  const words = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode())
-    if (!walker.currentNode.parentElement.closest(
-        "script, style, noscript, pre, code, mjx-container"))
-      words.push(walker.currentNode.data);
   return {
-    text: words.join(" "),
-    code: all("pre", pre => pre.textContent),
     uncopied: all(".cell_input .highlight",
       cell => cell.querySelector("button.copybtn") ? 0 : 1),
-    folds: all("div.cell details.hide > summary", summary =>
-      [summary.innerText.trim(), summary.parentElement.open]),
     formulas: all("mjx-container", formula => 1).length,
     math_errors: all("mjx-merror, [data-mjx-error], .MathJax_Error",
       error => error.dataset.mjxError || error.title || error.textContent),
-    images: all("img", image => ({
-      src: image.src, alt: image.alt, drawn: image.complete && image.naturalWidth > 0})),
-    links: all("a[href]", link => link.href),
-    ids: all("[id]", element => element.id),
-    boxes: all(".proof.admonition", box => 1).length,
-    exercises: all(".exercise.admonition", box => 1).length,
+    undrawn: all("img", image => image.complete && image.naturalWidth > 0 ? "" : image.src)
+      .filter(source => source),
     solutions: all(".solution.admonition", box => box.classList.contains("toggle-hidden")
       && [...box.children].slice(1).every(
         child => child.matches("button") || child.clientHeight === 0)),
@@ -270,6 +292,47 @@ def at_night(page):
 
 
 @functools.cache
+def written(name):
+    """What stands in a page's HTML."""
+    page = soup(name)
+    apart = ["script", "style", "noscript", "pre", "code"]
+    words = []
+    for text in page.body.find_all(string=True):
+        inside = text.find_parent(lambda tag: tag.name in apart or "math" in classes(tag))
+        if inside is None and type(text) is NavigableString:  # no comment
+            words.append(text)
+    folds = page.select("div.cell details.hide > summary")
+    return {
+        "text": " ".join(words),
+        "code": [pre.get_text() for pre in page.select("pre")],
+        "folds": [(shut(fold), fold.parent.has_attr("open")) for fold in folds],
+        "images": [(image["src"], image.get("alt", "")) for image in page.select("img")],
+        "links": [link["href"] for link in page.select("a[href]")],
+        "ids": [element["id"] for element in page.select("[id]")],
+        "boxes": len(page.select(".proof.admonition")),
+        "exercises": len(page.select(".exercise.admonition")),
+        "solutions": len(page.select(".solution.admonition")),
+    }
+
+
+def classes(tag):
+    return tag.get("class") or []
+
+
+def shut(fold):
+    """The words of a fold while it is shut; those for when it is open follow them."""
+    return fold.get_text().strip().partition("\n")[0].strip()
+
+
+def inside(name, link):
+    """The file of the book and the place in it that a link on a page leads to, if it does."""
+    parts = urlsplit(urljoin(f"http://book/{name}.html", link))
+    if parts.netloc != "book":
+        return None, None
+    return BOOK / (unquote(parts.path).lstrip("/") or "index.html"), unquote(parts.fragment)
+
+
+@functools.cache
 def anchors(path):
     return set(re.findall(r'\bid="([^"]+)"', path.read_text(encoding="utf-8")))
 
@@ -284,30 +347,30 @@ def source(name):
 # --- what every page owes its reader ----------------------------------------------------------
 
 
-@every_page
+@some_pages
 def test_page_needs_no_network(opened, name):
     assert opened(name)["outside"] == []
 
 
-@every_page
+@some_pages
 def test_no_error_in_the_console(opened, name):
     assert opened(name)["complaints"] == []
 
 
-@every_page
+@some_pages
 def test_formulas_are_set(opened, name):
     seen = opened(name)
     html = (BOOK / f"{name}.html").read_text(encoding="utf-8")
-    written = len(re.findall(r'class="(?:amsmath )?math notranslate', html))
+    wanted = len(re.findall(r'class="(?:amsmath )?math notranslate', html))
     assert seen["math_errors"] == []
-    assert seen["formulas"] == written, (
-        f"{written} formulas in the page's source, {seen['formulas']} set"
+    assert seen["formulas"] == wanted, (
+        f"{wanted} formulas in the page's source, {seen['formulas']} set"
     )
 
 
 @every_page
-def test_nothing_raw_is_left(opened, name):
-    seen = opened(name)
+def test_nothing_raw_is_left(site, name):
+    seen = written(name)
     raw = re.compile(
         # TeX and fences; roles and directives; outputs without words, control characters
         r".{0,30}(?:\\[a-zA-Z]+|\\[()\[\]]|\$|:::|```"
@@ -323,13 +386,13 @@ def test_nothing_raw_is_left(opened, name):
     ] == []
 
 
-@every_page
+@some_pages
 def test_code_can_be_copied(opened, name):
     assert sum(opened(name)["uncopied"]) == 0
 
 
 @every_notebook
-def test_a_folded_docstring_is_copied_with_the_code(opened, name):
+def test_a_folded_docstring_is_copied_with_the_code(site, name):
     cells = json.loads((ROOT / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
     codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     told = {
@@ -337,50 +400,73 @@ def test_a_folded_docstring_is_copied_with_the_code(opened, name):
         for code in codes
         if re.search(r"(?m)^ +-{4,}$", code)
     }
-    shown = {code.strip() for code in opened(name)["code"]}
+    shown = {code.strip() for code in written(name)["code"]}
     assert {code.strip() for code in told} <= shown
 
 
-@every_page
+@some_pages
 def test_no_code_is_cut_off(opened, name):
     """Lines of 96 columns fit at 1280 pixels; what is folded is opened for this."""
     seen = opened(name)["cells"]
     assert seen["seen"] == seen["cells"] and seen["cut"] == []
 
 
+@some_pages
+def test_images_are_drawn(opened, name):
+    assert opened(name)["undrawn"] == []
+
+
 @every_page
-def test_images_are_there_and_described(opened, name):
-    images = opened(name)["images"]
-    assert [image["src"] for image in images if not image["drawn"]] == []
+def test_images_are_there_and_described(site, name):
+    images = written(name)["images"]
+    files = [inside(name, image)[0] for image, _ in images if not image.startswith("data:")]
+    assert [file for file in files if file is not None and not file.is_file()] == []
     useless = re.compile(r"\s*$|<|\S+\.(?:png|svg|jpe?g|gif|webp)$")
-    assert [image for image in images if useless.match(image["alt"])] == []
+    assert [image for image in images if useless.match(image[1])] == []
 
 
 @every_page
-def test_links_lead_somewhere(opened, name):
-    seen, dead = opened(name), []
-    for link in sorted(set(seen["links"])):
-        if not link.startswith(seen["site"]):
+def test_links_lead_somewhere(site, name):
+    dead = []
+    for link in sorted(set(written(name)["links"])):
+        target, place = inside(name, link)
+        if target is None:
             continue
-        parts = urlsplit(link)
-        target = BOOK / (unquote(parts.path).lstrip("/") or "index.html")
         if not target.is_file():
             dead.append(link)
-        elif parts.fragment and unquote(parts.fragment) not in anchors(target):
+        elif place and place not in anchors(target):
             dead.append(f"{link} (no such place on the page)")
     assert dead == []
 
 
 @every_page
-def test_no_id_stands_twice(opened, name):
-    ids = [i for i in opened(name)["ids"] if not i.startswith(("MJX-", "mjx-"))]
-    # an older theme, which Python 3.10 gets, has its field twice
-    ids = [i for i in ids if i != "search-input"]
+def test_no_id_stands_twice(site, name):
+    ids = written(name)["ids"]
     assert sorted({i for i in ids if ids.count(i) > 1}) == []
 
 
+def test_the_parse_finds_what_is_wrong(tmp_path, monkeypatch):
+    """The control: a dead link, an image without words, an id that is there twice, raw TeX."""
+    html = """<body><a href="other.html">a</a><a href="#nowhere">b</a>
+    <p id="p"></p><p id="p"></p>
+    <img src="gone.png"><p>\\alpha <span class="math">\\beta</span><code>$</code></p></body>"""
+    (tmp_path / "page.html").write_text(html)
+    monkeypatch.setattr("test_browser.BOOK", tmp_path)
+    for test in (
+        test_links_lead_somewhere,
+        test_images_are_there_and_described,
+        test_no_id_stands_twice,
+        test_nothing_raw_is_left,
+    ):
+        with pytest.raises(AssertionError):
+            test(None, "page")
+    seen = written("page")
+    assert seen["ids"] == ["p", "p"] and seen["images"] == [("gone.png", "")]
+    assert "alpha" in seen["text"] and "beta" not in seen["text"]
+
+
 @every_page
-def test_buttons_open_the_plain_copy(opened, name):
+def test_buttons_open_the_plain_copy(site, name):
     path = CONFIG["repository"]["url"].removeprefix("https://github.com")
     copies = {page: f"{path}/blob/plain/{page.split('/')[-1]}.ipynb" for page in NOTEBOOKS}
     hosts = {
@@ -388,14 +474,14 @@ def test_buttons_open_the_plain_copy(opened, name):
         "https://kaggle.com/kernels/welcome?src=https://github.com": "kaggle",
     }
     for prefix, host in hosts.items():
-        found = {link for link in opened(name)["links"] if host in urlsplit(link).netloc}
+        found = {link for link in written(name)["links"] if host in urlsplit(link).netloc}
         assert found <= {prefix + copy for copy in copies.values()}
         if name in NOTEBOOKS:
             assert found == {prefix + copies[name]}
 
 
 @every_notebook
-def test_numbers_of_the_plain_copy_are_those_of_the_book(opened, name):
+def test_numbers_of_the_plain_copy_are_those_of_the_book(site, name):
     page = (BOOK / f"{name}.html").read_text(encoding="utf-8")
     for called, address in PLAIN.labels.values():
         if address.startswith(f"{plain.BOOK}{name}.html#"):
@@ -404,7 +490,7 @@ def test_numbers_of_the_plain_copy_are_those_of_the_book(opened, name):
             assert number.strip() == called
 
 
-@every_page
+@some_pages
 def test_one_search_and_no_empty_bar(opened, name):
     # the search page has its own field
     seen, expected = (
@@ -415,14 +501,14 @@ def test_one_search_and_no_empty_bar(opened, name):
     assert seen["bar"] == 0
 
 
-@every_page
+@some_pages
 def test_page_fits_a_phone(opened, name):
     phone = opened(name)["phone"]
     assert phone["width"] <= 391
     assert phone["beyond"] == [], "beyond the right edge, and not inside a box that scrolls"
 
 
-@every_page
+@some_pages
 def test_dark_mode(opened, name):
     night = opened(name)["night"]
     assert night["theme"] == "dark"
@@ -434,18 +520,22 @@ def test_dark_mode(opened, name):
 
 
 @every_notebook
-def test_boxes_exercises_and_folded_solutions(opened, name):
-    seen, text = opened(name), source(name)
+def test_boxes_exercises_and_solutions(site, name):
+    seen, text = written(name), source(name)
     assert seen["boxes"] == len(re.findall(r"(?m)^:{3,}\{prf:", text))
     assert seen["exercises"] == len(re.findall(r"(?m)^[:`]{3,}\{exercise(?:-start)?\}", text))
-    assert len(seen["solutions"]) == len(
-        re.findall(r"(?m)^[:`]{3,}\{solution(?:-start)?\}", text)
-    )
-    assert all(seen["solutions"]), "a solution lies open"
+    solutions = re.findall(r"(?m)^[:`]{3,}\{solution(?:-start)?\}", text)
+    assert seen["solutions"] == len(solutions)
+
+
+@some_notebooks
+def test_solutions_are_folded(opened, name):
+    seen = opened(name)["solutions"]
+    assert len(seen) == written(name)["solutions"] and all(seen)
 
 
 @every_notebook
-def test_imports_are_folded(opened, name):
+def test_imports_are_folded(site, name):
     """A page opens with its idea: its imports are behind a line that says so."""
     cells = json.loads((ROOT / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
     tags = {cell["id"]: cell["metadata"].get("tags", ()) for cell in cells}
@@ -453,15 +543,15 @@ def test_imports_are_folded(opened, name):
         tags[i] for i in ("imports", "setup") if i in tags and "remove-cell" not in tags[i]
     ]
     assert all("hide-input" in found for found in imports), "tag them `hide-input`"
-    words = [words for words, _ in opened(name)["folds"]]
+    words = [words for words, _ in written(name)["folds"]]
     assert words.count("Imports") in range(bool(imports), len(imports) + 1)  # some are joined
     assert set(words) <= {"Imports", "Show the code"}
-    assert not any(is_open for _, is_open in opened(name)["folds"])
+    assert not any(is_open for _, is_open in written(name)["folds"])
 
 
 @pytest.mark.parametrize("name", CHAPTERS)
-def test_chapter_has_theorems_and_exercises(opened, name):
-    seen = opened(name)
+def test_chapter_has_theorems_and_exercises(site, name):
+    seen = written(name)
     assert seen["boxes"] >= 2 and seen["exercises"] >= 1 and seen["solutions"]
 
 
@@ -556,7 +646,7 @@ def test_axe_finds_no_serious_violation(site, browser, name, scheme):
     page.close()
 
 
-@every_page
+@some_pages
 def test_axe_finds_no_serious_violation_but_for_colours(opened, name):
     pytest.importorskip("axe_playwright_python")
     assert opened(name)["violations"] == []
@@ -709,12 +799,10 @@ def test_search_finds_a_function(site, browser):
     page.close()
 
 
-def test_first_page_leads_to_every_notebook(opened):
-    links = set(opened("book/index")["links"])
+def test_first_page_leads_to_every_notebook(site):
+    links = set(written("book/index")["links"])
     wanted = [*NOTEBOOKS, *(page for page in PAGES if page.startswith("book/api/"))]
-    assert [
-        page for page in wanted if f"{opened('book/index')['site']}{page}.html" not in links
-    ] == []
+    assert [page for page in wanted if f"{page}.html" not in links] == []
 
 
 def test_example_on_the_first_page_runs():

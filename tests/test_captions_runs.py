@@ -29,6 +29,7 @@ def tiny(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_soft_and_hard_are_compared(tiny):
     record = json.loads((tiny / "captions_compare.json").read_text())
     assert {run["contestant"] for run in record["runs"]} == set(spatial.CONTESTANTS)
@@ -40,6 +41,7 @@ def test_soft_and_hard_are_compared(tiny):
     load_pretrained(Captioner(len(CAPTION_WORDS)), tiny / "captions_compare.safetensors")
 
 
+@pytest.mark.slow
 def test_bias_is_measured(tiny):
     record = json.loads((tiny / "captions_bias.json").read_text())
     runs = {run["contestant"]: run for run in record["runs"]}
@@ -50,6 +52,7 @@ def test_bias_is_measured(tiny):
     load_pretrained(Captioner(len(CAPTION_WORDS)), tiny / "captions_bias.safetensors")
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_not_run_again(tiny, monkeypatch, capsys):
     before = (tiny / "captions_bias.json").read_text()
     monkeypatch.setattr(spatial, "fit", None)
@@ -58,6 +61,7 @@ def test_what_is_recorded_is_not_run_again(tiny, monkeypatch, capsys):
     assert (tiny / "captions_bias.json").read_text() == before
 
 
+@pytest.mark.slow
 def test_flickr_runs(tmp_path, monkeypatch):
     folder = tmp_path / "flickr"
     (folder / "Flicker8k_Dataset").mkdir(parents=True)
@@ -79,6 +83,7 @@ def test_the_pipeline_reads_clear_scenes():
     assert spatial.by_parts(train)(torch.zeros(1, 3, 32, 32)) == ["a"]
 
 
+@pytest.mark.slow
 def test_the_run_for_a_gpu(tmp_path):
     found = spatial.longer(tmp_path, tiny=True)
     assert [run["contestant"] for run in found["runs"]] == ["soft", "hard"]

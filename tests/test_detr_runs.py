@@ -346,6 +346,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("part", detr.PARTS)
+@pytest.mark.slow
 def test_every_part_is_recorded(tiny, part):
     record = json.loads((tiny / f"detr_{part}.json").read_text())
     variants = detr.PARTS[part][1]
@@ -361,6 +362,7 @@ def test_every_part_is_recorded(tiny, part):
         load_pretrained(model, tiny / f"detr_{part}.safetensors")
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_not_run_again(tiny, monkeypatch, capsys):
     before = (tiny / "detr_slow.json").read_text()
     monkeypatch.setattr(detr, "fit", None)

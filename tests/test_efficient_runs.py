@@ -21,6 +21,7 @@ def rows(monkeypatch, folder, what, name=None):
 
 
 @pytest.mark.parametrize("what", ["recall", "cliff", "text"])
+@pytest.mark.slow
 def test_decoders(monkeypatch, tmp_path, what):
     found = {row["name"]: row for row in rows(monkeypatch, tmp_path, what)}
     ending = ", 14" if what == "cliff" else ""
@@ -30,6 +31,7 @@ def test_decoders(monkeypatch, tmp_path, what):
         assert all(found[row]["judge"] == "valid" for row in chosen) and chosen
 
 
+@pytest.mark.slow
 def test_a_trained_vit(monkeypatch, tmp_path):
     found = {row["name"]: row for row in rows(monkeypatch, tmp_path, "swap")}
     for name in efficient.encoders(0):
@@ -38,6 +40,7 @@ def test_a_trained_vit(monkeypatch, tmp_path):
     assert found["Nyström 8, 0"]["curve"][-1][0] == found["Nyström 8, 0"]["steps"]
 
 
+@pytest.mark.slow
 def test_crossover(monkeypatch, tmp_path):
     found = rows(monkeypatch, tmp_path, "crossover", "efficient_crossover_*.json")
     assert {row["n"] for row in found} == {64, 128}

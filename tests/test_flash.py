@@ -30,7 +30,7 @@ from attnlib.flash import (
     triton_mode,
 )
 from attnlib.train import peak_memory
-from helpers import finer_precision
+from helpers import finer_precision, kernel_grid
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,7 +85,7 @@ def agree(q, k, v, mask=None, bias=None, causal=False, scale=None):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("n, m", [(1, 1), (1, 40), (32, 32), (33, 33), (35, 50)])
+@kernel_grid("n, m", [(1, 1), (1, 40), (32, 32), (33, 33), (35, 50)], kept=[(1, 40), (35, 50)])
 def test_lengths(n, m, causal):
     torch.manual_seed(0)
     agree(*qkv(1, 2, n=n, m=m, d=16), causal=causal)
@@ -96,7 +96,7 @@ def test_more_queries_than_keys():
     agree(*qkv(1, 1, n=50, m=17, d=16))
 
 
-@pytest.mark.parametrize("d, d_v", [(1, 1), (24, 40), (33, 16), (100, 100), (256, 256)])
+@kernel_grid("d, d_v", [(1, 1), (24, 40), (33, 16), (100, 100), (256, 256)], kept=[(24, 40)])
 def test_widths(d, d_v):
     torch.manual_seed(0)
     refused = DEVICE == "cuda" and max(d, d_v) > 128  # in float32
@@ -104,9 +104,10 @@ def test_widths(d, d_v):
     agree(*qkv(1, 1, n=20, d=d, d_v=d_v, dtype=dtype), causal=True)
 
 
-@pytest.mark.parametrize(
+@kernel_grid(
     "shape",
     [(2, 2, 35, 20), (1, 2, 35, 20), (2, 1, 1, 20), (35, 20), (2, 35, 1), (1, 1, 1, 1)],
+    kept=[(1, 2, 35, 20), (2, 35, 1)],
 )
 def test_bias_and_its_gradient_along_every_axis(shape):
     torch.manual_seed(0)
@@ -115,7 +116,11 @@ def test_bias_and_its_gradient_along_every_axis(shape):
 
 
 @pytest.mark.parametrize("enough, causal", [(1, True), (20, False)])
-@pytest.mark.parametrize("shape", [(1, 2, 33, 33), (1, 2, 1, 33), (2, 1, 33, 1), (1, 1, 1, 1)])
+@kernel_grid(
+    "shape",
+    [(1, 2, 33, 33), (1, 2, 1, 33), (2, 1, 33, 1), (1, 1, 1, 1)],
+    kept=[(1, 2, 33, 33)],
+)
 def test_gradient_of_a_bias_by_few_and_by_many_programs(shape, enough, causal, monkeypatch):
     """Written by the kernel itself, or as sums that are added afterwards."""
     torch.manual_seed(0)
@@ -163,8 +168,10 @@ def test_gradient_of_a_bias_takes_no_memory_beside_itself(monkeypatch):
     assert short == long
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 2, 20, 35), (2, 1, 20, 35), (1, 2, 20, 1), (2, 1, 1, 35), (20, 35)]
+@kernel_grid(
+    "shape",
+    [(2, 2, 20, 35), (2, 1, 20, 35), (1, 2, 20, 1), (2, 1, 1, 35), (20, 35)],
+    kept=[(2, 1, 20, 35), (1, 2, 20, 1)],
 )
 def test_mask_along_every_axis_and_causal(shape):
     torch.manual_seed(0)
@@ -189,14 +196,14 @@ def test_rounding_is_that_of_the_reference_in_the_same_dtype():
     assert (flash_attention(q, k, v) - exact).abs().mean() <= 1.05 * plain
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.7, 3])
+@kernel_grid("scale", [0.0, -0.7, 3], kept=[-0.7])
 def test_scale(scale):
     torch.manual_seed(0)
     agree(*qkv(1, 1, n=20), scale=scale, causal=True)
 
 
 @pytest.mark.parametrize("device", [DEVICE])
-@pytest.mark.parametrize("causal", [False, True])
+@kernel_grid("causal", [False, True], kept=[True])
 def test_every_kernel_in_one_small_case_sanitize(causal, device):
     """For compute-sanitizer, which `make gpu` runs on tests of this name.
 
@@ -208,7 +215,7 @@ def test_every_kernel_in_one_small_case_sanitize(causal, device):
     agree(*qkv(1, 2, n=1, m=70, d=16), causal=causal)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@kernel_grid("seed", range(6), kept=[0])
 def test_random_cases(seed):
     torch.manual_seed(seed)
     draw = random.Random(seed)
@@ -348,8 +355,8 @@ CACHES = {  # of 2 sequences and 2 heads, with room for 30 keys: (its shape, the
 }
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("splits, heads, n", [(None, 2, 1), (2, 8, 5), (3, 4, 1)])
+@kernel_grid("cache", CACHES, kept=["tokens first"])
+@kernel_grid("splits, heads, n", [(None, 2, 1), (2, 8, 5), (3, 4, 1)], kept=[(2, 8, 5)])
 def test_decoding_is_attention_whatever_the_strides(cache, splits, heads, n, monkeypatch):
     """And the cache that a kernel gets is the cache itself."""
     torch.manual_seed(0)
@@ -480,7 +487,7 @@ def agree_on_ranges(ranges, q, k, v, bias=None):
         assert torch.isfinite(a).all() and (a.double() - b).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("seed", range(8))
+@kernel_grid("seed", range(8), kept=[0, 1])
 def test_ranges_of_packed_sequences(seed):
     generator, lengths = random.Random(seed), []
     torch.manual_seed(seed)
@@ -493,7 +500,7 @@ def test_ranges_of_packed_sequences(seed):
     agree_on_ranges(packed_ranges(lengths, causal, window, device=DEVICE), q, k, v, bias)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@kernel_grid("seed", range(6), kept=[0])
 def test_any_ranges_of_each_sequence(seed):
     """Bounds that never decrease, empty ranges too; N and M differ."""
     torch.manual_seed(seed)
@@ -578,8 +585,8 @@ def repeated(q, k, v, grad, mask, bias, causal):
     return out, *torch.autograd.grad(out, inputs, grad.double())
 
 
-@pytest.mark.parametrize("heads, own", [(4, 2), (3, 1), (6, 2)])
-@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "bias", "everything"])
+@kernel_grid("heads, own", [(4, 2), (3, 1), (6, 2)], kept=[(4, 2)])
+@kernel_grid("kind", ["plain", "causal", "mask", "bias", "everything"], kept=["everything"])
 def test_grouped_queries(kind, heads, own, monkeypatch):
     """Keys with fewer heads: one launch of each kernel, and gradients of the keys' shape."""
     torch.manual_seed(0)

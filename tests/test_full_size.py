@@ -1,9 +1,9 @@
 """The published models, whole, beside timm's with the same weights: logits, features, and
 gradients of all parameters.
 
-By default those of at most 30 million parameters, which takes a minute; with ATTNLIB_FULL=1
-every name whose two models fit into memory. Float32 within 1e-5, as sums of some thousand terms
-near 1 are rounded; float64 within 1e-10.
+By default the smallest of each family; under `-m slow` those of at most 30 million parameters,
+and with ATTNLIB_FULL=1 every name whose two models fit into memory. Float32 within 1e-5, as
+sums of some thousand terms near 1 are rounded; float64 within 1e-10.
 """
 
 import os
@@ -55,7 +55,24 @@ def largest(a, b):
     return ((a - b).abs().max() / b.abs().max().clamp(min=1)).item()
 
 
-@pytest.mark.parametrize("name", [name for family in FAMILIES for name in list_models(family)])
+def sizes():
+    """All names; of each family only the smallest is quick enough for every run."""
+    smallest = (
+        "vit_tiny_patch16_224",
+        "deit_tiny_patch16_224",
+        "swin_tiny_patch4_window7_224",
+        "swinv2_tiny_window8_256",
+        "tnt_s_patch16_224",
+    )
+    cases = []
+    for family in FAMILIES:
+        for name in list_models(family):
+            marks = [] if name in smallest else [pytest.mark.slow]
+            cases.append(pytest.param(name, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize("name", sizes())
 def test_equals_timm(name):
     ours, theirs = (model.eval() for model in pair(name))
     patches = ours.pixel_embed if name.startswith("tnt_") else ours.patch_embed

@@ -71,6 +71,7 @@ def tiny(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_part_is_recorded(tiny):
     attend, draw, channels = (
         json.loads((tiny / f"glimpses_{part}.json").read_text())
@@ -88,6 +89,7 @@ def test_every_part_is_recorded(tiny):
     assert len(squeeze["gates"]) == 10 and squeeze["spread_within"] >= 0
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_not_run_again(tiny, monkeypatch, capsys):
     before = (tiny / "glimpses_channels.json").read_text()
     monkeypatch.setattr(spatial, "fit", None)

@@ -21,6 +21,7 @@ def rows(folder, what):
     }
 
 
+@pytest.mark.slow
 def test_options(tmp_path):
     found = rows(tmp_path, "options")
     assert {"modern, 0", "2019, 0"} < set(found)
@@ -28,18 +29,21 @@ def test_options(tmp_path):
     assert found["modern, 0.002, tuning"]["judge"] == "valid"
 
 
+@pytest.mark.slow
 def test_scaling(tmp_path):
     found = rows(tmp_path, "scaling")
     assert {row["width"] for row in found.values()} == {16, 32}
     assert all(row["best"] == min(bits for _, bits in row["curve"]) for row in found.values())
 
 
+@pytest.mark.slow
 def test_induction(tmp_path):
     found = rows(tmp_path, "induction")
     assert found["1 layers, 0"]["steps"] == 4 * found["2 layers, 0"]["steps"]
     assert len(found["2 layers, 0"]["heads"]) == len(found["2 layers, 0"]["without"]) == 2
 
 
+@pytest.mark.slow
 def test_sampling(tmp_path):
     found = rows(tmp_path, "sampling")
     assert set(gpt.SETTINGS) < set(found["texts 0"]["found"])
@@ -51,6 +55,7 @@ def test_sampling(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_groups(tmp_path):
     found = rows(tmp_path, "groups")
     assert {(row["groups"], row["keys"]) for row in found.values()} == {

@@ -17,6 +17,7 @@ def run(command, folder, *options):
     gpt.main([command, "--tiny", "--out", str(folder), *options])
 
 
+@pytest.mark.slow
 def test_the_speed_is_recorded(tmp_path):
     run("speed", tmp_path, "--device", "cpu", "--repeats", "1")
     rows = json.loads((tmp_path / "gpt_speed_cpu.json").read_text())["rows"]
@@ -45,6 +46,7 @@ class GPT(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_nanogpt_is_compared(tmp_path):
     """A stand-in with nanoGPT's names and exact GELU; the record has the real one."""
     path = tmp_path / "model.py"
@@ -58,6 +60,7 @@ def test_nanogpt_is_compared(tmp_path):
         assert record["tanh"]["gradients"] < 1e-5 < record["exact"]["gradients"] < 1e-2
 
 
+@pytest.mark.slow
 def test_the_book_is_learned(tmp_path):
     run("book", tmp_path)
     record = json.loads((tmp_path / "gpt_book.json").read_text())

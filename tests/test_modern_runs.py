@@ -9,6 +9,7 @@ import torch
 from benchmarks import modern
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ("options", "rates", "larger"))
 def test_a_tiny_record(part, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["modern", part, "--tiny", "--out", str(tmp_path)])

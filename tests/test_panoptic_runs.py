@@ -31,6 +31,7 @@ def tiny(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_part_is_recorded(tiny):
     record = json.loads((tiny / "panoptic.json").read_text())
     assert [run["variant"] for run in record["runs"]] == list(panoptic.VARIANTS)
@@ -43,6 +44,7 @@ def test_every_part_is_recorded(tiny):
     model.load_state_dict(unwrap_state_dict(tiny / "panoptic_shapes.safetensors"))
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_not_run_again(tiny, monkeypatch, capsys):
     before = (tiny / "panoptic.json").read_text()
     monkeypatch.setattr(panoptic, "fit", None)
@@ -94,6 +96,7 @@ def test_the_pixels_around():
     )
 
 
+@pytest.mark.slow
 def test_tiny_speed(tmp_path, monkeypatch):
     command = ["panoptic", "speed", "--tiny", "--repeats", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
@@ -102,6 +105,7 @@ def test_tiny_speed(tmp_path, monkeypatch):
     assert len(record["rows"]) == 7 and all(row["ratio"] > 0 for row in record["rows"])
 
 
+@pytest.mark.slow
 def test_coco(tmp_path):
     """Pictures and annotations in COCO's format; the model has random weights."""
     (tmp_path / "val").mkdir()

@@ -33,8 +33,9 @@ def test_what_is_frozen_in_a_torch_layer_stays_frozen(layer_class):
     assert not any(p.requires_grad for p in layer_from_torch(theirs).parameters())
     theirs.linear1.weight.requires_grad_(True)
     theirs.activation.requires_grad_(True)
-    trained = [name for name, p in layer_from_torch(theirs).named_parameters()
-               if p.requires_grad]
+    trained = [
+        name for name, p in layer_from_torch(theirs).named_parameters() if p.requires_grad
+    ]
     assert trained == ["feed_forward.linear1.weight", "feed_forward.activation.weight"]
 
 

@@ -23,7 +23,8 @@ def test_hooks_of_a_resnet_are_called(resnet, name):
     x = torch.rand(1, 3, 32, 32)
     before = resnet(x)[-1]
     handle = resnet.get_submodule(name).register_forward_hook(
-        lambda module, inputs, output: seen.append(output.shape))
+        lambda module, inputs, output: seen.append(output.shape)
+    )
     after = resnet(x)[-1]
     handle.remove()
     assert seen
@@ -96,8 +97,9 @@ def test_a_loss_of_one_entry_is_reported():
 
 def test_a_hook_of_the_patches_counts_in_the_lean_loss():
     torch.manual_seed(0)
-    model = mae.MaskedAutoencoder(16, 4, 3, 16, 1, 2, decoder_embed_dim=16, decoder_depth=2,
-                                  decoder_num_heads=2)
+    model = mae.MaskedAutoencoder(
+        16, 4, 3, 16, 1, 2, decoder_embed_dim=16, decoder_depth=2, decoder_num_heads=2
+    )
     x, noise = torch.rand(2, 3, 16, 16), torch.rand(2, 16)
     model.patch_embed.register_forward_hook(lambda module, inputs, output: 3 * output)
     assert torch.allclose(mae.lean_loss(model, x, noise), model(x, noise=noise)[0], atol=1e-6)

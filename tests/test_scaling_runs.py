@@ -8,6 +8,7 @@ from attnlib.train import read_record
 from benchmarks import scaling
 
 
+@pytest.mark.slow
 def test_the_parts_run(tmp_path):
     scaling.main(["links", "--tiny", "--out", str(tmp_path)])
     scaling.main(["traffic", "--tiny", "--out", str(tmp_path)])

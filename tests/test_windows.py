@@ -18,6 +18,7 @@ from attnlib.attention import attention_backend, register_backend
 from attnlib.swin import SwinBlock, WindowAttention, WindowLayout, pad_map, window_layout
 from attnlib.swinv2 import WindowAttentionV2
 from attnlib.windows import not_served, passes, window_attention, window_backend
+from helpers import kernel_grid
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled there, interpreted here
 on_device = pytest.mark.parametrize("device", [DEVICE])
@@ -79,7 +80,11 @@ def layer_of(kind, case, device=DEVICE):
 
 @on_device
 @both_kinds
-@pytest.mark.parametrize("case", CASES)
+@kernel_grid(
+    "case",
+    CASES,
+    kept=["padded and shifted, rectangular", "two blocks of keys, padded and shifted"],
+)
 def test_outputs_and_all_gradients_equal_the_layers_sanitize(device, kind, case, served):
     layer, x = layer_of(kind, case, device)
     grad = torch.randn_like(x)
@@ -93,7 +98,11 @@ def test_outputs_and_all_gradients_equal_the_layers_sanitize(device, kind, case,
             assert error < (2e-5 if device == "cpu" else 1e-4), (name, error)
 
 
-@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 0.06), (torch.float16, 0.01)])
+@kernel_grid(
+    "dtype, limit",
+    [(torch.bfloat16, 0.06), (torch.float16, 0.01)],
+    kept=[(torch.float16, 0.01)],
+)
 @both_kinds
 @on_device
 def test_lower_precision(device, kind, dtype, limit):
@@ -117,7 +126,9 @@ def test_autocast_keeps_the_gradient_of_the_bias_in_float32(device, served):
 
 
 @pytest.mark.parametrize("model", [swin.SwinTransformer, swinv2.SwinTransformerV2])
-@pytest.mark.parametrize("size", [(16, 16), (12, 20)])  # maps of 4 by 4 and 2 by 2; 3 by 5, …
+@kernel_grid(
+    "size", [(16, 16), (12, 20)], kept=[(12, 20)]
+)  # maps of 4 by 4 and 2 by 2; 3 by 5, …
 @on_device
 def test_models(device, model, size, served):
     torch.manual_seed(0)
@@ -380,7 +391,11 @@ def test_bad_input(change, error, message):
         window_attention(layout=layout, **given)
 
 
-@pytest.mark.parametrize("window, size, backward", [((4, 4), (8, 8), 5), ((9, 9), (18, 9), 9)])
+@kernel_grid(
+    "window, size, backward",
+    [((4, 4), (8, 8), 5), ((9, 9), (18, 9), 9)],
+    kept=[((4, 4), (8, 8), 5)],
+)
 def test_operations_are_counted(window, size, backward):
     tokens = window[0] * window[1]
     qkv = torch.randn(2, *size, 3 * 32, device=DEVICE, requires_grad=True)

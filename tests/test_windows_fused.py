@@ -25,6 +25,7 @@ from attnlib.swin import PatchMerging, SwinBlock, SwinTransformer, window_layout
 from attnlib.swinv2 import SwinTransformerV2
 from attnlib.vit import VisionTransformer
 from attnlib.windows import FusedBlock, FusedMerging, fuse_swin, fused_linear
+from helpers import kernel_grid
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,7 +86,7 @@ def test_a_block_touches_only_what_is_its_own():
     torch.testing.assert_close(found, block(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [(16, 16), (12, 20)])
+@kernel_grid("size", [(16, 16), (12, 20)], kept=[(12, 20)])
 def test_models(size):
     torch.manual_seed(0)
     options = dict(embed_dim=16, depths=(2, 1), num_heads=(1, 2), window_size=2)

@@ -5,28 +5,27 @@
     python -m tools.notebooks test [NAME ...]  execute copies beside the built wheel, compare
 
 A stored figure is *stamped*: the notebook's metadata holds, for each figure, a fingerprint of
-the code that drew it (every code cell up to it and the library modules the notebook imports,
-comments and docstrings left out) and of the picture itself. `check` recomputes both. Change the
-code and forget `make run`, and the check names the figure.
+the code that drew it and of the picture itself. The code is what ran before it and what the
+cell depends on by names, in the notebook, the library, and the tools (see tools/names.py),
+without comments and docstrings. `check` recomputes both. Change the code and forget `make run`,
+and the check names the figure.
 """
 
 import argparse
-import ast
 import base64
 import hashlib
-import io
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
+
+from .names import Notebook, Project
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
@@ -94,56 +93,37 @@ def code_of(cell):
     return "\n".join(line for line in cell.source.splitlines() if not line.startswith("#|"))
 
 
-def without_words(code):
-    """Code without comments, docstrings, magics and blank lines.
-
-    Rewording a sentence makes no figure old.
-    """
-    code = re.sub(r"(?m)^(\s*)[%!].*$", r"\1pass", code)
-    lines = code.splitlines()
-    for node in ast.walk(ast.parse(code)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            for number in range(node.lineno - 1, node.end_lineno):
-                lines[number] = ""
-    for token in tokenize.generate_tokens(io.StringIO(code).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    return "\n".join(line.rstrip() for line in lines if line.strip())
-
-
-def imported_modules(code, seen):
-    """The library's modules that some code imports, and those that these import, in `seen`."""
-    for name in re.findall(r"(?m)^\s*from (?:attnlib)?\.(\w+) import", code):
-        path = ROOT / "attnlib" / f"{name}.py"
-        if name not in seen and path.exists():
-            seen[name] = path.read_text(encoding="utf-8")
-            imported_modules(seen[name], seen)
-    return seen
-
-
 def fingerprint(*texts):
     return hashlib.sha256("\n\n".join(texts).encode()).hexdigest()[:16]
 
 
-def stamps(nb):
-    """{cell id: {"code": …, "image": …}} for every cell with a stored picture."""
-    code, found = [], {}
+def library():
+    """The modules whose code a figure may depend on."""
+    return Project([ROOT], packages=["attnlib", "tools", "benchmarks"])
+
+
+def stamps(nb, project=None):
+    """{cell id: {"code": …, "image": …}} for every cell with a stored picture.
+
+    A project may be shared by several notebooks; its modules are then read once.
+    """
+    project = project or library()
+    notebook = Notebook()
+    found = {}
     for cell in nb.cells:
         if cell.cell_type != "code":
             continue
-        code.append(without_words(code_of(cell)))
+        notebook.add(code_of(cell))
         images = [o.data["image/png"] for o in cell.outputs if "image/png" in o.get("data", {})]
         if images:
-            library = imported_modules("\n".join(code), {})
-            modules = [without_words(library[name]) for name in sorted(library)]
+            ran = notebook.ran()
+            counted, meanings = project.closure(ran)
+            named = {part.text for part in counted if part not in ran}
             pictures = [hashlib.sha256(base64.b64decode(image)).hexdigest() for image in images]
             found[cell.id] = {
-                "code": fingerprint(*code, *modules),
+                "code": fingerprint(
+                    *[part.text for part in ran], *sorted(named), *sorted(meanings)
+                ),
                 "image": fingerprint(*pictures),
             }
     return found
@@ -152,11 +132,12 @@ def stamps(nb):
 def check():
     """The complaints about the committed notebooks, a line each."""
     complaints = []
+    project = library()
     for path in notebooks():
         nb, found = nbformat.read(path, 4), []
         if nbformat.writes(canonical(nb), indent=1) + "\n" != path.read_text(encoding="utf-8"):
             found.append("not as `make run` leaves a notebook (cleaned and numbered)")
-        stored, now = nb.metadata.get("figures", {}), stamps(nb)
+        stored, now = nb.metadata.get("figures", {}), stamps(nb, project)
         for cell in sorted(set(stored) | set(now)):
             figure = f"the figure of cell {cell!r}"
             if cell not in now or cell not in stored:

@@ -1,0 +1,115 @@
+"""`make quick` runs what a change may break, and not the rest."""
+
+import ast
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tools import quick
+
+ROOT = Path(__file__).parent.parent
+FILES = {
+    "attnlib/__init__.py": "",
+    "attnlib/models.py": (
+        "MODELS = {}\n\n\ndef register_model(name, cls):\n    MODELS[name] = cls\n\n\n"
+        "def create_model(name):\n    return MODELS[name]()\n"
+    ),
+    "attnlib/vit.py": (
+        "from .models import register_model\n\n\nclass Vit:\n    depth = 2\n\n\n"
+        "register_model('vit_tiny', Vit)\n"
+    ),
+    "attnlib/swin.py": (
+        "from .models import register_model\n\n\nclass Swin:\n    depth = 2\n\n\n"
+        "register_model('swin_tiny', Swin)\n"
+    ),
+    "attnlib/mask.py": "def causal():\n    return 1\n\n\ndef padding():\n    return 2\n",
+    "tests/conftest.py": (
+        "import pytest\nfrom attnlib.mask import padding\n\n\n"
+        "@pytest.fixture\ndef mask():\n    return padding()\n"
+    ),
+    "tests/test_all.py": (
+        "import pytest\nfrom attnlib.mask import causal\n"
+        "from attnlib.models import create_model\n\n\n"
+        "@pytest.mark.parametrize('name', ['vit_tiny', 'swin_tiny'])\n"
+        "def test_models(name):\n    assert create_model(name)\n\n\n"
+        "def test_causal():\n    assert causal() == 1\n\n\n"
+        "def test_padding(mask):\n    assert mask == 2\n"
+    ),
+}
+
+
+@pytest.fixture
+def selected(tmp_path):
+    """A function that changes one file of a small project, and returns what is chosen."""
+
+    def write(folder, files):
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        nb = nbformat.v4.new_notebook()
+        nb.cells = [nbformat.v4.new_code_cell("from attnlib.mask import causal\ncausal()")]
+        (folder / "nbs").mkdir(exist_ok=True)
+        nbformat.write(nb, folder / "nbs" / "10_small.ipynb")
+        return folder
+
+    def selected(name, old, new):
+        texts = {}
+        before = quick.codes(write(tmp_path / "before", FILES), texts)
+        assert FILES[name].count(old) == 1
+        changed = FILES | {name: FILES[name].replace(old, new)}
+        now = quick.codes(write(tmp_path / "now", changed), texts)
+        return quick.selection(before, now)
+
+    return selected
+
+
+def test_nothing_is_chosen_where_nothing_changed(selected):
+    chosen = selected("attnlib/mask.py", "return 1", "return 1  # a comment")
+    assert chosen == {"tests": {}, "words": ["swin", "vit"], "notebooks": []}
+
+
+def test_a_function_chooses_its_tests_and_notebooks(selected):
+    chosen = selected("attnlib/mask.py", "return 1", "return 3")
+    assert chosen["tests"] == {"tests/test_all.py::test_causal": None}
+    assert chosen["notebooks"] == ["10_small"]
+
+
+def test_a_fixture_leads_to_what_it_uses(selected):
+    chosen = selected("attnlib/mask.py", "return 2", "return 3")
+    assert chosen["tests"] == {"tests/test_all.py::test_padding": None}
+    assert chosen["notebooks"] == []
+
+
+def test_of_a_test_for_every_model_only_those_that_changed_run(selected):
+    chosen = selected("attnlib/swin.py", "depth = 2", "depth = 3")
+    assert chosen["tests"] == {"tests/test_all.py::test_models": ["swin"]}
+    name = "tests/test_all.py::test_models"
+    assert quick.is_changed(f"{name}[swin_tiny]", chosen)
+    assert not quick.is_changed(f"{name}[vit_tiny]", chosen)
+    assert quick.is_changed(f"{name}[other]", chosen)  # names no model
+
+
+def test_a_changed_test_runs_for_every_model(selected):
+    chosen = selected("tests/test_all.py", "assert create_model(name)", "create_model(name)")
+    assert chosen["tests"] == {"tests/test_all.py::test_models": None}
+    assert quick.is_changed("tests/test_all.py::test_models[vit_tiny]", chosen)
+
+
+def test_parity_runs_once_for_each_model():
+    name, other = "tests/test_mae.py", "tests/test_parity.py"
+    first, *_ = [test for test in quick.PARITY if test.startswith(name)]
+    assert quick.is_parity(f"{first}[a]", seen=set())
+    assert not quick.is_parity(f"{first}[b]", seen={first})
+    several, *_ = [test for test in quick.PARITY if test.startswith(other)]
+    assert quick.is_parity(f"{several}[swin-{{}}-False]", seen={several})
+    assert not quick.is_parity(f"{several}[swin-{{}}-True]", seen=set())
+
+
+def test_every_parity_test_is_there():
+    for test in quick.PARITY:
+        file, _, name = test.partition("::")
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -1,0 +1,267 @@
+"""Test what a change may break: `make quick` takes about two minutes if one chapter changed.
+
+    python -m tools.quick          ruff, one parity test per model, changed tests and notebooks
+    python -m tools.quick --list   say what that would be
+
+The working tree is compared with the commit at which its branch left `main`. A test or a
+notebook has changed if its code has, or that of any name that it uses (see tools/names.py). Of
+a test that runs for every model, only the models that changed are run. What is skipped is
+printed; `make test` skips nothing.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+import nbformat
+
+from .names import DEFINITIONS, FUNCTIONS, Notebook, Project
+from .notebooks import ROOT, code_of
+
+# one parity test per model: the first of these names, or those with these arguments
+PARITY = {
+    "tests/test_multihead.py::test_parity_in_float32": [],
+    "tests/test_seq2seq.py::test_encoder_is_two_gru_cells_run_by_hand": [],
+    "tests/test_transformer.py::test_parity_with_torch": [],
+    "tests/test_gpt.py::test_logits_and_gradients_are_those_of_transformers": [],
+    "tests/test_parity.py::test_outputs_features_and_gradients": [
+        *("vit-{}-False", "deit-{}-False", "tnt-{}-False", "swin-{}-False", "swinv2-{}-False")
+    ],
+    "tests/test_modern.py::test_outputs_and_gradients_are_timms": [],
+    "tests/test_mae.py::test_loss_prediction_mask_and_gradients_are_those_of_transformers": [],
+    "tests/test_beit.py::test_outputs_and_gradients_are_timms": [],
+    "tests/test_detr.py::test_outputs_are_transformers": [],
+    "tests/test_panoptic.py::test_masks_are_those_of_transformers": [],
+    "tests/test_autoformer.py::test_outputs_are_those_of_the_authors_class": [],
+    "tests/test_spatial.py::test_gates_are_timms": [],
+}
+SELECTION = "ATTNLIB_QUICK"  # the environment variable through which pytest is told
+
+
+# --- which tests and notebooks have changed ---------------------------------------------------
+
+
+def git(*command):
+    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def base():
+    """Return the commit with which the working tree is compared."""
+    for main in ("origin/main", "main"):
+        found = git("merge-base", "HEAD", main)
+        if found:
+            return found
+    return git("rev-parse", "HEAD")
+
+
+def search_path(root):
+    """Return the folders from which the tests import, as pyproject.toml has them."""
+    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    return [root / folder for folder in settings["tool"]["pytest"]["ini_options"]["pythonpath"]]
+
+
+def parts_of_tests(project, root):
+    """Return {node id: the parts of a test and of its fixtures}."""
+    found = {}
+    conftest = project.module("conftest")
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        module = project.module(path.stem)
+        around = [part for part in module.parts if "autouse" in part.text]
+        around += module.binding("pytestmark")
+        for part in module.parts:
+            if isinstance(part.node, DEFINITIONS) and part.node.name.lower().startswith("test"):
+                name = f"{path.relative_to(root).as_posix()}::{part.node.name}"
+                found[name] = with_fixtures([part, *around], [module, conftest])
+    return found
+
+
+def with_fixtures(parts, modules):
+    """Return parts and the fixtures that their arguments name, transitively."""
+    found = []
+    todo = list(parts)
+    while todo:
+        part = todo.pop()
+        found.append(part)
+        if not isinstance(part.node, FUNCTIONS):
+            continue
+        for argument in part.node.args.args:
+            for module in modules:
+                fixtures = [part for part in module.binding(argument.arg) if part not in found]
+                todo += fixtures
+                if fixtures:
+                    break
+    return found
+
+
+def texts_behind(project, parts):
+    """Return all code that some parts depend on, as a set of texts."""
+    counted, meanings = project.closure(parts)
+    return {part.text for part in counted} | meanings
+
+
+def read_notebook(path, texts):
+    """Return the code of a notebook; `texts` keeps those that were read before."""
+    text = path.read_text(encoding="utf-8")
+    if text not in texts:
+        texts[text] = Notebook()
+        for cell in nbformat.reads(text, 4).cells:
+            if cell.cell_type == "code":
+                texts[text].add(code_of(cell))
+    return texts[text]
+
+
+def codes(root, texts):
+    """Return the code behind each test, each notebook, and each word that names models."""
+    project = Project(search_path(root), texts=texts)
+    tests = {}
+    for name, parts in parts_of_tests(project, root).items():
+        tests[name] = texts_behind(project, parts)
+    pages = {}
+    for path in sorted((root / "nbs").glob("[0-9]*.ipynb")):
+        pages[path.stem] = texts_behind(project, read_notebook(path, texts).parts)
+    models = {}
+    for part, words in project.registering("attnlib"):
+        for word in words:
+            models.setdefault(word, set()).update(texts_behind(project, [part]))
+    return tests, pages, models
+
+
+def changes(before, now):
+    """Return {name: the texts that came or went}, for the names whose code has changed."""
+    found = {}
+    for name, texts in now.items():
+        changed = texts ^ before.get(name, set())
+        if changed:
+            found[name] = changed
+    return found
+
+
+def selection(before, now):
+    """Return what to run.
+
+    Returns
+    -------
+    dict
+        `tests`: {node id: words of models, or None for all that the test runs for};
+        `words`: all words that name models; `notebooks`: their names.
+    """
+    tests = changes(before[0], now[0])
+    models = changes(before[2], now[2])
+    of_models = set().union(*models.values())
+    chosen = {}
+    for name, changed in tests.items():
+        only_models = changed <= of_models
+        chosen[name] = sorted(models) if only_models else None
+    return {
+        "tests": chosen,
+        "words": sorted(now[2]),
+        "notebooks": sorted(changes(before[1], now[1])),
+    }
+
+
+# --- what pytest is told ----------------------------------------------------------------------
+
+
+def is_parity(nodeid, seen):
+    """True for a parity test that always runs; `seen` are the names of those before it."""
+    name, _, arguments = nodeid.removesuffix("]").partition("[")
+    if name not in PARITY:
+        return False
+    if PARITY[name]:
+        return arguments in PARITY[name]
+    return name not in seen
+
+
+def is_changed(nodeid, chosen):
+    """True for a test that was chosen, with these arguments."""
+    name, _, arguments = nodeid.removesuffix("]").partition("[")
+    name = "::".join(name.split("::")[:2])  # of a class, if the test is in one
+    if name not in chosen["tests"]:
+        return False
+    models = chosen["tests"][name]
+    named = {word.partition("_")[0] for word in arguments.split("-")} & set(chosen["words"])
+    return models is None or not named or bool(named & set(models))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keep the chosen tests; pytest calls this because it is told `-p tools.quick`."""
+    chosen = json.loads(Path(os.environ[SELECTION]).read_text())
+    kept = []
+    left = []
+    seen = set()
+    for item in items:
+        wanted = is_parity(item.nodeid, seen) or is_changed(item.nodeid, chosen)
+        (kept if wanted else left).append(item)
+        if wanted:
+            seen.add(item.nodeid.partition("[")[0])
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
+
+
+# --- running ----------------------------------------------------------------------------------
+
+
+def run(*command, **environment):
+    """Run a command; True if it did what it should."""
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, **environment))
+    return done.returncode == 0
+
+
+def skipped(chosen, now):
+    """Return lines that say what is not run."""
+    tests = set(now[0]) - set(chosen["tests"]) - set(PARITY)
+    pages = set(now[1]) - set(chosen["notebooks"])
+    return [
+        f"skipped: {len(tests)} of {len(now[0])} test functions, whose code is unchanged",
+        f"skipped: {len(pages)} of {len(now[1])} notebooks, whose code is unchanged",
+        "skipped: the book in a browser, slow tests, and what depends on records and texts",
+        "`make test` runs all of it, and `pytest -m slow` the slow tests",
+    ]
+
+
+def main():
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser.add_argument("--list", action="store_true", help="only say what would run")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        commit = base()
+        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True)
+        subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+        texts = {}
+        now = codes(ROOT, texts)
+        chosen = selection(codes(Path(folder), texts), now)
+        print(f"compared with {commit[:7]}", flush=True)
+        for name, words in chosen["tests"].items():
+            print(f"changed: {name}" + (f" for {', '.join(words)}" if words else ""))
+        for name in chosen["notebooks"]:
+            print(f"changed: nbs/{name}.ipynb")
+        print("\n".join(skipped(chosen, now)), flush=True)
+        if arguments.list:
+            return
+        told = Path(folder) / "selection.json"
+        told.write_text(json.dumps(chosen))
+        files = sorted({name.partition("::")[0] for name in [*chosen["tests"], *PARITY]})
+        python = [sys.executable, "-m"]
+        done = [
+            run(*python, "ruff", "check", "."),
+            run(*python, "ruff", "format", "--check", "."),
+            run(*python, "tools.notebooks", "check"),
+            run(
+                *[*python, "pytest", "-n", "auto", "-p", "tools.quick", *files],
+                **{"OMP_NUM_THREADS": "1", SELECTION: str(told)},
+            ),
+        ]
+        if chosen["notebooks"]:
+            done.append(run(*python, "tools.notebooks", "test", *chosen["notebooks"]))
+    sys.exit(not all(done))
+
+
+if __name__ == "__main__":
+    main()
