@@ -64,15 +64,8 @@ CHAPTERS = [page for part in TOC["parts"] if part.get("numbered") for page in li
 PLAIN = plain.Names()
 ALL = [*PAGES, "genindex", "py-modindex", "search"]
 KINDS = [  # one page of each kind: chapters with and without an explorer, a tool, lists, …
-    *(
-        "book/index",
-        "nbs/10_attention",
-        "nbs/32_swin",
-        "nbs/92_plot",
-        "book/glossary",
-        "book/theorems",
-    ),
-    *("figures", "bibliography", "api/swin", "genindex", "search"),
+    *("book/index", "nbs/10_attention", "nbs/32_swin", "nbs/92_plot", "book/glossary"),
+    *("book/theorems", "book/bibliography", "book/api/swin", "genindex", "search"),
 ]
 
 
