@@ -81,10 +81,14 @@ def failure(future):
     if not future.done():
         return 2, "did not finish in time"
     error = future.exception()
+    if error is None:
+        return None
     if isinstance(error, BrokenProcessPool):
         return 0, "died"
-    consequence = "gloo" in str(error)  # it lost, or waited in vain for, another rank
-    return error and (3 if consequence else 1, f"failed: {type(error).__name__}: {error}")
+    order = 1
+    if "gloo" in str(error):  # a consequence: it lost, or waited in vain for, another rank
+        order = 3
+    return order, f"failed: {type(error).__name__}: {error}"
 
 
 class Workers:
@@ -104,14 +108,21 @@ class Workers:
 
     def __init__(self, ranks, timeout=60):
         check_count("ranks", ranks)
-        self.folder, self.timeout, self.processes = tempfile.TemporaryDirectory(), timeout, []
-        spawn, file = multiprocessing.get_context("spawn"), f"{self.folder.name}/group"
-        self.pools = [ProcessPoolExecutor(1, spawn, join_group, (file, rank, ranks))
-                      for rank in range(ranks)]
+        self.folder = tempfile.TemporaryDirectory()
+        self.timeout = timeout
+        self.processes = []
+        spawn = multiprocessing.get_context("spawn")
+        file = f"{self.folder.name}/group"
+        self.pools = []  # of one process each
+        for rank in range(ranks):
+            pool = ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=join_group,
+                                       initargs=(file, rank, ranks))
+            self.pools.append(pool)
         starting = [pool.submit(os.getpid) for pool in self.pools]
         wait(starting, 240)
-        self.processes = [future.result() for future in starting
-                          if future.done() and not future.exception()]
+        for future in starting:
+            if future.done() and not future.exception():
+                self.processes.append(future.result())
         self.gather(starting, 0)
 
     def __enter__(self):
@@ -136,24 +147,30 @@ class Workers:
         RuntimeError
             If a rank fails, dies or is late; the message says which and why. All are stopped.
         """
-        return self.gather([pool.submit(function, *arguments) for pool in self.pools],
-                           self.timeout)
+        futures = [pool.submit(function, *arguments) for pool in self.pools]
+        return self.gather(futures, self.timeout)
 
     def gather(self, futures, seconds):
         """Wait for all ranks, or stop them and raise the cause of the first failure."""
         wait(futures, seconds, FIRST_EXCEPTION)
         if any(future.done() and future.exception() for future in futures):
             wait(futures, 1)  # the news of a death may come after its consequences
-        causes = {rank: cause for rank, future in enumerate(futures)
-                  if (cause := failure(future))}
-        if causes:
-            for process in self.processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            rank = min(causes, key=lambda rank: causes[rank][0])
-            error = futures[rank].exception() if futures[rank].done() else None
-            raise RuntimeError(f"rank {rank} of {len(futures)} {causes[rank][1]}") from error
-        return [future.result() for future in futures]
+        causes = []  # of failed ranks: (order, rank, words)
+        for rank, future in enumerate(futures):
+            cause = failure(future)
+            if cause is not None:
+                order, words = cause
+                causes.append((order, rank, words))
+        if not causes:
+            return [future.result() for future in futures]
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        _, rank, words = min(causes)  # of equal order, the first rank
+        error = None
+        if futures[rank].done():
+            error = futures[rank].exception()
+        raise RuntimeError(f"rank {rank} of {len(futures)} {words}") from error
 
 # %% ../nbs/55_scaling.ipynb #ring-all-reduce
 def send_on(x, group=None):
@@ -173,16 +190,22 @@ def send_on(x, group=None):
     arrive : callable
         Waits until it is filled and x is sent.
     """
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if ranks == 1:
-        return x, lambda: None
-    last, following = ((rank + step) % ranks for step in (-1, 1))
-    x = x.contiguous()  # as is what receives it
-    received = torch.empty_like(x)
-    works = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, x, group=group, group_peer=following),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=last)])
-    return received, lambda: [work.wait() for work in works]
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    works = []
+    received = x
+    if ranks > 1:
+        x = x.contiguous()  # as is what receives it
+        received = torch.empty_like(x)
+        send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % ranks)
+        receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks)
+        works = dist.batch_isend_irecv([send, receive])
+
+    def arrive():
+        for work in works:
+            work.wait()
+
+    return received, arrive
 
 
 def ring_all_reduce(x, group=None):
@@ -206,7 +229,8 @@ def ring_all_reduce(x, group=None):
     ValueError
         If the number of ranks does not divide that of the entries.
     """
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     if x.numel() % ranks:
         raise ValueError(f"x has {x.numel()} entries; {ranks} ranks need a multiple of {ranks}")
     parts = list(x.flatten().chunk(ranks))
@@ -214,8 +238,10 @@ def ring_all_reduce(x, group=None):
         received, arrive = send_on(parts[(rank - step) % ranks], group)
         arrive()
         place = (rank - step - 1) % ranks
-        # first the sums form, p − 1 steps long; then they go round
-        parts[place] = parts[place] + received if step < ranks - 1 else received
+        if step < ranks - 1:  # first the sums form, p − 1 steps long
+            parts[place] = parts[place] + received
+        else:  # then they go round
+            parts[place] = received
     return torch.cat(parts).view_as(x)
 
 # %% ../nbs/55_scaling.ipynb #wire
@@ -230,6 +256,7 @@ def wire_bytes():
             if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(number))) as connection:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+                # two of the kernel's counters: tcpi_bytes_sent, and tcpi_bytes_retrans
                 sent, again = struct.unpack_from("QQ", info, 200)
                 total += sent - again
     return total
@@ -270,8 +297,14 @@ def reduce_lesson(n):
     dict of str to (bool, int)
         For each way, whether the sum was right and the bytes that this rank sent.
     """
-    x = torch.arange(float(n)) % 97 * (dist.get_rank() + 1)
-    copies = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    numbers = torch.arange(float(n)) % 97
+    x = numbers * (rank + 1)
+    copies = [torch.empty_like(x) for _ in range(ranks)]
+
+    def ring():
+        return ring_all_reduce(x)
 
     def to_everyone():
         dist.all_gather(copies, x)
@@ -282,15 +315,19 @@ def reduce_lesson(n):
         dist.all_reduce(total)
         return total
 
-    ways = {"ring": partial(ring_all_reduce, x), "PyTorch": of_pytorch,
-            "to everyone": to_everyone}
-    expected = torch.arange(float(n)) % 97 * sum(range(1, dist.get_world_size() + 1))
-    return {name: (torch.equal(way(), expected), bytes_sent(way)) for name, way in ways.items()}
+    expected = numbers * sum(range(1, ranks + 1))
+    found = {}
+    for name, way in (("ring", ring), ("PyTorch", of_pytorch), ("to everyone", to_everyone)):
+        is_right = torch.equal(way(), expected)
+        found[name] = (is_right, bytes_sent(way))
+    return found
 
 # %% ../nbs/55_scaling.ipynb #states-lesson
 def local(x):
     """A tensor x as this rank has it: its shard, or all of it."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    if isinstance(x, DTensor):
+        return x.to_local()
+    return x
 
 
 @seeded(0)
@@ -314,12 +351,14 @@ def states_lesson(config, tokens, parallel, steps=3):
         Bytes of parameters, gradients and moments on this rank, and those that it sends in a
         step.
     """
-    model, rank, ranks = GPT(config), dist.get_rank(), dist.get_world_size()
+    model = GPT(config)
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     if parallel == "fsdp":
         shard_blocks(model)
     else:
         model = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step():
         optimizer.zero_grad()
@@ -331,9 +370,11 @@ def states_lesson(config, tokens, parallel, steps=3):
     for _ in range(steps):
         loss = step()
     dist.all_reduce(loss)
-    states = [local(x) for p, moments in optimizer.state.items()
-              for x in (p, p.grad, moments["exp_avg"], moments["exp_avg_sq"])]
-    return loss.item() / ranks, sum(x.nbytes for x in states), bytes_sent(step)
+    held = 0
+    for p, moments in optimizer.state.items():
+        for x in (p, p.grad, moments["exp_avg"], moments["exp_avg_sq"]):
+            held += local(x).nbytes
+    return loss.item() / ranks, held, bytes_sent(step)
 
 # %% ../nbs/55_scaling.ipynb #tensor-parallel
 CUTS = {  # class: what is cut by rows; how many units each of its parts has; what by columns
@@ -365,7 +406,11 @@ def rank_order(units, rows, ranks):
     """
     width = rows // sum(units)
     parts = torch.arange(rows).split([count * width for count in units])
-    return torch.cat([part.chunk(ranks)[rank] for rank in range(ranks) for part in parts])
+    shares = []
+    for rank in range(ranks):
+        for part in parts:
+            shares.append(part.chunk(ranks)[rank])
+    return torch.cat(shares)
 
 
 def tensor_parallel(model, mesh):
@@ -394,21 +439,23 @@ def tensor_parallel(model, mesh):
         If the ranks do not divide the heads or hidden units of some module, which is named, or
         if positions give each head a bias of its own.
     """
-    ranks, found = mesh.size(), []
+    ranks = mesh.size()
+    found = []
     for name, module in model.named_modules():
         if type(module) in CUTS:
-            first, units, last = CUTS[type(module)]
-            found.append((module, first, units(module), last))
-            if any(count % ranks for count in units(module)):
-                raise ValueError(f"{name} has {units(module)} heads or hidden units; {ranks} "
+            first, units_of, last = CUTS[type(module)]
+            units = units_of(module)
+            found.append((module, first, units, last))
+            if any(count % ranks for count in units):
+                raise ValueError(f"{name} has {units} heads or hidden units; {ranks} "
                                  "ranks must divide each of these numbers")
         elif getattr(module, "scheme", None) in ("relative", "alibi"):
             raise ValueError(f"position ({module.scheme!r}) must not give heads a bias each")
     if not found:
         raise ValueError(f"model ({type(model).__name__}) has no module that can be cut; these "
                          f"can: {', '.join(kind.__name__ for kind in CUTS)}")
-    for cut in found:
-        cut_module(*cut, mesh)
+    for module, first, units, last in found:
+        cut_module(module, first=first, units=units, last=last, mesh=mesh)
     return model
 
 # %% ../nbs/55_scaling.ipynb #cut-module
@@ -435,12 +482,13 @@ def enter(mesh, module, inputs):
     -------
     tuple
     """
-    def copied(x):
-        if not (torch.is_tensor(x) and x.is_floating_point()):
-            return x
-        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        return x.to_local(grad_placements=[Partial()])
-    return tuple(map(copied, inputs))
+    copies = []
+    for x in inputs:
+        if torch.is_tensor(x) and x.is_floating_point():
+            shared = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+            x = shared.to_local(grad_placements=[Partial()])
+        copies.append(x)
+    return tuple(copies)
 
 
 class OwnRandomness:
@@ -464,8 +512,11 @@ class OwnRandomness:
             return
         seed = torch.randint(2**62, ()).item()
         device = next(module.parameters()).device
-        on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self.common = torch.get_rng_state(), device, on_gpu
+        on_cpu = torch.get_rng_state()
+        on_gpu = None
+        if device.type == "cuda":
+            on_gpu = torch.cuda.get_rng_state(device)
+        self.common = (on_cpu, device, on_gpu)
         torch.manual_seed(seed + self.rank)
 
     def end(self, module, *inputs_and_output):
@@ -486,10 +537,14 @@ def has_dropout(module):
     -------
     bool
     """
-    rates = [getattr(module, name, 0.0) for name in ("attn_drop", "dropout")]
-    rates = [rate for rate in rates if isinstance(rate, float)]
-    rates += [layer.p for layer in module.modules() if isinstance(layer, nn.Dropout)]
-    return any(rate > 0 for rate in rates)
+    for layer in module.modules():
+        if isinstance(layer, nn.Dropout) and layer.p > 0:
+            return True
+    for name in ("attn_drop", "dropout"):
+        rate = getattr(module, name, 0.0)
+        if isinstance(rate, float) and rate > 0:  # else it is a layer, and seen above
+            return True
+    return False
 
 
 def summed(group, gradient):
@@ -526,7 +581,8 @@ def cut_module(module, first, units, last, mesh):
     own = [(name, p) for name, p in module.named_parameters() if name.startswith(first)]
     with torch.no_grad():
         for _, p in own:
-            p.copy_(p[rank_order(units, len(p), mesh.size()).to(p.device)])
+            order = rank_order(units, rows=len(p), ranks=mesh.size())
+            p.copy_(p[order.to(p.device)])
     plan = {last: RowwiseParallel()}  # its products are partial sums: they are added up
     if first == "in_proj":  # a parameter and no layer
         for name, p in own:
@@ -562,8 +618,8 @@ def cut_as_it_lies(model, mesh):
         With one axis.
     """
     for block in model.h:
-        parallelize_module(block.attn, mesh, {"c_attn": ColwiseParallel(),
-                                              "c_proj": RowwiseParallel()})
+        plan = {"c_attn": ColwiseParallel(), "c_proj": RowwiseParallel()}
+        parallelize_module(block.attn, mesh, plan)
         block.attn.n_head //= mesh.size()
         block.attn.n_kv_head //= mesh.size()
 
@@ -586,18 +642,25 @@ def tensor_lesson(config, tokens, cut=tensor_parallel):
     sent, held : int
         Bytes that this rank sends in a step, and parameters that it has.
     """
-    mesh, models = init_device_mesh("cpu", (dist.get_world_size(),)), []
-    for _ in range(2):
-        with seeded(0):
-            models.append(GPT(config))
-    cut(models[1], mesh)
-    logits = [model(tokens) for model in models]
-    for x in logits:
-        x.square().mean().backward()
-    found = [(x, model.wte.weight.grad) for x, model in zip(logits, models)]
-    apart = [(a - b).abs().max().item() for a, b in zip(*found)]
-    sent = bytes_sent(lambda: models[1](tokens).sum().backward())
-    return *apart, sent, sum(local(p).numel() for p in models[1].parameters())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with seeded(0):
+        whole = GPT(config)
+    with seeded(0):
+        shared = GPT(config)
+    cut(shared, mesh)
+    whole_logits = whole(tokens)
+    shared_logits = shared(tokens)
+    whole_logits.square().mean().backward()
+    shared_logits.square().mean().backward()
+    logits = (whole_logits - shared_logits).abs().max().item()
+    gradient = (whole.wte.weight.grad - shared.wte.weight.grad).abs().max().item()
+
+    def step():
+        shared(tokens).sum().backward()
+
+    sent = bytes_sent(step)
+    held = sum(local(p).numel() for p in shared.parameters())
+    return logits, gradient, sent, held
 
 # %% ../nbs/55_scaling.ipynb #shard-sequence
 def chunks_of(rank, ranks, balanced=False):
@@ -613,7 +676,9 @@ def chunks_of(rank, ranks, balanced=False):
     list of int
         Numbers of one of p chunks, or of two of 2p.
     """
-    return [rank, 2 * ranks - 1 - rank] if balanced else [rank]
+    if balanced:
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank]
 
 
 def shard_sequence(x, rank, ranks, *, dim=-2, balanced=False):
@@ -637,7 +702,8 @@ def shard_sequence(x, rank, ranks, *, dim=-2, balanced=False):
     ValueError
         If the tokens cannot be divided, or there is no such rank.
     """
-    chunks, n = ranks * (1 + balanced), x.shape[dim]
+    chunks = ranks * (1 + balanced)
+    n = x.shape[dim]
     if not 0 <= rank < ranks:
         raise ValueError(f"rank ({rank}) must be at least 0 and below ranks ({ranks})")
     if n % chunks or n == 0:
@@ -663,10 +729,12 @@ def unshard_sequence(shards, *, dim=-2, balanced=False):
     -------
     Tensor
     """
-    ranks, chunks = len(shards), {}
+    ranks = len(shards)
+    chunks = {}  # number of a chunk: its tokens
     for rank, shard in enumerate(shards):
         own = chunks_of(rank, ranks, balanced)
-        chunks |= dict(zip(own, shard.chunk(len(own), dim)))
+        for i, part in zip(own, shard.chunk(len(own), dim)):
+            chunks[i] = part
     return torch.cat([chunks[i] for i in sorted(chunks)], dim)
 
 # %% ../nbs/55_scaling.ipynb #block-attention
@@ -690,8 +758,10 @@ def block_weights(q, k, lse=None, causal=False):
     s = q @ k.mT * q.shape[-1] ** -0.5  # (..., N, d) @ (..., d, M) -> (..., N, M)
     if causal:
         s = s.masked_fill(~causal_mask(q.shape[-2], device=q.device), -torch.inf)
-    lse = s.logsumexp(-1) if lse is None else lse
-    return (s - lse[..., None]).exp(), lse
+    if lse is None:
+        lse = s.logsumexp(-1)  # (..., N)
+    p = (s - lse[..., None]).exp()
+    return p, lse
 
 
 def block_attention(q, k, v, causal=False):
@@ -733,12 +803,15 @@ def block_gradients(q, k, v, out, lse, grad, causal=False):
     list of Tensor
         Of the shapes of q, k and v.
     """
-    p, _ = block_weights(q, k, lse, causal)
-    shapes, (q, k, v, grad) = [x.shape for x in (q, k, v)], (x.to(p) for x in (q, k, v, grad))
+    p, _ = block_weights(q, k, lse, causal)  # (..., N, M)
+    grad = grad.to(p)
     delta = (grad * out).sum(-1, keepdim=True)  # (..., N, 1)
-    ds = p * (grad @ v.mT - delta) * q.shape[-1] ** -0.5
-    found = ds @ k, ds.mT @ q, p.mT @ grad
-    return [x.sum_to_size(shape) for x, shape in zip(found, shapes)]
+    ds = p * (grad @ v.to(p).mT - delta) * q.shape[-1] ** -0.5  # (..., N, M)
+    dq = ds @ k.to(p)  # (..., N, M) @ (..., M, d) -> (..., N, d)
+    dk = ds.mT @ q.to(p)  # (..., M, N) @ (..., N, d) -> (..., M, d)
+    dv = p.mT @ grad  # (..., M, N) @ (..., N, d_v) -> (..., M, d_v)
+    # leading axes that were broadcast
+    return [dq.sum_to_size(q.shape), dk.sum_to_size(k.shape), dv.sum_to_size(v.shape)]
 
 # %% ../nbs/55_scaling.ipynb #go-round
 def visits(rank, ranks, causal=False, balanced=False):
@@ -756,11 +829,18 @@ def visits(rank, ranks, causal=False, balanced=False):
     -------
     list of list of (int, int, bool)
     """
-    own, found = chunks_of(rank, ranks, balanced), []
+    own = chunks_of(rank, ranks, balanced)
+    found = []
     for step in range(ranks):
         theirs = chunks_of((rank - step) % ranks, ranks, balanced)
-        found.append([(i, j, causal and a == b) for i, a in enumerate(own)
-                      for j, b in enumerate(theirs) if a >= b or not causal])
+        joined = []
+        for i, query_chunk in enumerate(own):
+            for j, key_chunk in enumerate(theirs):
+                if not causal:
+                    joined.append((i, j, False))
+                elif query_chunk >= key_chunk:
+                    joined.append((i, j, query_chunk == key_chunk))
+        found.append(joined)
     return found
 
 
@@ -792,38 +872,57 @@ class _Ring(torch.autograd.Function):
     @torch.autocast("cpu", enabled=False)
     @torch.autocast("cuda", enabled=False)
     def forward(ctx, q, k, v, joins, chunks, group):
-        qs, own = q.chunk(chunks, -2), torch.cat([k, v], -1)
+        qs = q.chunk(chunks, -2)
+        own = torch.cat([k, v], -1)  # (..., n, d + d_v)
         widths = [k.shape[-1], v.shape[-1]]
         (start,) = at_least_float32(q.new_full((), -torch.inf))
-        lses, outs = [start] * chunks, [torch.zeros_like(start)] * chunks
+        lses = [start] * chunks  # of each chunk of queries, over the keys so far
+        outs = [torch.zeros_like(start)] * chunks
         for pairs, block in zip(joins, go_round(own, group)):
-            ks, vs = (x.chunk(chunks, -2) for x in block.split(widths, -1))
+            k_block, v_block = block.split(widths, -1)
+            ks = k_block.chunk(chunks, -2)
+            vs = v_block.chunk(chunks, -2)
             for i, j, diagonal in pairs:
-                out, lse = block_attention(qs[i], ks[j], vs[j], diagonal)
-                new = torch.logaddexp(lses[i], lse)
-                before, now = ((x - new).exp()[..., None] for x in (lses[i], lse))
-                outs[i], lses[i] = before * outs[i] + now * out, new
+                out, lse = block_attention(qs[i], ks[j], vs[j], causal=diagonal)
+                new_lse = torch.logaddexp(lses[i], lse)
+                before = (lses[i] - new_lse).exp()[..., None]  # share of the keys so far
+                now = (lse - new_lse).exp()[..., None]  # and of these keys, (..., n, 1)
+                outs[i] = before * outs[i] + now * out
+                lses[i] = new_lse
         out = torch.cat(outs, -2)
         ctx.save_for_backward(q, k, v, out, torch.cat(lses, -1))
-        ctx.joins, ctx.chunks, ctx.group = joins, chunks, group
+        ctx.joins = joins
+        ctx.chunks = chunks
+        ctx.group = group
         return out.to(v.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        own, widths = torch.cat([k, v], -1), [k.shape[-1], v.shape[-1]]
-        dq, sums = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, own))
-        qs, dqs, outs, grads = (x.chunk(ctx.chunks, -2) for x in (q, dq, out, grad))
+        own = torch.cat([k, v], -1)  # (..., n, d + d_v)
+        widths = [k.shape[-1], v.shape[-1]]
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        sums = torch.zeros_like(own, dtype=lse.dtype)  # the gradients of k and v of a block
+        qs = q.chunk(ctx.chunks, -2)
+        dqs = dq.chunk(ctx.chunks, -2)  # views: what is added to them is added to dq
+        outs = out.chunk(ctx.chunks, -2)
+        grads = grad.chunk(ctx.chunks, -2)
         lses = lse.chunk(ctx.chunks, -1)
         for pairs, block in zip(ctx.joins, go_round(own, ctx.group)):
-            ks, vs, dks, dvs = (x.chunk(ctx.chunks, -2) for y in (block, sums)
-                                for x in y.split(widths, -1))
+            k_block, v_block = block.split(widths, -1)
+            ks = k_block.chunk(ctx.chunks, -2)
+            vs = v_block.chunk(ctx.chunks, -2)
+            dk_block, dv_block = sums.split(widths, -1)
+            dks = dk_block.chunk(ctx.chunks, -2)
+            dvs = dv_block.chunk(ctx.chunks, -2)
             for i, j, diagonal in pairs:
-                parts = block_gradients(qs[i], ks[j], vs[j], outs[i], lses[i], grads[i],
-                                        diagonal)
-                for total, part in zip((dqs[i], dks[j], dvs[j]), parts):
-                    total += part
+                dq_part, dk_part, dv_part = block_gradients(
+                    qs[i], ks[j], vs[j], out=outs[i], lse=lses[i], grad=grads[i],
+                    causal=diagonal)
+                dqs[i].add_(dq_part)
+                dks[j].add_(dk_part)
+                dvs[j].add_(dv_part)
             sums, arrive = send_on(sums, ctx.group)  # they follow their block, and come home
             arrive()
         dk, dv = sums.split(widths, -1)
@@ -862,7 +961,8 @@ def check_shards(q, k, v, balanced, group):
         raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the same "
                          "leading axes and the same dtype")
     own = tuple((tuple(x.shape), str(x.dtype)) for x in (q, k, v))
-    group = dist.group.WORLD if group is None else group
+    if group is None:
+        group = dist.group.WORLD
     compared = _compared.setdefault(group, set())
     if own in compared:
         return
@@ -904,9 +1004,11 @@ def ring_attention(q, k, v, *, causal=False, balanced=False, group=None):
         If the shards of the ranks differ in length or width; the message names a rank.
     """
     check_shards(q, k, v, balanced, group)
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    return _Ring.apply(q, k, v, visits(rank, ranks, causal, balanced), 1 + balanced,
-                               group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    joins = visits(rank, ranks, causal=causal, balanced=balanced)
+    chunks = 1 + balanced
+    return _Ring.apply(q, k, v, joins, chunks, group)
 
 # %% ../nbs/55_scaling.ipynb #ring-lesson
 def ring_lesson(qkv, grad, causal=True, balanced=False, cut_balanced=None):
@@ -930,17 +1032,28 @@ def ring_lesson(qkv, grad, causal=True, balanced=False, cut_balanced=None):
     sent : int
         Bytes that this rank sends, forward and backward.
     """
-    cut = partial(shard_sequence, rank=dist.get_rank(), ranks=dist.get_world_size(),
-                  balanced=balanced if cut_balanced is None else cut_balanced)
-    q, k, v = (cut(x).clone().requires_grad_() for x in qkv)
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    if cut_balanced is None:
+        cut_balanced = balanced
+    own = []  # q, k, v of this rank's tokens
+    for x in qkv:
+        shard = shard_sequence(x, rank, ranks, balanced=cut_balanced)
+        own.append(shard.clone().requires_grad_())
+    q, k, v = own
+    own_grad = shard_sequence(grad, rank, ranks, balanced=cut_balanced)
 
     def step():
         out = ring_attention(q, k, v, causal=causal, balanced=balanced)
-        q.grad = k.grad = v.grad = None
-        out.backward(cut(grad))
+        q.grad = None
+        k.grad = None
+        v.grad = None
+        out.backward(own_grad)
         return out.detach()
 
-    return [step(), q.grad, k.grad, v.grad], bytes_sent(step)
+    out = step()
+    found = [out, q.grad, k.grad, v.grad]
+    return found, bytes_sent(step)
 
 # %% ../nbs/55_scaling.ipynb #pipeline-stage
 class GPTStage(nn.Module):
@@ -962,34 +1075,47 @@ class GPTStage(nn.Module):
 
     def __init__(self, model, stage, stages):
         super().__init__()
-        self.config, depth = model.config, model.config.n_layer
+        self.config = model.config
+        depth = model.config.n_layer
         if model.config.tied:
             raise ValueError("tied (True) must be False: a pipeline cuts the embedding from "
                              "the last matrix")
         if not 0 < stages <= depth or not 0 <= stage < stages:
             raise ValueError(f"stage ({stage}) must be one of stages ({stages}), which are at "
                              f"most n_layer ({depth})")
-        first, last = (depth * i // stages for i in (stage, stage + 1))
-        self.h = model.h[first:last]
-        self.wte, self.wpe = (model.wte, model.wpe) if stage == 0 else (None, None)
+        start = depth * stage // stages
+        end = depth * (stage + 1) // stages
+        self.h = model.h[start:end]
+        self.wte = None
+        self.wpe = None
+        if stage == 0:
+            self.wte = model.wte
+            self.wpe = model.wpe
         self.drop = model.drop
-        self.ln_f, self.lm_head = ((model.ln_f, model.lm_head) if stage == stages - 1 else
-                                   (nn.Identity(), nn.Identity()))
+        self.ln_f = nn.Identity()
+        self.lm_head = nn.Identity()
+        if stage == stages - 1:
+            self.ln_f = model.ln_f
+            self.lm_head = model.lm_head
 
     def forward(self, x):
         """Tokens (B, N) or (B, N, n_embd) to (B, N, n_embd), or to logits in the last stage."""
         if x.shape[1] > self.config.block_size:
             raise ValueError(f"x has {x.shape[1]} tokens; block_size allows at most "
                              f"{self.config.block_size}")
-        positions, turn = torch.arange(x.shape[1], device=x.device), None
+        n = x.shape[1]
+        positions = torch.arange(n, device=x.device)
         if self.wte is not None:
-            x = self.wte(x) if self.wpe is None else self.wte(x) + self.wpe(positions)
+            x = self.wte(x)  # (B, N) -> (B, N, n_embd)
+            if self.wpe is not None:
+                x = x + self.wpe(positions)
             x = self.drop(x)
+        turn = None
         if self.config.position == "rotary":
             turn = rotation(self.config, positions, x.dtype)
-        mask = decoder_mask(x.shape[1], x.shape[1], self.config.window, device=x.device)
+        mask = decoder_mask(n, n, self.config.window, device=x.device)
         for block in self.h:
-            x = block(x, turn, mask)
+            x = block(x, turn=turn, mask=mask)
         return self.lm_head(self.ln_f(x))
 
 # %% ../nbs/55_scaling.ipynb #pipeline-lesson
@@ -1011,7 +1137,8 @@ class Sleeper(nn.Module):
 
     def __init__(self, seconds):
         super().__init__()
-        self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(1))
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x):
         """x as it is, later."""
@@ -1037,17 +1164,34 @@ def nap_lesson(schedule, micros, seconds, pieces=1):
     float
         Seconds of the step, the least of three.
     """
-    rank, ranks, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-    stages = [PipelineStage(Sleeper(seconds / pieces), rank + i * ranks, ranks * pieces, device)
-              for i in range(pieces)]
-    run = getattr(pipelining, f"Schedule{schedule}")(
-        stages if pieces > 1 else stages[0], micros, loss_fn=lambda y, target: y.sum())
-    x, found = torch.zeros(micros, 4), []
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    stages = []
+    for i in range(pieces):
+        stage = PipelineStage(Sleeper(seconds / pieces), stage_index=rank + i * ranks,
+                              num_stages=ranks * pieces, device=torch.device("cpu"))
+        stages.append(stage)
+
+    def loss_fn(y, target):
+        return y.sum()
+
+    make = getattr(pipelining, f"Schedule{schedule}")
+    if pieces > 1:
+        run = make(stages, micros, loss_fn=loss_fn)
+    else:
+        run = make(stages[0], micros, loss_fn=loss_fn)
+    x = torch.zeros(micros, 4)
+    inputs = []  # only the first rank is given some
+    if rank == 0:
+        inputs.append(x)
+    target = None  # only the last rank has a loss
+    if rank == ranks - 1:
+        target = x
+    found = []
     for _ in range(4):  # the first step asks what shapes are sent
         dist.barrier()
         start = time.perf_counter()
-        inputs = (x,) if rank == 0 else ()
-        run.step(*inputs, target=x if rank == ranks - 1 else None)
+        run.step(*inputs, target=target)
         dist.barrier()
         found.append(time.perf_counter() - start)
     return min(found[1:])
@@ -1071,16 +1215,27 @@ def stage_lesson(config, tokens, micros):
     norms : dict of str to float
         Of the gradient of each parameter of this rank.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     part = GPTStage(GPT(config), rank, ranks)
-    stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
-    run = Schedule1F1B(stage, micros, loss_fn=lambda logits, targets: F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten()))
-    losses = []
-    run.step(*(tokens[:, :-1],) * (rank == 0), losses=losses if rank == ranks - 1 else None,
-             target=tokens[:, 1:] if rank == ranks - 1 else None)
+    stage = PipelineStage(part, stage_index=rank, num_stages=ranks, device=torch.device("cpu"))
+
+    def loss_fn(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    run = Schedule1F1B(stage, micros, loss_fn=loss_fn)
+    inputs = []  # only the first rank reads tokens
+    if rank == 0:
+        inputs.append(tokens[:, :-1])
+    loss = None
+    if rank == ranks - 1:
+        losses = []  # of the microbatches
+        run.step(*inputs, target=tokens[:, 1:], losses=losses)
+        loss = torch.stack(losses).mean().item()
+    else:
+        run.step(*inputs)
     norms = {name: p.grad.norm().item() for name, p in part.named_parameters()}
-    return torch.stack(losses).mean().item() if losses else None, norms
+    return loss, norms
 
 # %% ../nbs/55_scaling.ipynb #cluster
 @dataclass(frozen=True)
@@ -1130,10 +1285,15 @@ def parameters_of(config):
     block, ends : int
         Those of a block's matrices, and of the embedding and the last matrix.
     """
-    d, h, g = config.head_width, config.n_head, config.kv_heads
-    mlp = (3 if config.mlp == "swiglu" else 2) * config.n_embd * config.hidden
-    block = config.n_embd * d * (h + 2 * g) + h * d * config.n_embd + mlp
-    return block, (1 if config.tied else 2) * config.vocab_size * config.n_embd
+    width = config.n_embd
+    queries = config.n_head * config.head_width  # channels of all heads
+    keys = config.kv_heads * config.head_width
+    attention = width * (queries + 2 * keys) + queries * width  # W_q, W_k, W_v; and W_o
+    matrices = 3 if config.mlp == "swiglu" else 2
+    mlp = matrices * width * config.hidden
+    tables = 1 if config.tied else 2
+    ends = tables * config.vocab_size * width
+    return attention + mlp, ends
 
 
 def operations_of(config):
@@ -1155,7 +1315,9 @@ def operations_of(config):
     """
     block, _ = parameters_of(config)
     tokens = config.block_size
-    window = tokens if config.window is None else min(config.window, tokens)
+    window = tokens
+    if config.window is not None:
+        window = min(config.window, tokens)
     earlier = window * (2 * tokens - window) // tokens  # twice the mean
     attention = 6 * config.n_layer * earlier * config.n_head * config.head_width
     matrices = config.n_layer * block + config.vocab_size * config.n_embd
@@ -1177,7 +1339,8 @@ def activations_of(config):
     int
     """
     heads = 2 * (config.n_head + config.kv_heads) * config.head_width
-    hidden = (3 if config.mlp == "swiglu" else 2) * config.hidden
+    layers = 3 if config.mlp == "swiglu" else 2
+    hidden = layers * config.hidden
     return 2 * (4 * config.n_embd + heads + hidden)
 
 # %% ../nbs/55_scaling.ipynb #plan-class
@@ -1255,17 +1418,22 @@ def memory_of(plan, config, batch):
     dict of str to float
         "states" (parameters, gradients and moments) and "activations".
     """
-    shared = {0: 0, 1: 12, 3: 16}[plan.zero]  # of 16 bytes a parameter
+    shared_bytes = {0: 0, 1: 12, 3: 16}  # stage of ZeRO: of 16 bytes a parameter
+    shared = shared_bytes[plan.zero]
     share = 16 - shared + shared / (plan.data * plan.context)
     states = share * plan.parameters(config)
     if plan.zero == 3:  # in use in two bytes: a block, the next one, and what is in no block
         block, ends = parameters_of(config)
         states += 2 * (2 * block + ends) / plan.tensor
-    stages, pieces = plan.pipeline, plan.interleave
+    stages = plan.pipeline
+    pieces = plan.interleave
     held = stages + (pieces > 1) * (stages - 1) / pieces  # microbatches forward but not back
     blocks = min(held, plan.micros(batch)) * plan.depth(config)
-    block, kept = activations_of(config), 2 * config.n_embd
-    activations = blocks * kept + block if plan.recompute else blocks * block
+    block = activations_of(config)
+    if plan.recompute:  # blocks keep their input, and one at a time has the rest
+        activations = blocks * 2 * config.n_embd + block
+    else:
+        activations = blocks * block
     logits = 6 * config.vocab_size
     tokens = plan.micro * config.block_size / (plan.tensor * plan.context)
     return {"states": states, "activations": tokens * (activations + logits)}
@@ -1311,7 +1479,8 @@ def seconds_of(plan, config, cluster, batch):
         "compute", "tensor", "sequence", "bubble", "pipeline" and "data".
     """
     compute, attention = compute_seconds(plan, config, cluster, batch)
-    micros, depth = plan.micros(batch), plan.depth(config)
+    micros = plan.micros(batch)
+    depth = plan.depth(config)
     near = max(1, cluster.node // plan.tensor)  # ranks beside one another in a machine
     tokens = plan.micro * config.block_size / plan.context  # of a microbatch
     message = 2 * tokens * config.n_embd
@@ -1319,16 +1488,22 @@ def seconds_of(plan, config, cluster, batch):
     tensor = (4 + 2 * plan.recompute) * depth * micros * all_reduce
     keys = 4 * tokens * config.kv_heads * config.head_width / plan.tensor  # and values, bytes
     rounds = (4 + plan.recompute) * depth * micros * (plan.context - 1)
-    ring = rounds * keys / (cluster.inside if plan.context <= near else cluster.between)
+    ring_speed = cluster.inside if plan.context <= near else cluster.between
+    ring = rounds * keys / ring_speed
     sequence = max(0, ring - attention)
     bubble = (plan.pipeline - 1) / (plan.interleave * micros) * (compute + tensor + sequence)
     hops = 2 * plan.interleave * micros * (plan.pipeline > 1)
     hop = message / plan.tensor / cluster.between
     ranks = plan.data * plan.context  # have the same parameters
-    speed = cluster.inside if ranks <= near else min(cluster.inside, near * cluster.between)
-    trips = 3 * micros if plan.zero == 3 else 2
+    speed = cluster.inside
+    if ranks > near:
+        speed = min(cluster.inside, near * cluster.between)
+    trips = 2
+    hidden = 0
+    if plan.zero == 3:
+        trips = 3 * micros
+        hidden = compute  # FSDP gathers a block during the last one
     data = trips * (ranks - 1) / ranks * 2 * plan.parameters(config) / speed
-    hidden = compute if plan.zero == 3 else 0  # FSDP gathers a block during the last one
     return {"compute": compute, "tensor": tensor, "sequence": sequence, "bubble": bubble,
             "pipeline": hops * hop, "data": max(0, data - hidden)}
 
@@ -1343,23 +1518,40 @@ def possible_plans(config, cluster, batch):
     batch : int
         Sequences of `config.block_size` tokens in a step.
     """
-    heads, deepest = (config.n_head, config.kv_heads), 1 if config.tied else 64
-    tensors = [n for n in (1, 2, 4, 8) if n <= cluster.node and not any(h % n for h in heads)]
-    contexts = [n for n in (1, 2, 4, 8, 16) if n == 1 or config.block_size % (2 * n) == 0]
-    for tensor, pipeline, context in itertools.product(
-            tensors, range(1, min(deepest, config.n_layer) + 1), contexts):
+    tensors = []
+    for n in (1, 2, 4, 8):
+        divides = config.n_head % n == 0 and config.kv_heads % n == 0
+        if n <= cluster.node and divides:
+            tensors.append(n)
+    contexts = []
+    for n in (1, 2, 4, 8, 16):
+        if n == 1 or config.block_size % (2 * n) == 0:
+            contexts.append(n)
+    deepest = 1 if config.tied else 64
+    pipelines = range(1, min(deepest, config.n_layer) + 1)
+    micro_sizes = (1, 2, 4, 8)
+    interleaves = (1, 2, 4, 8)
+    zeros = (0, 1, 3)
+    for tensor, pipeline, context in itertools.product(tensors, pipelines, contexts):
         most = cluster.devices // (tensor * pipeline * context)
-        data = max((n for n in range(1, most + 1) if batch % n == 0), default=0)
+        possible = [n for n in range(1, most + 1) if batch % n == 0]
+        if not possible:
+            continue
+        data = possible[-1]
         for micro, interleave, zero, recompute in itertools.product(
-                (1, 2, 4, 8), (1, 2, 4, 8), (0, 1, 3), (False, True)):
-            if data == 0 or batch % (data * micro):
+                micro_sizes, interleaves, zeros, (False, True)):
+            if batch % (data * micro):
                 continue
-            micros = batch // (data * micro)
-            even = pipeline > 1 and micros % pipeline == 0  # as interleaving wants it
-            fits = interleave == 1 or even and interleave * pipeline <= config.n_layer
-            shared = zero == 0 or data * context > 1 and (zero == 1 or pipeline == 1)
-            if fits and shared:
-                yield Plan(data, tensor, pipeline, context, micro, interleave, zero, recompute)
+            if interleave > 1:
+                micros = batch // (data * micro)
+                if pipeline == 1 or micros % pipeline or interleave * pipeline > config.n_layer:
+                    continue
+            if zero > 0 and data * context == 1:
+                continue  # there is nobody to share with
+            if zero == 3 and pipeline > 1:
+                continue
+            yield Plan(data=data, tensor=tensor, pipeline=pipeline, context=context,
+                       micro=micro, interleave=interleave, zero=zero, recompute=recompute)
 
 
 def plan(config, cluster, batch):
@@ -1383,12 +1575,23 @@ def plan(config, cluster, batch):
         If nothing fits; the message says how much memory the thriftiest plan needs.
     """
     check_count("batch", batch)
-    needs = {plan: sum(memory_of(plan, config, batch).values())
-             for plan in possible_plans(config, cluster, batch)}
-    least, free = min(needs.values()), 0.9 * cluster.memory
+    plans = list(possible_plans(config, cluster, batch))
+    needs = []  # bytes of each plan
+    for candidate in plans:
+        needs.append(sum(memory_of(candidate, config, batch).values()))
+    least = min(needs)
+    free = 0.9 * cluster.memory
     if least > free:
         raise ValueError(f"cluster.memory ({cluster.memory / 1e9:.0f} GB) must be at least "
                          f"{math.ceil(least / 0.9e9)} GB: no plan for {cluster.devices} "
                          "devices needs less")
-    return min((plan for plan, need in needs.items() if need <= free),
-               key=lambda plan: sum(seconds_of(plan, config, cluster, batch).values()))
+    fastest = None
+    fewest_seconds = None
+    for candidate, need in zip(plans, needs):
+        if need > free:
+            continue
+        seconds = sum(seconds_of(candidate, config, cluster, batch).values())
+        if fastest is None or seconds < fewest_seconds:
+            fastest = candidate
+            fewest_seconds = seconds
+    return fastest

@@ -282,13 +282,20 @@ TILES = {
              (4, 32): (32, 8, 2), (4, 64): (16, 4, 2)},
 }
 SEVERAL = {("forward", 2, 32): (64, 8, 2)}  # for windows of several blocks
-MAKES = {"forward": {}} | {
-    name: dict(QUERIES=q, KEYS=k, BIAS=b) for name, q, k, b in (
-        ("whole", True, True, True), ("query", True, False, False),
-        ("key", False, True, False), ("bias", False, False, True))}
-
-
-FUNCTIONS = {name: _backward if made else _forward for name, made in MAKES.items()}
+MAKES = {  # kernel: which gradients it computes
+    "forward": {},
+    "whole": dict(QUERIES=True, KEYS=True, BIAS=True),
+    "query": dict(QUERIES=True, KEYS=False, BIAS=False),
+    "key": dict(QUERIES=False, KEYS=True, BIAS=False),
+    "bias": dict(QUERIES=False, KEYS=False, BIAS=True),
+}
+FUNCTIONS = {
+    "forward": _forward,
+    "whole": _backward,
+    "query": _backward,
+    "key": _backward,
+    "bias": _backward,
+}
 
 
 @functools.cache
@@ -304,11 +311,13 @@ def tiling(kernel, window, width, element_size):
     element_size : int
         Bytes of a number, 2 or 4.
     """
-    tokens, lanes = window[0] * window[1], max(16, triton.next_power_of_2(width))
-    most, warps, stages = TILES[kernel][element_size, max(32, lanes)]
-    if tokens > most:
-        own = SEVERAL.get((kernel, element_size, max(32, lanes)))
-        most, warps, stages = own or (most, warps, stages)
+    tokens = window[0] * window[1]
+    lanes = max(16, triton.next_power_of_2(width))
+    padded_width = max(32, lanes)
+    tile = TILES[kernel][element_size, padded_width]
+    if tokens > tile[0]:  # several blocks
+        tile = SEVERAL.get((kernel, element_size, padded_width), tile)
+    most, warps, stages = tile
     block = max(16, min(most, triton.next_power_of_2(tokens)))
     return dict(WH=window[0], WW=window[1], D=width, LANES=lanes, BLOCK=block,
                 BLOCKS=triton.cdiv(tokens, block), num_warps=warps, num_stages=stages)
@@ -325,36 +334,45 @@ def passes(window, width, element_size):
     element_size : int
         Bytes of a number.
     """
-    whole = tiling("whole", window, width, element_size)["BLOCKS"] == 1
-    return ("whole",) if whole else ("query", "key", "bias")
+    if tiling("whole", window, width, element_size)["BLOCKS"] == 1:
+        return ("whole",)
+    return ("query", "key", "bias")
 
 # %% ../nbs/52_windows.ipynb #plan
 @functools.lru_cache(maxsize=4096)
 def _plan(kernel, size, heads, window, shift, element_size, device):
     """How many programs share the windows, how many parts a window has, and the options."""
-    settings = tiling(kernel, window, size[3] // (3 * heads), element_size)
-    down, across = (triton.cdiv(s, w) for s, w in zip(size[1:3], window))
+    batch, height, width, channels = size
+    settings = tiling(kernel, window, channels // (3 * heads), element_size)
+    down = triton.cdiv(height, window[0])  # windows of a map
+    across = triton.cdiv(width, window[1])
     own = MAKES[kernel]
     walks = own.get("QUERIES", True) + own.get("KEYS", False)  # loops through a window's blocks
-    parts, programs = heads * settings["BLOCKS"] ** (2 - walks), 4
+    parts = heads * settings["BLOCKS"] ** (2 - walks)
+    most = 4  # programs
     if device.type == "cuda":
         waves = 4 if own.get("BIAS") else 16
-        programs = waves * torch.cuda.get_device_properties(device).multi_processor_count
-    windows = size[0] * down * across
-    programs = max(1, min(windows, programs // parts))
-    padded = (down * window[0], across * window[1]) != tuple(size[1:3])
-    return programs, parts, (windows, programs, heads, *size[1:3], *shift), settings | dict(
-        PADDED=padded, SHIFTED=any(shift))
+        most = waves * torch.cuda.get_device_properties(device).multi_processor_count
+    windows = batch * down * across
+    programs = max(1, min(windows, most // parts))
+    numbers = (windows, programs, heads, height, width, *shift)
+    padded = (down * window[0], across * window[1]) != (height, width)
+    return programs, parts, numbers, settings | dict(PADDED=padded, SHIFTED=any(shift))
 
 
 def _plan_for(kernel, qkv, heads, window, shift):
-    return _plan(kernel, qkv.shape, heads, tuple(window), tuple(shift), qkv.element_size(),
-                 qkv.device)
+    return _plan(kernel, size=qkv.shape, heads=heads, window=tuple(window), shift=tuple(shift),
+                 element_size=qkv.element_size(), device=qkv.device)
 
 
 def _in_a_row(*tensors):
     """The tensors, copied if they are not contiguous, because the kernels know no strides."""
-    return [None if x is None else x.contiguous() for x in tensors]
+    copies = []
+    for x in tensors:
+        if x is not None:
+            x = x.contiguous()
+        copies.append(x)
+    return copies
 
 # %% ../nbs/52_windows.ipynb #forward-op
 torch.library.define(
@@ -368,19 +386,24 @@ def _window_attention(qkv, bias, tau, pad, heads, window, shift, scale):
     qkv, bias, tau, pad = _in_a_row(qkv, bias, tau, pad)
     out, norms = _room(qkv, heads, window)
     programs, parts, numbers, options = _plan_for("forward", qkv, heads, window, shift)
-    launch(_forward, programs * parts, qkv.device, qkv, pad, bias, tau, out,
-           norms if len(norms) else None, scale, *numbers, **options, COSINE=tau is not None,
-           PRECISION=product_precision(qkv))
+    lse = None
+    if len(norms) > 0:
+        lse = norms
+    launch(_forward, programs * parts, qkv.device, qkv, pad, bias, tau, out, lse, scale,
+           *numbers, **options, COSINE=tau is not None, PRECISION=product_precision(qkv))
     return out, norms
 
 
 def _room(qkv, heads, window):
     """Empty tensors for the output and, if a window has several blocks, the log-sums."""
     batch, rows, columns, channels = qkv.shape
-    own = passes(tuple(window), int(channels) // (3 * heads), qkv.element_size())
-    norms = (batch, rows, columns, heads) if len(own) > 1 else (0,)
-    return (qkv.new_empty(batch, rows, columns, channels // 3),
-            qkv.new_empty(norms, dtype=torch.float32))
+    launches = passes(tuple(window), int(channels) // (3 * heads), qkv.element_size())
+    shape = (0,)
+    if len(launches) > 1:
+        shape = (batch, rows, columns, heads)
+    out = qkv.new_empty(batch, rows, columns, channels // 3)
+    norms = qkv.new_empty(shape, dtype=torch.float32)
+    return out, norms
 
 
 @torch.library.register_fake("attnlib::window_attention")
@@ -390,18 +413,24 @@ def _(qkv, bias, tau, pad, heads, window, shift, scale):
 # %% ../nbs/52_windows.ipynb #launch-backward
 def _launch_backward(kernel, tensors, heads, window, shift, scale, for_qkv, for_bias):
     """Launch a kernel; the gradients of bias and `cosine_scale`, summed over its programs."""
-    qkv, tau, tokens = tensors[0], tensors[3], window[0] * window[1]
-    flags = {name: made and (for_bias if name == "BIAS" else for_qkv)
-             for name, made in MAKES[kernel].items()}
+    qkv = tensors[0]
+    tau = tensors[3]
+    tokens = window[0] * window[1]
+    made = MAKES[kernel]
+    flags = dict(QUERIES=made["QUERIES"] and for_qkv, KEYS=made["KEYS"] and for_qkv,
+                 BIAS=made["BIAS"] and for_bias)
     if not any(flags.values()):
         return None
     programs, parts, numbers, options = _plan_for(kernel, qkv, heads, window, shift)
     left = programs * flags["BIAS"]  # each of them stores a partial sum
-    sums = [qkv.new_empty(left, heads, tokens, tokens, dtype=torch.float32),
-            qkv.new_empty(left * parts // heads, heads, dtype=torch.float32)]
-    launch(_backward, programs * parts, qkv.device, *tensors, *sums, scale, *numbers,
-           **options, **flags, COSINE=tau is not None, PRECISION=product_precision(qkv))
-    return [x.sum(0) for x in sums] if flags["BIAS"] else None
+    bias_sums = qkv.new_empty(left, heads, tokens, tokens, dtype=torch.float32)
+    tau_sums = qkv.new_empty(left * parts // heads, heads, dtype=torch.float32)
+    launch(_backward, programs * parts, qkv.device, *tensors, bias_sums, tau_sums, scale,
+           *numbers, **options, **flags, COSINE=tau is not None,
+           PRECISION=product_precision(qkv))
+    if not flags["BIAS"]:
+        return None
+    return bias_sums.sum(0), tau_sums.sum(0)
 
 # %% ../nbs/52_windows.ipynb #backward-op
 torch.library.define(
@@ -416,30 +445,56 @@ def _window_attention_backward(grad, qkv, bias, tau, pad, out, norms, heads, win
                                scale, for_qkv, for_bias):
     """The gradients of qkv, bias, tau and pad; those that are not needed are empty."""
     qkv, bias, tau, pad, grad = _in_a_row(qkv, bias, tau, pad, grad)
-    tokens, padding, delta = qkv[..., 0].numel(), 0, torch.empty_like(norms)
+    batch, height, width, channels = qkv.shape
+    tokens = batch * height * width
+    padding = 0  # tokens that the maps do not have
     if pad is not None:
-        high, wide = (-(-s // w) * w for s, w in zip(qkv.shape[1:3], window))
-        padding = len(qkv) * high * wide - tokens
-    made = passes(tuple(window), qkv.shape[3] // (3 * heads), qkv.element_size())
-    if len(made) > 1 and not for_qkv:  # else the first launch computes delta
-        delta = (grad.float() * out.float()).unflatten(-1, (heads, -1)).sum(-1).contiguous()
-    rows = qkv.new_empty((tokens + padding) * for_qkv, qkv.shape[3])  # maps, then padding
-    own = (norms, grad, delta) if len(made) > 1 else (None, grad, None)
-    sums = [_launch_backward(kernel, (qkv, pad, bias, tau, out, *own, rows), heads, window,
-                             shift, scale, for_qkv, for_bias) for kernel in made]
-    dbias, dtau = sums[-1] if for_bias else rows.new_empty(2, 0)
-    dpad = rows[tokens:].sum(0) if pad is not None and for_qkv else rows.new_empty(0)
-    dqkv = rows[:tokens].view(qkv.shape) if for_qkv else rows.new_empty(0)
+        high = triton.cdiv(height, window[0]) * window[0]
+        wide = triton.cdiv(width, window[1]) * window[1]
+        padding = batch * high * wide - tokens
+    launches = passes(tuple(window), channels // (3 * heads), qkv.element_size())
+    lse = None
+    delta = None
+    if len(launches) > 1:
+        lse = norms
+        delta = torch.empty_like(norms)  # the first launch computes it
+        if not for_qkv:  # there is none that does
+            product = grad.float() * out.float()  # (B, H, W, C)
+            product = product.unflatten(-1, (heads, -1))  # -> (B, H, W, h, d)
+            delta = product.sum(-1).contiguous()  # -> (B, H, W, h)
+    rows = qkv.new_empty((tokens + padding) * for_qkv, channels)  # maps, then padding
+    tensors = (qkv, pad, bias, tau, out, lse, grad, delta, rows)
+    for kernel in launches:
+        sums = _launch_backward(kernel, tensors, heads=heads, window=window, shift=shift,
+                                scale=scale, for_qkv=for_qkv, for_bias=for_bias)
+    dqkv = rows.new_empty(0)
+    dbias = rows.new_empty(0)
+    dtau = rows.new_empty(0)
+    dpad = rows.new_empty(0)
+    if for_qkv:
+        dqkv = rows[:tokens].view(qkv.shape)
+        if pad is not None:
+            dpad = rows[tokens:].sum(0)
+    if for_bias:
+        dbias, dtau = sums  # of the last launch
     return dqkv, dbias.to(bias.dtype), dtau.float(), dpad
 
 
 @torch.library.register_fake("attnlib::window_attention_backward")
 def _(grad, qkv, bias, tau, pad, out, norms, heads, window, shift, scale, for_qkv, for_bias):
-    nothing = (0,)  # all gradients are contiguous, whatever their tensors are
-    return (qkv.new_empty(qkv.shape if for_qkv else nothing),
-            bias.new_empty(bias.shape if for_bias else nothing),
-            qkv.new_empty(heads if for_bias else nothing, dtype=torch.float32),
-            qkv.new_empty(nothing if pad is None or not for_qkv else pad.shape))
+    # all gradients are contiguous, whatever their tensors are
+    dqkv = qkv.new_empty(0)
+    dbias = bias.new_empty(0)
+    dtau = qkv.new_empty(0, dtype=torch.float32)
+    dpad = qkv.new_empty(0)
+    if for_qkv:
+        dqkv = qkv.new_empty(qkv.shape)
+        if pad is not None:
+            dpad = qkv.new_empty(pad.shape)
+    if for_bias:
+        dbias = bias.new_empty(bias.shape)
+        dtau = qkv.new_empty(heads, dtype=torch.float32)
+    return dqkv, dbias, dtau, dpad
 
 # %% ../nbs/52_windows.ipynb #autograd
 class _WindowFunction(torch.autograd.Function):
@@ -455,18 +510,26 @@ class _WindowFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        for_qkv, for_bias, for_tau, for_pad, *_ = needed = ctx.needs_input_grad
-        made = torch.ops.attnlib.window_attention_backward(
-            grad, *ctx.saved_tensors, *ctx.options, for_qkv or for_pad, for_bias or for_tau)
-        tau = ctx.saved_tensors[2]
-        dqkv, dbias, dtau, dpad = (x if want else None for x, want in zip(made, needed))
-        return dqkv, dbias, dtau if dtau is None else dtau.to(tau.dtype), dpad, *[None] * 4
+        qkv, bias, tau, pad, out, norms = ctx.saved_tensors
+        needs_qkv, needs_bias, needs_tau, needs_pad, *_ = ctx.needs_input_grad
+        dqkv, dbias, dtau, dpad = torch.ops.attnlib.window_attention_backward(
+            grad, qkv, bias, tau, pad, out, norms, *ctx.options,
+            needs_qkv or needs_pad, needs_bias or needs_tau)
+        if not needs_qkv:
+            dqkv = None
+        if not needs_bias:
+            dbias = None
+        dtau = dtau.to(tau.dtype) if needs_tau else None
+        if not needs_pad:
+            dpad = None
+        return dqkv, dbias, dtau, dpad, None, None, None, None
 
 # %% ../nbs/52_windows.ipynb #operator-flops
 def _product_flops(qkv, window):
     """The operations of one product of all queries with all keys of their windows."""
-    batch, *size, channels = qkv  # channels of queries, keys and values
-    high, wide = (-(-s // w) * w for s, w in zip(size, window))
+    batch, height, width, channels = qkv  # channels of queries, keys and values
+    high = -(-height // window[0]) * window[0]  # rounded up to whole windows
+    wide = -(-width // window[1]) * window[1]
     return 2 * batch * high * wide * window[0] * window[1] * (channels // 3)
 
 
@@ -490,22 +553,27 @@ def _check_arguments(qkv, bias, layout, num_heads, cosine_scale, pad):
                          "heads in C")
     if min(layout.window) < 1:
         raise ValueError(f"{layout} must have a window of at least (1, 1)")
-    size, tokens = tuple(qkv.shape[1:3]), layout.window[0] * layout.window[1]
+    size = tuple(qkv.shape[1:3])
+    tokens = layout.window[0] * layout.window[1]
     reason = not_served(qkv, num_heads, layout.window)
     if reason:
         raise TypeError(f"qkv in {qkv.dtype} on {qkv.device}: {reason}")
-    if size not in (layout.padded, layout.size) or not all(
-            p % w == 0 and p - w < n <= p and 0 <= s < w
-            for n, p, w, s in zip(size, layout.padded, layout.window, layout.shift)):
+    fits = size in (layout.padded, layout.size)
+    for n, padded, window, shift in zip(size, layout.padded, layout.window, layout.shift):
+        whole_windows = padded % window == 0 and padded - window < n <= padded
+        fits = fits and whole_windows and 0 <= shift < window
+    if not fits:
         raise ValueError(f"{layout} must have the size of qkv, {size}, as its size or as that "
                          "of the map padded to whole windows, and shifts less than its windows")
     for name, x, shape in (("bias", bias, (num_heads, tokens, tokens)),
                            ("cosine_scale", cosine_scale, (num_heads,)),
                            ("pad", pad, qkv.shape[3:])):
-        if x is not None and x.shape != shape:
+        if x is None:
+            continue
+        if x.shape != shape:
             raise ValueError(f"{name} of shape {tuple(x.shape)} must be of shape "
                              f"{tuple(shape)}")
-        if x is not None and (x.device != qkv.device or not x.is_floating_point()):
+        if x.device != qkv.device or not x.is_floating_point():
             raise TypeError(f"{name} ({x.dtype} on {x.device}) must be floating point on qkv's "
                             f"device, {qkv.device}")
 
@@ -520,8 +588,9 @@ def not_served(qkv, num_heads, window):
     window : (int, int)
     """
     batch, rows, columns, channels = qkv.shape
-    width, tokens = channels // (3 * num_heads), window[0] * window[1]
-    if not is_supported(qkv, width, 128):
+    width = channels // (3 * num_heads)
+    tokens = window[0] * window[1]
+    if not is_supported(qkv, width, widest=128):
         return (f"it must be float32, bfloat16 or float16, on a GPU or where Triton is "
                 f"interpreted, with heads at most 128 wide, not {width}")
     most = (rows + window[0]) * (columns + window[1])  # tokens of a padded map, at most
@@ -565,12 +634,18 @@ def window_attention(qkv, bias, layout, num_heads, *, scale=None, cosine_scale=N
         If an argument does not fit the others, or the kernel does not take it.
     """
     _check_arguments(qkv, bias, layout, num_heads, cosine_scale, pad)
-    scale = (qkv.shape[-1] // (3 * num_heads)) ** -0.5 if scale is None else scale
-    pad = None if pad is None or layout.padded == qkv.shape[1:3] else pad.to(qkv.dtype)
-    arguments = qkv, bias, cosine_scale, pad, num_heads, layout.window, layout.shift, scale
+    if scale is None:
+        width = qkv.shape[-1] // (3 * num_heads)
+        scale = width**-0.5
+    if layout.padded == qkv.shape[1:3]:
+        pad = None  # there is no padding, or the map has it already
+    if pad is not None:
+        pad = pad.to(qkv.dtype)
+    arguments = (qkv, bias, cosine_scale, pad, num_heads, layout.window, layout.shift, scale)
     if torch.is_grad_enabled():
         return _WindowFunction.apply(*arguments)
-    return torch.ops.attnlib.window_attention(*arguments)[0]
+    out, _ = torch.ops.attnlib.window_attention(*arguments)
+    return out
 
 # %% ../nbs/52_windows.ipynb #backend
 def window_backend(qkv, bias, layout, num_heads, *, scale=None, cosine_scale=None,
@@ -611,24 +686,29 @@ def compile_for(kernel, capability, window, width, dtype=torch.bfloat16, shifted
     dict
         As `attnlib.flash.compile_kernel` returns it.
     """
-    size, flags = dtype.itemsize, MAKES[kernel]
+    size = dtype.itemsize
     function = FUNCTIONS[kernel]
-    constants = tiling(kernel, window, width, size) | flags
-    launch_options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    constants |= dict(PADDED=padded, SHIFTED=shifted, COSINE=cosine,
-                      PRECISION="tf32x3" if size == 4 else "ieee")
-    absent = dict(pad=padded, tau=cosine)
-    if len(passes(window, width, size)) == 1:
-        absent |= dict(lse=False, delta=False)
-    constants |= {name: None for name, there in absent.items() if not there}
-    numbers = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     names = function.arg_names
-    tensors = names[: names.index("scale")]
-    types = {name: numbers if name in tensors else "i32" for name in names}
+    options = tiling(kernel, window, width, size) | MAKES[kernel]
+    warps = options.pop("num_warps")
+    stages = options.pop("num_stages")
+    options |= dict(PADDED=padded, SHIFTED=shifted, COSINE=cosine,
+                    PRECISION="tf32x3" if size == 4 else "ieee")
+    if not padded:
+        options["pad"] = None
+    if not cosine:
+        options["tau"] = None
+    if len(passes(window, width, size)) == 1:
+        options |= dict(lse=None, delta=None)
+    constants = {name: value for name, value in options.items() if name in names}
+    pointers = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+    types = dict.fromkeys(names, "i32")
+    for name in names[: names.index("scale")]:  # the tensors
+        types[name] = pointers[dtype]
     types |= dict.fromkeys(("tau", "lse", "delta", "dbias", "dtau"), "*fp32")
-    constants = {name: value for name, value in constants.items() if name in names}
-    return compile_kernel(function, capability, types | dict(scale="fp32"), constants,
-                          **launch_options)
+    types["scale"] = "fp32"
+    return compile_kernel(function, capability, types=types, constants=constants,
+                          num_warps=warps, num_stages=stages)
 
 # %% ../nbs/52_windows.ipynb #product-kernel
 @triton.jit
@@ -693,7 +773,8 @@ torch.library.define(
 def _fused_linear(x, weight, bias, gamma, beta, eps, gelu, residual):
     x, weight, residual = _in_a_row(x, weight, residual)
     bias, gamma, beta = _in_a_row(bias, gamma, beta)
-    out, count = x.new_empty(*x.shape[:-1], len(weight)), x.shape[:-1].numel()
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    count = x.shape[:-1].numel()  # rows of the product
     rows, columns, lanes, warps, stages = PRODUCT_TILES[x.element_size()]
     programs = triton.cdiv(count, rows) * triton.cdiv(len(weight), columns)
     launch(_product, programs, x.device, x, weight, bias, gamma, beta, residual, out, count,
@@ -744,9 +825,12 @@ def fused_linear(x, layer, *, norm=None, gelu=False, residual=None):
     """
     if not isinstance(layer, nn.Linear):
         raise TypeError(f"layer of type {type(layer).__name__} must be an nn.Linear")
-    weight, bias, gamma, beta, eps = layer.weight, layer.bias, None, None, 0.0
-    given = [y for y in (x, weight, residual) if y is not None]
-    if any(y.dtype != x.dtype for y in given) or not is_supported(x, 1):
+    weight = layer.weight
+    bias = layer.bias
+    same_dtype = weight.dtype == x.dtype
+    if residual is not None:
+        same_dtype = same_dtype and residual.dtype == x.dtype
+    if not same_dtype or not is_supported(x, 1):
         raise TypeError(f"x of dtype {x.dtype} on {x.device} must be float32, bfloat16 or "
                         "float16, as layer and residual are, where Triton runs")
     if refusal(x, 1):
@@ -758,13 +842,22 @@ def fused_linear(x, layer, *, norm=None, gelu=False, residual=None):
     if norm is not None and tuple(norm.normalized_shape) != (layer.in_features,):
         raise ValueError(f"norm of shape {norm.normalized_shape} must be of "
                          f"({layer.in_features},)")
+    gamma = None
+    beta = None
+    eps = 0.0
     if norm is not None:
-        gamma, beta, eps = norm.weight, norm.bias, norm.eps
-        gamma = x.new_ones(layer.in_features) if gamma is None else gamma
-        beta = torch.zeros_like(gamma) if beta is None else beta
-    operands = [y for y in (*given, bias, gamma, beta) if y is not None]
-    if torch.is_grad_enabled() and any(y.requires_grad for y in operands):
-        raise RuntimeError("fused_linear has no gradients; use it under torch.no_grad()")
+        gamma = norm.weight
+        if gamma is None:
+            gamma = x.new_ones(layer.in_features)
+        beta = norm.bias
+        if beta is None:
+            beta = torch.zeros_like(gamma)
+        eps = norm.eps
+    if torch.is_grad_enabled():
+        for operand in (x, weight, residual, bias, gamma, beta):
+            if operand is not None and operand.requires_grad:
+                raise RuntimeError(
+                    "fused_linear has no gradients; use it under torch.no_grad()")
     return torch.ops.attnlib.fused_linear(x, weight, bias, gamma, beta, eps, gelu, residual)
 
 # %% ../nbs/52_windows.ipynb #compile-linear
@@ -786,13 +879,17 @@ def compile_linear(capability, dtype, in_features, out_features, norm=False, gel
     constants = dict(K=in_features, N=out_features, BLOCK_M=rows, BLOCK_N=columns,
                      BLOCK_K=lanes, GELU=gelu,
                      PRECISION="tf32x3" if dtype == torch.float32 else "ieee")
-    there = dict(gamma=norm, beta=norm, residual=residual)
-    constants |= {name: None for name, given in there.items() if not given}
-    numbers = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    tensors = names[: names.index("count")]
-    types = {name: numbers if name in tensors else "i32" for name in names} | dict(eps="fp32")
-    return compile_kernel(_product, capability, types, constants, num_warps=warps,
-                          num_stages=stages)
+    if not norm:
+        constants |= dict(gamma=None, beta=None)
+    if not residual:
+        constants["residual"] = None
+    pointers = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+    types = dict.fromkeys(names, "i32")
+    for name in names[: names.index("count")]:  # the tensors
+        types[name] = pointers[dtype]
+    types["eps"] = "fp32"
+    return compile_kernel(_product, capability, types=types, constants=constants,
+                          num_warps=warps, num_stages=stages)
 
 # %% ../nbs/52_windows.ipynb #fused-block
 class FusedBlock(nn.Module):
@@ -805,9 +902,11 @@ class FusedBlock(nn.Module):
 
     def __init__(self, block):
         super().__init__()
-        self.norm1, self.attn = block.norm1, block.attn
-        self.norm2, self.mlp = block.norm2, block.mlp
-        self.last = None, None, None  # a layout, a table, and the bias of both
+        self.norm1 = block.norm1
+        self.attn = block.attn
+        self.norm2 = block.norm2
+        self.mlp = block.mlp
+        self.last = (None, None, None)  # a layout, a table, and the bias of both
 
     def bias(self, layout):
         """The bias of a layout (h, N, N), computed once, since the weights are frozen.
@@ -819,12 +918,13 @@ class FusedBlock(nn.Module):
         moved = bias is None or bias.device != table.device or bias.dtype != table.dtype
         if known != layout or source is not table or moved:
             bias = self.attn.bias(layout, masked=False).contiguous()
-            self.last = layout, table, bias
+            self.last = (layout, table, bias)
         return bias
 
     def forward(self, x):
         """A map (B, H, W, dim) to a map of the same shape, without padding it."""
-        attn, mlp = self.attn, self.mlp
+        attn = self.attn
+        mlp = self.mlp
         layout = attn.layout(x.shape[1:3])
         qkv = fused_linear(x, attn.qkv, norm=self.norm1)  # (B, H, W, 3 dim)
         y = window_attention(qkv, self.bias(layout), layout, attn.num_heads, pad=attn.qkv.bias)
@@ -888,11 +988,13 @@ class FusedMerging(nn.Module):
 
     def __init__(self, merging):
         super().__init__()
-        self.norm, self.reduction = merging.norm, merging.reduction
+        self.norm = merging.norm
+        self.reduction = merging.reduction
 
     def forward(self, x):
         """A map (B, H, W, C) to a map (B, ⌈H/2⌉, ⌈W/2⌉, 2C)."""
-        return fused_linear(merge_patches(x), self.reduction, norm=self.norm)
+        x = merge_patches(x)  # (B, H, W, C) -> (B, ⌈H/2⌉, ⌈W/2⌉, 4C)
+        return fused_linear(x, self.reduction, norm=self.norm)  # -> (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
 
 
 def fuse_swin(model):
@@ -916,8 +1018,10 @@ def fuse_swin(model):
         If the model is another, or a block of it has another activation than GELU, a hook, or
         an exchanged part.
     """
-    blocks = model.blocks if isinstance(model, SwinTransformer) else ()
-    if not blocks or not all(map(can_fuse, blocks)):
+    blocks = ()
+    if isinstance(model, SwinTransformer):
+        blocks = model.blocks
+    if not blocks or not all(can_fuse(block) for block in blocks):
         raise TypeError(f"model ({type(model).__name__}) must be a SwinTransformer of "
                         "SwinBlocks with GELU, without hooks or exchanged parts")
     model = frozen_copy(model)
