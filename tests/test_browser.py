@@ -1010,7 +1010,7 @@ def test_each_name_is_linked_to_its_chapter_and_back(chapter):
     for name in chapters.public_names(ROOT / "attnlib" / f"{chapter.module}.py"):
         entry = f"attnlib.{chapter.module}.{name}"
         _, at, after = reference.partition(f'id="{entry}"')
-        link = re.search(r'In the chapter: <a[^>]* href="\.\./([^"#]+)#?([^"]*)"', after)
+        link = re.search(r'In the chapter: <a[^>]* href="\.\./\.\./([^"#]+)#?([^"]*)"', after)
         assert at and link[1] == f"{chapter.page}.html", name
         assert not link[2] or f'id="{link[2]}"' in page, name
         assert f'href="../book/api/{chapter.module}.html#{entry}"' in page, name
