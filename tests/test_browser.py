@@ -71,7 +71,8 @@ KINDS = [  # one page of each kind: chapters with and without an explorer, a too
 
 def changed_pages():
     """The pages whose source has changed since this branch left `main`."""
-    names = quick.git("diff", "--name-only", quick.base()) or ""
+    commit = quick.base()
+    names = commit and quick.git("diff", "--name-only", commit) or ""
     return {name.rpartition(".")[0] for name in names.splitlines()}
 
 

@@ -12,6 +12,7 @@ printed; `make test` skips nothing.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,12 +48,15 @@ SELECTION = "ATTNLIB_QUICK"  # the environment variable through which pytest is 
 
 
 def git(*command):
+    """Return what git says; None where it fails, as in a copy that is no repository."""
+    if shutil.which("git") is None:
+        return None
     done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def base():
-    """Return the commit with which the working tree is compared."""
+    """Return the commit with which the working tree is compared, None without a repository."""
     for main in ("origin/main", "main"):
         found = git("merge-base", "HEAD", main)
         if found:
@@ -232,6 +236,8 @@ def main():
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         commit = base()
+        if commit is None:
+            sys.exit("no git repository to compare with: run `make test`")
         archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True)
         subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
         texts = {}
