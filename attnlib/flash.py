@@ -48,12 +48,16 @@ def merge_partials(first, second):
     out, lse : Tensor
         The same for all keys together.
     """
-    (out1, lse1), (out2, lse2) = first, second
+    out1, lse1 = first
+    out2, lse2 = second
     # nothing in either part: both weights are exp(-inf) = 0
     empty = (lse1 == -torch.inf) & (lse2 == -torch.inf)
     base = torch.logaddexp(lse1.masked_fill(empty, 0), lse2.masked_fill(empty, 0))
-    out = (lse1 - base).exp()[..., None] * out1 + (lse2 - base).exp()[..., None] * out2
-    return out, base.masked_fill(empty, -torch.inf)
+    weight1 = (lse1 - base).exp()[..., None]  # (..., N) -> (..., N, 1)
+    weight2 = (lse2 - base).exp()[..., None]
+    out = weight1 * out1 + weight2 * out2
+    lse = base.masked_fill(empty, -torch.inf)
+    return out, lse
 
 # %% ../nbs/51_flash.ipynb #tiled
 def tiled_attention(q, k, v, *, bias=None, scale=None, block_rows=64, block_cols=64):
@@ -84,24 +88,29 @@ def tiled_attention(q, k, v, *, bias=None, scale=None, block_rows=64, block_cols
     if block_rows < 1 or block_cols < 1:
         raise ValueError(f"block_rows ({block_rows}) and block_cols ({block_cols}) must be at "
                          "least 1")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     outs = [v.new_zeros(*q.shape[:-2], 0, v.shape[-1])]  # for a call without queries
     lses = [q.new_zeros(*q.shape[:-2], 0)]
     for i in range(0, q.shape[-2], block_rows):
         rows = q[..., i : i + block_rows, :] * scale
-        peak = rows.new_full(rows.shape[:-1], -torch.inf)
-        total, acc = torch.zeros_like(peak), rows.new_zeros(*rows.shape[:-1], v.shape[-1])
+        peak = rows.new_full(rows.shape[:-1], -torch.inf)  # (..., block_rows)
+        total = torch.zeros_like(peak)  # sum of exponentials
+        acc = rows.new_zeros(*rows.shape[:-1], v.shape[-1])  # (..., block_rows, d_v)
         for j in range(0, k.shape[-2], block_cols):
-            s = rows @ k[..., j : j + block_cols, :].mT  # (..., block_rows, block_cols)
+            k_tile = k[..., j : j + block_cols, :]
+            v_tile = v[..., j : j + block_cols, :]
+            s = rows @ k_tile.mT  # (..., block_rows, block_cols)
             if bias is not None:
                 s = s + bias[..., i : i + block_rows, j : j + block_cols]
-            new = torch.maximum(peak, s.amax(-1))
+            new_peak = torch.maximum(peak, s.amax(-1))
             # nothing seen so far: all exponentials are 0
-            base = new.masked_fill(new == -torch.inf, 0)
-            p, shrink = torch.exp(s - base[..., None]), torch.exp(peak - base)
+            base = new_peak.masked_fill(new_peak == -torch.inf, 0)
+            p = torch.exp(s - base[..., None])
+            shrink = torch.exp(peak - base)
             total = total * shrink + p.sum(-1)
-            acc = acc * shrink[..., None] + p @ v[..., j : j + block_cols, :]
-            peak = new
+            acc = acc * shrink[..., None] + p @ v_tile
+            peak = new_peak
         total = total.masked_fill(total == 0, 1)  # nothing seen: 0 / 1, and -inf + log 1
         outs.append(acc / total[..., None])
         lses.append(peak + total.log())
@@ -125,11 +134,14 @@ def triton_mode(device):
         "compiled" on an NVIDIA GPU; "interpreted", slowly and for tests, by Triton's
         interpreter; None where they do not run.
     """
-    compiles = [isinstance(f, triton.JITFunction) for f in (_forward_kernel, tl.sum)]
-    if not any(compiles):
+    ours_compile = isinstance(_forward_kernel, triton.JITFunction)
+    tritons_compile = isinstance(tl.sum, triton.JITFunction)
+    if not ours_compile and not tritons_compile:
         return "interpreted"
     nvidia = torch.device(device).type == "cuda" and torch.version.hip is None
-    return "compiled" if all(compiles) and nvidia else None
+    if ours_compile and tritons_compile and nvidia:
+        return "compiled"
+    return None
 
 
 def is_supported(x, width, widest=256):
@@ -151,7 +163,10 @@ def launch(kernel, programs, device, *arguments, **options):
     arguments, options
         Passed to the kernel.
     """
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    current = contextlib.nullcontext()
+    if device.type == "cuda":
+        current = torch.cuda.device(device)
+    with current:
         kernel[(programs,)](*arguments, **options)
 
 # %% ../nbs/51_flash.ipynb #kernel-tile
@@ -637,14 +652,21 @@ def tiling(kernel, width, v_width, element_size, extra=False, shared=None):
     shared : int, optional
         Bytes of shared memory of a program on this GPU; those of an A100 by default.
     """
-    widths = [max(16, triton.next_power_of_2(x)) for x in (width, v_width)]
-    key, shared = (element_size, max(64, *widths)), shared or 163 << 10
-    table = TILES[kernel] | (WITH_EXTRA.get(kernel, {}) if extra else {})
-    rows, cols, warps, stages = table.get((element_size, max(widths)), table[key])
-    if shared < 160 << 10 and key[1] > 128:  # wide heads on a 4090
-        rows, cols, stages = max(16, rows // 2), max(16, cols // 2), 1
-    return dict(D=width, DV=v_width, BLOCK_M=rows, BLOCK_N=cols, BLOCK_D=widths[0],
-                BLOCK_DV=widths[1], num_warps=warps, num_stages=stages)
+    padded = max(16, triton.next_power_of_2(width))
+    v_padded = max(16, triton.next_power_of_2(v_width))
+    widest = max(padded, v_padded)
+    table = dict(TILES[kernel])
+    if extra:
+        table |= WITH_EXTRA.get(kernel, {})
+    usual = table[element_size, max(64, widest)]
+    rows, cols, warps, stages = table.get((element_size, widest), usual)
+    shared = shared or 163 << 10
+    if shared < 160 << 10 and widest > 128:  # wide heads on a 4090
+        rows = max(16, rows // 2)
+        cols = max(16, cols // 2)
+        stages = 1
+    return dict(D=width, DV=v_width, BLOCK_M=rows, BLOCK_N=cols, BLOCK_D=padded,
+                BLOCK_DV=v_padded, num_warps=warps, num_stages=stages)
 
 
 def product_precision(x):
@@ -655,7 +677,9 @@ def product_precision(x):
         return "ieee"
     if float32_products(x.device) != "ieee":
         return "tf32"
-    return "tf32x3" if torch.cuda.get_device_capability(x.device) >= (8, 0) else "ieee"
+    if torch.cuda.get_device_capability(x.device) >= (8, 0):
+        return "tf32x3"
+    return "ieee"
 
 
 def refusal(x, width):
@@ -663,7 +687,8 @@ def refusal(x, width):
     if not x.is_cuda or triton_mode(x.device) == "interpreted":
         return None
     chip = torch.cuda.get_device_properties(x.device)
-    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+    major, minor = triton.__version__.split(".")[:2]
+    if (int(major), int(minor)) < OLDEST_TRITON:
         return (f"{chip.name} with Triton {triton.__version__}: the kernels need Triton "
                 f"{'.'.join(map(str, OLDEST_TRITON))} or later")
     if chip.major < 8:
@@ -675,34 +700,41 @@ def refusal(x, width):
 @functools.cache
 def _known_options(cut, kernel, widths, dtype, extra, group, device, _):
     """The tiling by the function `cut` on a device, and the precision of the products."""
-    more = dict(GROUP=group, PRECISION=product_precision(torch.empty(0, dtype=dtype,
-                                                                     device=device)))
-    if more["PRECISION"] == "interpreted":  # small tiles, so that small examples have several
+    width, v_width = widths
+    example = torch.empty(0, dtype=dtype, device=device)
+    precision = product_precision(example)
+    more = dict(GROUP=group, PRECISION=precision)
+    if precision == "interpreted":  # small tiles, so that small examples have several
         small = dict(key=(16, 32), decode=(16, 16))
         rows, cols = small.get(kernel, (32, 16))
-        return cut(kernel, *widths, 2) | more | dict(BLOCK_M=rows, BLOCK_N=cols)
+        options = cut(kernel, width, v_width, 2)
+        return options | more | dict(BLOCK_M=rows, BLOCK_N=cols)
     chip = torch.cuda.get_device_properties(device)
     shared = getattr(chip, "shared_memory_per_block_optin", None)
-    return cut(kernel, *widths, dtype.itemsize, extra, shared) | more
+    options = cut(kernel, width, v_width, dtype.itemsize, extra, shared)
+    return options | more
 
 
 def _options(kernel, q, k, v, extra):
     """How a kernel is launched on these tensors."""
-    # product_precision goes by it for float32 alone
-    precision = float32_products(q.device) if q.dtype == torch.float32 else None
-    return _known_options(tiling, kernel, (q.shape[-1], v.shape[-1]), q.dtype, extra,
-                          q.shape[1] // k.shape[1], q.device, precision)
+    precision = None
+    if q.dtype == torch.float32:  # product_precision goes by it for float32 alone
+        precision = float32_products(q.device)
+    widths = (q.shape[-1], v.shape[-1])
+    group = q.shape[1] // k.shape[1]
+    return _known_options(tiling, kernel, widths, q.dtype, extra, group, q.device, precision)
 
 # %% ../nbs/51_flash.ipynb #operator-forward
 def _strides(x):
     """A mask's or bias's strides: 0 along an axis that is missing or of length one."""
     if x is None:
         return 0, 0, 0, 0
-    shape, strides, missing = x.shape, x.stride(), (0,) * (4 - x.ndim)
-    if missing:
-        shape, strides = (*missing, *shape), (*missing, *strides)
-    (b, h, n, d), (sb, sh, sn, sd) = shape, strides
-    return sb if b > 1 else 0, sh if h > 1 else 0, sn if n > 1 else 0, sd if d > 1 else 0
+    strides = [0, 0, 0, 0]
+    first = 4 - x.ndim  # axes that are missing come first
+    for axis, (length, stride) in enumerate(zip(x.shape, x.stride())):
+        if length > 1:
+            strides[first + axis] = stride
+    return tuple(strides)
 
 
 def _start(kernel, programs, tensors, numbers, strided, mask, bias, **options):
@@ -713,30 +745,39 @@ def _start(kernel, programs, tensors, numbers, strided, mask, bias, **options):
 
 
 def _bytes(mask):
-    return None if mask is None else mask.view(torch.uint8)
+    if mask is None:
+        return None
+    return mask.view(torch.uint8)
 
 
 def _empty(like, rows, width):
     """Room for (B, h, rows, width): in memory (B, rows, h, width), as heads are joined."""
     batch, heads, *_ = like.shape
-    return like.new_empty_strided((batch, heads, rows, width),
-                                  (rows * heads * width, width, heads * width, 1))
+    shape = (batch, heads, rows, width)
+    strides = (rows * heads * width, width, heads * width, 1)
+    return like.new_empty_strided(shape, strides)
 
 
 def _forward(q, k, v, mask, bias, ranges, causal, scale):
     """Output (B, h, N, d_v) and log-sum-exp (B, h, N), in base 2, for q (B, h, N, d), …"""
-    (batch, heads, n, _), m, mask = q.shape, k.shape[2], _bytes(mask)
+    batch, heads, n, _ = q.shape
+    m = k.shape[2]
+    mask = _bytes(mask)
     out, lse = _forward_room(q, k, v)
-    options = _options("forward", q, k, v, mask is not None or bias is not None)
-    _start(_forward_kernel, -(-n // options["BLOCK_M"]) * batch * heads,
-           (q, k, v, mask, bias, ranges, out, lse), (scale, heads, n, m),
-           (q, k, v, out), mask, bias, CAUSAL=causal, **options)
+    extra = mask is not None or bias is not None
+    options = _options("forward", q, k, v, extra)
+    programs = triton.cdiv(n, options["BLOCK_M"]) * batch * heads
+    _start(_forward_kernel, programs, tensors=(q, k, v, mask, bias, ranges, out, lse),
+           numbers=(scale, heads, n, m), strided=(q, k, v, out), mask=mask, bias=bias,
+           CAUSAL=causal, **options)
     return out, lse
 
 
 def _forward_room(q, k, v, *_):
     batch, heads, n, _ = q.shape
-    return _empty(q, n, v.shape[-1]), q.new_empty(batch, heads, n, dtype=torch.float32)
+    out = _empty(q, rows=n, width=v.shape[-1])
+    lse = q.new_empty(batch, heads, n, dtype=torch.float32)
+    return out, lse
 
 
 torch.library.define("attnlib::flash_forward",
@@ -750,24 +791,35 @@ _flash_forward = torch.ops.attnlib.flash_forward.default
 def _backward(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, scale,
               for_bias, for_queries=True, for_keys=True):
     """The gradients of q, k, v and bias; one that is not asked for is empty."""
-    (batch, heads, n, d), m, mask = q.shape, k.shape[2], _bytes(mask)
-    inputs, numbers = (q, k, v, mask, bias, ranges), (scale, heads, n, m)
+    batch, heads, n, d = q.shape
+    own, m = k.shape[1:3]  # heads of the keys, and how many keys there are
+    mask = _bytes(mask)
+    inputs = (q, k, v, mask, bias, ranges)
+    numbers = (scale, heads, n, m)
     extra = mask is not None or bias is not None
-    dq, dk, dv, dbias = (q.new_empty(0) for _ in range(4))
+    dq = q.new_empty(0)
+    dk = q.new_empty(0)
+    dv = q.new_empty(0)
+    dbias = q.new_empty(0)
     if for_queries:
-        dq, delta = _empty(q, n, d), torch.empty_like(lse)
+        dq = _empty(q, rows=n, width=d)
+        delta = torch.empty_like(lse)  # this kernel computes it
         options = _options("query", q, k, v, extra)
-        _start(_query_kernel, triton.cdiv(n, options["BLOCK_M"]) * batch * heads,
-               (*inputs, out, grad, lse, delta, dq), numbers,
-               (q, k, v, out, grad, dq), mask, bias, CAUSAL=causal, **options)
+        programs = triton.cdiv(n, options["BLOCK_M"]) * batch * heads
+        _start(_query_kernel, programs, tensors=(*inputs, out, grad, lse, delta, dq),
+               numbers=numbers, strided=(q, k, v, out, grad, dq), mask=mask, bias=bias,
+               CAUSAL=causal, **options)
     else:
-        delta = (grad.float() * out.float()).sum(-1).contiguous()  # (B, h, N)
+        delta = (grad.float() * out.float()).sum(-1)  # (B, h, N, d_v) -> (B, h, N)
+        delta = delta.contiguous()
     if for_keys:
-        dk, dv = _empty(k, m, d), _empty(v, m, v.shape[-1])
+        dk = _empty(k, rows=m, width=d)
+        dv = _empty(v, rows=m, width=v.shape[-1])
         options = _options("key", q, k, v, extra)
-        _start(_key_kernel, triton.cdiv(m, options["BLOCK_N"]) * batch * k.shape[1],
-               (*inputs, key_ranges, grad, lse, delta, dk, dv), numbers,
-               (q, k, v, grad, dk, dv), mask, bias, CAUSAL=causal, **options)
+        programs = triton.cdiv(m, options["BLOCK_N"]) * batch * own
+        _start(_key_kernel, programs, tensors=(*inputs, key_ranges, grad, lse, delta, dk, dv),
+               numbers=numbers, strided=(q, k, v, grad, dk, dv), mask=mask, bias=bias,
+               CAUSAL=causal, **options)
     if for_bias:
         dbias = _bias_gradient(inputs, grad, lse, delta, causal, scale)
     return dq, dk, dv, dbias
@@ -775,11 +827,20 @@ def _backward(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, s
 
 def _backward_room(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, scale,
                    for_bias, for_queries=True, for_keys=True):
-    (n, d), m, nothing = q.shape[2:], k.shape[2], q.new_empty(0)
-    return (_empty(q, n, d) if for_queries else nothing,
-            _empty(k, m, d) if for_keys else nothing.clone(),
-            _empty(v, m, v.shape[-1]) if for_keys else nothing.clone(),
-            bias.new_empty(bias.shape) if for_bias else nothing.clone())
+    n, d = q.shape[2:]
+    m = k.shape[2]
+    dq = q.new_empty(0)
+    dk = q.new_empty(0)
+    dv = q.new_empty(0)
+    dbias = q.new_empty(0)
+    if for_queries:
+        dq = _empty(q, rows=n, width=d)
+    if for_keys:
+        dk = _empty(k, rows=m, width=d)
+        dv = _empty(v, rows=m, width=v.shape[-1])
+    if for_bias:
+        dbias = bias.new_empty(bias.shape)
+    return dq, dk, dv, dbias
 
 
 torch.library.define("attnlib::flash_backward",
@@ -803,7 +864,8 @@ _flash_backward = torch.ops.attnlib.flash_backward.default
 def _sharing(bias, batch, heads):
     """The heads (matrices, heads that share it) that share each matrix of a bias."""
     order = torch.arange(batch * heads, device=bias.device).view(batch, heads)
-    order = order if bias.shape[0] > 1 else order.T  # the axis that the bias has comes first
+    if bias.shape[0] == 1:
+        order = order.T  # the axis that the bias has comes first
     return order.reshape(bias.shape[0] * bias.shape[1], -1).contiguous()
 
 
@@ -814,25 +876,38 @@ def _bias_gradient(inputs, grad, lse, delta, causal, scale, enough=1024):
     sums are added afterwards; else each program writes its tile of the gradient itself.
     """
     q, k, v, mask, bias, _ = inputs
-    given, bias = bias.shape, bias[(None,) * (4 - bias.ndim)]
-    (batch, heads, n, _), m, options = q.shape, k.shape[2], _options("bias", q, k, v, True)
+    given_shape = bias.shape
+    while bias.ndim < 4:
+        bias = bias[None]
+    batch, heads, n, _ = q.shape
+    m = k.shape[2]
+    options = _options("bias", q, k, v, True)
     order = _sharing(bias, batch, heads)
     matrices, repeats = order.shape
     height, width = bias.shape[2:]
-    down, across = triton.cdiv(n, options["BLOCK_M"]), triton.cdiv(m, options["BLOCK_N"])
-    one_row, one_col = height == 1, width == 1
-    tiles = matrices * (1 if one_row else down) * (1 if one_col else across)
-    summed = repeats * (down if one_row else 1) * (across if one_col else 1)
+    one_row = height == 1
+    one_col = width == 1
+    tiles = matrices  # of the gradient
+    summed = repeats  # tiles of weights that are summed for each of them
+    down = triton.cdiv(n, options["BLOCK_M"])
+    if one_row:
+        summed *= down
+    else:
+        tiles *= down
+    across = triton.cdiv(m, options["BLOCK_N"])
+    if one_col:
+        summed *= across
+    else:
+        tiles *= across
     splits = min(summed, triton.cdiv(enough, tiles))  # enough programs for a GPU
     dtype = bias.dtype if splits == 1 else torch.float32
     sums = q.new_empty(matrices, splits, height, width, dtype=dtype)
-    _start(_bias_kernel, splits * tiles,
-           (*inputs, grad, lse, delta, order, sums), (scale, heads, n, m, repeats, splits),
-           (q, k, v, grad), mask, bias, CAUSAL=causal, ONE_ROW=one_row, ONE_COL=one_col,
-           **options)
+    _start(_bias_kernel, splits * tiles, tensors=(*inputs, grad, lse, delta, order, sums),
+           numbers=(scale, heads, n, m, repeats, splits), strided=(q, k, v, grad),
+           mask=mask, bias=bias, CAUSAL=causal, ONE_ROW=one_row, ONE_COL=one_col, **options)
     if splits == 1:
-        return sums.view(given)
-    return sums.sum(1).view(given).to(bias.dtype)
+        return sums.view(given_shape)
+    return sums.sum(1).view(given_shape).to(bias.dtype)
 
 # %% ../nbs/51_flash.ipynb #operator-autograd
 class _Flash(torch.autograd.Function):
@@ -842,17 +917,26 @@ class _Flash(torch.autograd.Function):
     def forward(ctx, q, k, v, mask, bias, ranges, key_ranges, causal, scale):
         out, lse = _flash_forward(q, k, v, mask, bias, ranges, causal, scale)
         ctx.save_for_backward(q, k, v, mask, bias, ranges, key_ranges, out, lse)
-        ctx.causal, ctx.scale = causal, scale
+        ctx.causal = causal
+        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        for_q, for_k, for_v, _, for_bias, *_ = ctx.needs_input_grad
-        made = _flash_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale,
-                               for_bias, for_q, for_k or for_v)
-        dq, dk, dv, dbias = (x if needed else None for x, needed in
-                             zip(made, (for_q, for_k, for_v, for_bias)))
-        return dq, dk, dv, None, dbias, *[None] * 4
+        q, k, v, mask, bias, ranges, key_ranges, out, lse = ctx.saved_tensors
+        needs_q, needs_k, needs_v, _, needs_bias, *_ = ctx.needs_input_grad
+        dq, dk, dv, dbias = _flash_backward(
+            grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, ctx.causal, ctx.scale,
+            needs_bias, needs_q, needs_k or needs_v)
+        if not needs_q:
+            dq = None
+        if not needs_k:
+            dk = None
+        if not needs_v:
+            dv = None
+        if not needs_bias:
+            dbias = None
+        return dq, dk, dv, None, dbias, None, None, None, None
 
 # %% ../nbs/51_flash.ipynb #operator-flops
 @register_flop_formula(torch.ops.attnlib.flash_forward)
@@ -864,7 +948,8 @@ def _forward_flops(q, k, v, *args, **kwargs):
 def _backward_flops(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, scale,
                     for_bias, for_queries=True, for_keys=True, **kwargs):
     kernels = for_bias + for_queries + for_keys  # each computes S and dP again, d and d_v wide
-    wide, narrow = kernels + for_queries + for_keys, kernels + for_keys  # dQ, dK; dV
+    wide = kernels + for_queries + for_keys  # and dQ, dK
+    narrow = kernels + for_keys  # and dV
     return 2 * q[:3].numel() * k[2] * (wide * q[3] + narrow * v[3])
 
 # %% ../nbs/51_flash.ipynb #packed
@@ -891,8 +976,10 @@ class Ranges:
     """
 
     def __init__(self, first, last, keys):
-        counts = [1 <= x.ndim <= 2 and not x.is_floating_point() for x in (first, last)]
-        if not all(counts) or first.shape[-1] != last.shape[-1]:
+        fits = True
+        for x in (first, last):
+            fits = fits and 1 <= x.ndim <= 2 and not x.is_floating_point()
+        if not fits or first.shape[-1] != last.shape[-1]:
             raise ValueError(f"first ({first.dtype}, shape {tuple(first.shape)}) and last "
                              f"({last.dtype}, shape {tuple(last.shape)}) must be integers of "
                              "shape (N,) or (B, N)")
@@ -902,23 +989,29 @@ class Ranges:
                                or bounds.max() > keys):
             raise ValueError("first and last must not decrease, and be from 0 to keys "
                              f"({keys})")
-        bounds = bounds if bounds.ndim == 3 else bounds[None]  # (B or 1, 2, N)
-        first, last = bounds.contiguous().unbind(1)
-        numbers = torch.arange(keys, device=first.device).repeat(len(first), 1)  # (B or 1, M)
+        if bounds.ndim == 2:
+            bounds = bounds[None]  # (2, N) -> (1, 2, N)
+        first, last = bounds.unbind(1)  # (B or 1, N)
+        numbers = torch.arange(keys, device=first.device)  # (M,)
+        numbers = numbers.repeat(len(first), 1)  # -> (B or 1, M)
         # j < last_i from some query on, and first_i <= j up to some query
-        inverse = [torch.searchsorted(x.contiguous(), numbers, right=True)
-                   for x in (last, first)]
-        self.by_query, self.by_key = bounds.int(), torch.stack(inverse, 1).int()
+        start = torch.searchsorted(last.contiguous(), numbers, right=True)
+        end = torch.searchsorted(first.contiguous(), numbers, right=True)
+        self.by_query = bounds.int()
+        self.by_key = torch.stack([start, end], 1).int()  # (B or 1, 2, M)
 
     def mask(self):
         """The same as a mask (B or 1, 1, N, M), True where a query may attend."""
-        first, last = self.by_query[:, :, None, :, None].unbind(1)  # (B or 1, 1, N, 1)
+        first, last = self.by_query.unbind(1)  # (B or 1, N)
+        first = first[:, None, :, None]  # -> (B or 1, 1, N, 1)
+        last = last[:, None, :, None]
         numbers = torch.arange(self.by_key.shape[-1], device=first.device)
         return (first <= numbers) & (numbers < last)
 
     def check(self, q, k, causal):
         """Raise if queries (B, ..., N, d) and keys (B, ..., M, d) do not fit, or their GPU."""
-        (batch, _, n), m = self.by_query.shape, self.by_key.shape[-1]
+        batch, _, n = self.by_query.shape
+        m = self.by_key.shape[-1]
         fits = n == q.shape[-2] and m == k.shape[-2]
         if batch != 1:
             fits = fits and q.ndim > 3 and batch == q.shape[0]
@@ -963,7 +1056,8 @@ def packed_ranges(lengths, causal=False, window=None, device=None):
                          f"({window}) at least 1")
     ends = lengths.cumsum(0).repeat_interleave(lengths)  # (N,), of the sequence of each token
     numbers = torch.arange(len(ends), device=device)
-    first, last = ends - lengths.repeat_interleave(lengths), numbers + 1 if causal else ends
+    first = ends - lengths.repeat_interleave(lengths)
+    last = numbers + 1 if causal else ends
     if window is not None:
         first = torch.maximum(first, numbers - window + 1)
         last = torch.minimum(last, numbers + window)
@@ -979,10 +1073,15 @@ def _split_groups(q, k, v, mask, bias):
         return None
     if v.shape[-3] != own or heads % own:
         return None
-    q, mask, bias = (
-        x if not isinstance(x, torch.Tensor) or x.ndim < 3
-        else x.unflatten(-3, (own, -1)) if x.shape[-3] == heads else x.unsqueeze(-3)
-        for x in (q, mask, bias))
+    split = []
+    for x in (q, mask, bias):
+        if isinstance(x, torch.Tensor) and x.ndim >= 3:  # else it has no axis of heads
+            if x.shape[-3] == heads:
+                x = x.unflatten(-3, (own, -1))  # (..., h, N, d) -> (..., h/g, g, N, d)
+            else:
+                x = x.unsqueeze(-3)  # one for all heads
+        split.append(x)
+    q, mask, bias = split
     return q, k.unsqueeze(-3), v.unsqueeze(-3), mask, bias
 
 
@@ -999,7 +1098,9 @@ def _merges(x, shape, a, grouped):
 
 def _lifted(x, count):
     """A tensor, or None, with `count` axes; new ones come first."""
-    return x if x is None or x.ndim == count else x[(None,) * (count - x.ndim)]
+    if x is None or x.ndim == count:
+        return x
+    return x[(None,) * (count - x.ndim)]
 
 
 def _two_axes(*tensors):
@@ -1009,10 +1110,22 @@ def _two_axes(*tensors):
     for a in reversed(range(count - 3)):
         shape = tensors[0].shape
         heads = a == len(shape) - 4  # only in the last axis may keys have fewer than queries
-        if len(shape) > 4 and all(_merges(x, shape, a, heads and i in (1, 2))
-                                  for i, x in enumerate(tensors)):
+        if len(shape) == 4:
+            break
+        can_merge = True
+        for i, x in enumerate(tensors):
+            is_key = i in (1, 2)  # k or v
+            can_merge = can_merge and _merges(x, shape, a, grouped=heads and is_key)
+        if can_merge:
             tensors = [None if x is None else x.flatten(a, a + 1) for x in tensors]
     return [_lifted(x, 4) for x in tensors]
+
+
+def _part(x, i):
+    """Entry i of the first axis, or the one that is there for all; None stays None."""
+    if x is None:
+        return None
+    return x[min(i, len(x) - 1)]
 
 
 def _attend(q, k, v, mask, bias, ranges, causal, scale):
@@ -1023,10 +1136,15 @@ def _attend(q, k, v, mask, bias, ranges, causal, scale):
         if ranges[0] is not None:  # the same for all heads that have become sequences
             ranges = [x.repeat_interleave(len(q) // len(x), 0) for x in ranges]
         return _Flash.apply(q, k, v, mask, bias, *ranges, causal, scale)
-    parts = ([None if x is None else x[min(i, len(x) - 1)]
-              for x in (q, k, v, mask, bias, *ranges)] for i in range(len(q)))
-    return torch.stack([_attend(*part[:5], [x if x is None else x[None] for x in part[5:]],
-                                causal, scale) for part in parts])
+    outs = []
+    for i in range(len(q)):
+        parts = [_part(x, i) for x in (q, k, v, mask, bias)]
+        part_ranges = []
+        for x in ranges:
+            part = _part(x, i)
+            part_ranges.append(None if part is None else part[None])
+        outs.append(_attend(*parts, part_ranges, causal, scale))
+    return torch.stack(outs)
 
 # %% ../nbs/51_flash.ipynb #flash-attention
 def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None, scale=None):
@@ -1077,28 +1195,41 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None,
     """
     split = _split_groups(q, k, v, mask, bias)
     if split is not None:
-        q, k, v, *more = split
-        more = dict(zip(("mask", "bias"), more), causal=causal, ranges=ranges, scale=scale)
-        return flash_attention(q, k, v, **more).flatten(-4, -3)  # (B, h/g, g, N, d_v)
+        q, k, v, mask, bias = split
+        out = flash_attention(q, k, v, mask=mask, bias=bias, causal=causal, ranges=ranges,
+                              scale=scale)  # (..., h/g, g, N, d_v)
+        return out.flatten(-4, -3)  # -> (..., h, N, d_v)
     lead = check_attention(q, k, v, mask, bias)
-    mask, causal = (None, True) if isinstance(mask, str) else (mask, causal)
+    if isinstance(mask, str):  # "causal"
+        mask = None
+        causal = True
     q, k, v = _cast(q, k, v)
     _check_kernel(q, k, v, mask, bias, causal)
     if ranges is not None:
         ranges.check(q, k, causal)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    else:
+        scale = float(scale)
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:  # nothing but a graph to make
         return reference(q, k, v, mask, bias, scale, 0.0)
     if scale < 0:  # the kernels take the maximum before they scale
-        q, scale = -q, -scale
+        q = -q
+        scale = -scale
     if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
-        shared = all(x.ndim < 3 or x.shape[-3] == 1 for x in (k, v))  # one for all heads
-        own = [1] * len(lead[-1:]) if shared else lead[-1:]
+        key_lead = list(lead)
+        if lead and all(x.ndim < 3 or x.shape[-3] == 1 for x in (k, v)):
+            key_lead[-1] = 1  # one for all heads
         q = q.expand(*lead, *q.shape[-2:])
-        k, v = (x.expand(*lead[:-1], *own, *x.shape[-2:]) for x in (k, v))
-    seen = (None, None) if ranges is None else (ranges.by_query, ranges.by_key)
+        k = k.expand(*key_lead, *k.shape[-2:])
+        v = v.expand(*key_lead, *v.shape[-2:])
+    seen = (None, None)
+    if ranges is not None:
+        seen = (ranges.by_query, ranges.by_key)
     out = _attend(q, k, v, mask, bias, seen, causal, scale)  # (B, h, N, d_v)
-    return out if out.ndim == q.ndim else out.reshape(*lead, *out.shape[-2:])
+    if out.ndim == q.ndim:
+        return out
+    return out.reshape(*lead, *out.shape[-2:])
 
 # %% ../nbs/51_flash.ipynb #check
 def _cast(*tensors):
@@ -1107,7 +1238,12 @@ def _cast(*tensors):
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]  # as PyTorch does
+    casted = []
+    for x in tensors:
+        if x.dtype != torch.float64:  # which stays, as in PyTorch
+            x = x.to(dtype)
+        casted.append(x)
+    return casted
 
 
 def _check_kernel(q, k, v, mask, bias, causal):
@@ -1234,22 +1370,33 @@ def compile_for(kernel, capability, dtype=torch.bfloat16, width=64, causal=False
     dict
         As `compile_kernel` returns it.
     """
-    function, size = KERNELS[kernel], dtype.itemsize
-    names, shared = function.arg_names, SHARED[capability] << 10
-    options = tiling(kernel, width, width, size, mask or bias, shared)
-    launch_options = {name: options.pop(name) for name in ("num_warps", "num_stages")}
-    float32 = "tf32x3" if capability >= 80 else "ieee"
+    function = KERNELS[kernel]
+    names = function.arg_names
+    size = dtype.itemsize
+    shared = SHARED[capability] << 10
+    options = tiling(kernel, width, width, size, extra=mask or bias, shared=shared)
+    warps = options.pop("num_warps")
+    stages = options.pop("num_stages")
+    precision = "tf32x3" if size == 4 and capability >= 80 else "ieee"
     options |= dict(CAUSAL=causal, GROUP=group, ONE_ROW=False, ONE_COL=False,
-                    PRECISION=float32 if size == 4 else "ieee")
-    given = dict(Mask=mask, Bias=bias, Ranges=ranges, KeyRanges=ranges)
-    options |= {name: None for name, there in given.items() if not there}
-    options |= {name: 1 for name in names if re.fullmatch("s.[dm]", name)}  # strides in a row
-    numbers = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    types = {name: numbers if name[0].isupper() else "i32" for name in names}
+                    PRECISION=precision)
+    if not mask:
+        options["Mask"] = None
+    if not bias:
+        options["Bias"] = None
+    if not ranges:
+        options |= dict(Ranges=None, KeyRanges=None)
+    pointers = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+    types = {}
+    for name in names:
+        types[name] = pointers[dtype] if name[0].isupper() else "i32"  # of tensors, of strides
+        if re.fullmatch("s.[dm]", name):  # the stride of an axis whose entries lie in a row
+            options[name] = 1
     types |= dict(Mask="*u8", Order="*i64", Lse="*fp32", Delta="*fp32", Parts="*fp32",
                   Ranges="*i32", KeyRanges="*i32", scale="fp32", H="i32", N="i32", M="i32")
-    options = {name: value for name, value in options.items() if name in names}
-    return compile_kernel(function, capability, types, options, "s..", **launch_options)
+    constants = {name: value for name, value in options.items() if name in names}
+    return compile_kernel(function, capability, types=types, constants=constants,
+                          aligned="s..", num_warps=warps, num_stages=stages)
 
 # %% ../nbs/51_flash.ipynb #model
 # operations on 16-bit numbers (1/s), memory (bytes/s), multiprocessors, their clock (Hz), from
@@ -1281,21 +1428,31 @@ def predicted_times(card, batch, heads, n, d, causal=False, bias=False, backward
         kernel takes the largest of them at least.
     """
     products, memory, processors, clock = CARDS[card]
-    pairs, tensor = batch * heads * n * n / (1 + causal), 2 * batch * heads * n * d
-    kernels = [(3, 6), (4, 6), *[(2, 4)] * bias] if backward else [(2, 4)]  # products, tensors
-    return [dict(products=count * 2 * pairs * d / products,
-                 exponentials=pairs / (16 * processors * clock),
-                 bytes=(tensors * tensor + 2 * bias * heads * n * n) / memory)
-            for count, tensors in kernels]
+    pairs = batch * heads * n * n / (1 + causal)
+    tensor = 2 * batch * heads * n * d  # bytes
+    if not backward:
+        kernels = [(2, 4)]  # products, tensors
+    elif not bias:
+        kernels = [(3, 6), (4, 6)]
+    else:
+        kernels = [(3, 6), (4, 6), (2, 4)]
+    times = []
+    for count, tensors in kernels:
+        moved = tensors * tensor + 2 * bias * heads * n * n  # bytes
+        times.append(dict(products=count * 2 * pairs * d / products,
+                          exponentials=pairs / (16 * processors * clock),
+                          bytes=moved / memory))
+    return times
 
 # %% ../nbs/51_flash.ipynb #operator-decode
 def _decode(q, k, v, splits, scale):
     """Outputs (B, h, splits, N, d_v) of all parts of the keys, and log-sum-exp, in base 2."""
-    (batch, heads, n, _), m = q.shape, k.shape[2]
+    batch, heads, n, _ = q.shape
+    m = k.shape[2]
     parts, lse = _decode_room(q, k, v, splits)
     options = dict(_options("decode", q, k, v, False))
     del options["GROUP"]  # q has as many heads as k
-    strides = [stride for x in (q, k, v) for stride in x.stride()]
+    strides = [*q.stride(), *k.stride(), *v.stride()]
     programs = triton.cdiv(n, options["BLOCK_M"]) * batch * heads * splits
     launch(_decode_kernel, programs, q.device, q, k, v, parts, lse, scale, heads, n, m, splits,
            *strides, **options)
@@ -1305,7 +1462,8 @@ def _decode(q, k, v, splits, scale):
 def _decode_room(q, k, v, splits, *_):
     batch, heads, n, _ = q.shape
     parts = q.new_empty(batch, heads, splits, n, v.shape[-1], dtype=torch.float32)
-    return parts, parts.new_empty(parts.shape[:-1])
+    lse = parts.new_empty(parts.shape[:-1])
+    return parts, lse
 
 
 torch.library.define("attnlib::flash_decode", "(Tensor q, Tensor k, Tensor v, int splits, "
@@ -1352,16 +1510,23 @@ def flash_decode(q, k, v, *, splits=None, scale=None):
                          "(B, h, N, d), (B, h_kv, M, d), (B, h_kv, M, d_v), where h_kv divides "
                          "h and d is at least 1")
     _check_kernel(q, k, v, None, None, False)
-    (batch, heads, n, d), (own, m, width) = q.shape, (*k.shape[1:3], v.shape[-1])
+    batch, heads, n, d = q.shape
+    own, m = k.shape[1:3]
+    width = v.shape[-1]
     if scale is not None and scale < 0:
         raise ValueError(f"scale ({scale}) must not be negative")
     if splits is None:
         splits = max(1, min(m // 256, 256 // max(1, batch * own)))
     if not 1 <= splits <= m:
         raise ValueError(f"splits ({splits}) must be from 1 to the number of keys ({m})")
-    scale = d**-0.5 if scale is None else float(scale)
-    rows = q.unflatten(1, (own, -1)).flatten(2, 3)  # (B, h, N, d) -> (B, h_kv, h / h_kv N, d)
+    if scale is None:
+        scale = d**-0.5
+    else:
+        scale = float(scale)
+    rows = q.unflatten(1, (own, -1))  # (B, h, N, d) -> (B, h_kv, h / h_kv, N, d)
+    rows = rows.flatten(2, 3)  # -> (B, h_kv, h / h_kv N, d)
     parts, lse = _flash_decode(rows, k, v, splits, scale)  # (B, h_kv, splits, rows, d_v)
     weights = torch.softmax(lse * 0.6931471805599453, 2)  # L is in base 2
-    out = (weights[..., None] * parts).sum(2).to(q.dtype)  # eq-flash-merge, all at once
+    out = (weights[..., None] * parts).sum(2)  # eq-flash-merge, all at once
+    out = out.to(q.dtype)
     return out.view(batch, heads, n, width)  # (B, h_kv, h / h_kv N, d_v) -> (B, h, N, d_v)

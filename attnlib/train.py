@@ -75,7 +75,9 @@ def learning_rate(step, *, steps, warmup, schedule):
     if schedule == "cosine":
         share = min(1.0, (step - warmup) / max(1, steps - warmup))  # a cosine rises again
         return 0.5 * (1 + math.cos(math.pi * share))
-    return math.sqrt(max(1, warmup) / (step + 1)) if schedule == "inverse_sqrt" else 1.0
+    if schedule == "inverse_sqrt":
+        return math.sqrt(max(1, warmup) / (step + 1))
+    return 1.0
 
 # %% ../nbs/91_train.ipynb #epochs
 def epochs(*tensors, batch_size, seed=0):
@@ -111,7 +113,8 @@ def epochs(*tensors, batch_size, seed=0):
     def batches(step):
         epoch, i = divmod(step, n // batch_size)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        rows = torch.randperm(n, generator=generator)[i * batch_size : (i + 1) * batch_size]
+        order = torch.randperm(n, generator=generator)
+        rows = order[i * batch_size : (i + 1) * batch_size]
         return tuple(x[rows] for x in tensors)
 
     return batches
@@ -151,8 +154,11 @@ def save_checkpoint(path, tensors, state):
     name = _tensors_name(path, state, "safetensors")
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(name + ".part")
-    # clones, since tied weights share memory, which the format refuses
-    save_file({key: x.detach().cpu().contiguous().clone() for key, x in tensors.items()}, part)
+    copies = {}
+    for key, x in tensors.items():
+        # clones, since tied weights share memory, which the format refuses
+        copies[key] = x.detach().cpu().contiguous().clone()
+    save_file(copies, part)
     _put_in_place(part, path.with_name(name))
     _point_to(name, path, state)
 
@@ -230,13 +236,17 @@ def load_checkpoint(path, like=None):
     ValueError
         If a file is truncated or is no checkpoint; the message says which and why.
     """
-    (state, file), like = _stored_state(path), like or {}
+    state, file = _stored_state(path)
+    if like is None:
+        like = {}
     try:
         if file.is_dir():
             return _load_shards(file, state["numbers"], like), state
+        tensors = {}
         with safe_open(file, "pt") as stored:
-            return {key: _shared(stored.get_tensor(key), like.get(key))
-                    for key in stored.keys()}, state  # noqa: SIM118
+            for key in stored.keys():  # noqa: SIM118
+                tensors[key] = _shared(stored.get_tensor(key), like.get(key))
+        return tensors, state
     except FileNotFoundError:
         raise ValueError(f"{path} belongs to {file}, which is missing") from None
     except SafetensorError as error:
@@ -306,17 +316,23 @@ def adamw(model, lr, betas, weight_decay, lr_scale=None):
     ValueError
         If `lr_scale` names what is no parameter of the model.
     """
-    tied, scale = _tied(model), lr_scale or {}
+    tied = _tied(model)
     spared = {tied.get(name, name) for name in without_decay(model)}  # by their first names
-    if unknown := scale.keys() - {name for name, _ in model.named_parameters()}:
+    scale = lr_scale or {}
+    unknown = scale.keys() - dict(model.named_parameters()).keys()
+    if unknown:
         raise ValueError(f"lr_scale names {sorted(unknown)}, which are no parameters of model")
-    groups = {}
+    groups = {}  # (decays, factor of the rate): a group of AdamW's
     for name, p in model.named_parameters():
-        if p.requires_grad:
-            decays, factor = p.ndim >= 2 and name not in spared, scale.get(name, 1.0)
-            settings = dict(weight_decay=weight_decay if decays else 0.0, lr_scale=factor,
-                            lr=lr * factor)
-            groups.setdefault((decays, factor), dict(params=[], **settings))["params"].append(p)
+        if not p.requires_grad:
+            continue
+        decays = p.ndim >= 2 and name not in spared
+        factor = scale.get(name, 1.0)
+        key = (decays, factor)
+        if key not in groups:
+            groups[key] = dict(params=[], weight_decay=weight_decay if decays else 0.0,
+                               lr_scale=factor, lr=lr * factor)
+        groups[key]["params"].append(p)
     ordered = [groups[key] for key in sorted(groups, reverse=True)]  # what decays comes first
     return torch.optim.AdamW(ordered, lr=lr, betas=betas)
 
@@ -361,7 +377,8 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
-    device, rank = accelerator.device, accelerator.process_index
+    device = accelerator.device
+    rank = accelerator.process_index
     processes = accelerator.num_processes
     if not isinstance(batch, (tuple, list)):  # the rows of a Tensor are no tensors of a batch
         raise TypeError(f"batches returned {_described(batch)}; it must return a tuple of "
@@ -379,7 +396,8 @@ def train_step(accelerator, model, optimizer, loss_fn, batch, *, lr, seed, clip,
         _check_loss(total, terms)
     optimizer.zero_grad()
     accelerator.backward(total * processes / terms)
-    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf if clip is None else clip)
+    largest_norm = math.inf if clip is None else clip
+    norm = accelerator.clip_grad_norm_(model.parameters(), largest_norm)
     if look and accelerator.scaler is None:  # a scaler, for float16, skips such steps
         _check_finite("the norm of the gradient", norm)
     optimizer.step()
@@ -437,23 +455,38 @@ def shard_blocks(model, dtype=None):
     ValueError
         If two blocks have a parameter in common.
     """
-    lists, tied = (torch.nn.ModuleList, torch.nn.Sequential), _tied(model)
-    blocks = [block for part in model.modules() if isinstance(part, lists) for block in part
-              if not isinstance(block, lists[0]) and next(block.parameters(), None) is not None]
-    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    policy = fsdp.MixedPrecisionPolicy(dtype, dtype and torch.float32)
-    for block in dict.fromkeys([*reversed(blocks), model]):  # the inner ones first
+    tied = _tied(model)
+    blocks = []
+    for part in model.modules():
+        if not isinstance(part, (torch.nn.ModuleList, torch.nn.Sequential)):
+            continue
+        for block in part:
+            has_parameters = next(block.parameters(), None) is not None
+            # a ModuleList is not called itself: its own entries are blocks
+            if has_parameters and not isinstance(block, torch.nn.ModuleList):
+                blocks.append(block)
+    device = next(model.parameters()).device
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    reduce_dtype = None if dtype is None else torch.float32
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    inner_first = [*reversed(blocks), model]
+    for block in dict.fromkeys(inner_first):  # each once
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
-    if apart := tied.items() - _tied(model).items():
+    apart = tied.items() - _tied(model).items()
+    if apart:
         raise ValueError(f"model has parameters in two blocks: {sorted(apart)}")
 
 
 def _tied(model):
     """The names of parameters that are others as well, {name: first name}."""
-    first, named = {}, list(model.named_parameters(remove_duplicate=False))
-    for name, p in named:
-        first.setdefault(p, name)
-    return {name: first[p] for name, p in named if first[p] != name}
+    first = {}  # parameter: its first name
+    tied = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p in first:
+            tied[name] = first[p]
+        else:
+            first[p] = name
+    return tied
 
 
 def share_buffers(model):
@@ -486,7 +519,8 @@ def save_shards(path, tensors, state):
         If `path` does not end in ".json", or is not on a disk that all processes see, or
         `state` has no step.
     """
-    path, main = _json_path(path), dist.get_rank() == 0
+    path = _json_path(path)
+    main = dist.get_rank() == 0
     folder = path.with_name(_tensors_name(path, state, "shards"))
     if main:
         shutil.rmtree(folder, ignore_errors=True)  # from a run that died while it saved
@@ -513,11 +547,13 @@ def _stored_shards(folder, numbers):
 
 def _load_shards(folder, numbers, like):
     """Read what `save_shards` wrote; see `load_checkpoint`."""
-    (reader, stored), tensors = _stored_shards(folder, numbers), {}
+    reader, stored = _stored_shards(folder, numbers)
+    tensors = {}
     for name, x in stored.items():
-        fits = name in like and like[name].shape == x.size
-        tensors[name] = (torch.empty_like(like[name]) if fits else
-                         torch.empty(x.size, dtype=x.properties.dtype))
+        if name in like and like[name].shape == x.size:
+            tensors[name] = torch.empty_like(like[name])
+        else:
+            tensors[name] = torch.empty(x.size, dtype=x.properties.dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, storage_reader=reader, no_dist=True)  # each reads for itself
@@ -537,32 +573,43 @@ def training_state(model, optimizer):
     dict of str to Tensor
     """
     tied = _tied(model)  # a file of tensors refuses those that share memory
-    tensors = {f"model.{name}": x.clone() if name in tied else x
-               for name, x in model.state_dict().items()}
+    tensors = {}
+    for name, x in model.state_dict().items():
+        if name in tied:
+            x = x.clone()
+        tensors[f"model.{name}"] = x
     for i, moments in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{i}.{name}": x for name, x in moments.items()}
+        for name, x in moments.items():
+            tensors[f"optimizer.{i}.{name}"] = x
     return tensors
 
 
 def _unpacked(tensors):
     """The other way: weights {name: Tensor} and moments {number: {name: Tensor}}."""
-    weights, moments = {}, {}
+    weights = {}
+    moments = {}
     for key, x in tensors.items():
-        kind, name = key.split(".", 1)
+        kind, rest = key.split(".", 1)
         if kind == "model":
-            weights[name] = x
+            weights[rest] = x
         else:
-            i, name = name.split(".")
+            i, name = rest.split(".")
             moments.setdefault(int(i), {})[name] = x
     return weights, moments
 
 
 def _like(model, optimizer):
     """Tensors that are shared among processes as the `training_state` is, by its names."""
-    params = itertools.chain(*(group["params"] for group in optimizer.param_groups))
-    moments = {f"optimizer.{i}.{name}": p for i, p in enumerate(params)
-               for name in ("exp_avg", "exp_avg_sq")}
-    return moments | {f"model.{name}": x for name, x in model.state_dict().items()}
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    tensors = {}
+    for i, p in enumerate(parameters):
+        tensors[f"optimizer.{i}.exp_avg"] = p
+        tensors[f"optimizer.{i}.exp_avg_sq"] = p
+    for name, x in model.state_dict().items():
+        tensors[f"model.{name}"] = x
+    return tensors
 
 
 def resume(checkpoint, model, optimizer, settings):
@@ -604,7 +651,8 @@ def resume(checkpoint, model, optimizer, settings):
     before = {name: x.clone() for name, x in model.state_dict().items()}
     try:
         model.load_state_dict(weights, strict=True)
-        if others := sorted(set(settings["trained"]) ^ set(stored["trained"])):
+        others = sorted(set(settings["trained"]) ^ set(stored["trained"]))
+        if others:
             raise RuntimeError(f"it trained other parameters: {', '.join(others)} differ")
     except RuntimeError as error:
         model.load_state_dict(before)  # not even half of the other model stays
@@ -675,9 +723,11 @@ def prepare(model, accelerator, sharded, options):
 def _accelerator():
     """An engine for the devices there are; on a GPU in the half precision that it has."""
     if not torch.cuda.is_available():  # then several processes are not noticed by themselves
-        return Accelerator(cpu=int(os.environ.get("WORLD_SIZE", "1")) > 1)
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return Accelerator(mixed_precision="bf16" if bf16 else "fp16")
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        return Accelerator(cpu=processes > 1)
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return Accelerator(mixed_precision="bf16")
+    return Accelerator(mixed_precision="fp16")
 
 
 @contextmanager
@@ -871,9 +921,10 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
     FloatingPointError
         If the loss, or the norm of the gradient, is not finite.
     """
-    _check_run(loss_fn, batches, steps, lr, warmup, clip, every, stop_after, schedule,
-               parallel)
-    checkpoint = None if checkpoint is None else _json_path(checkpoint)
+    _check_run(loss_fn, batches, steps=steps, lr=lr, warmup=warmup, clip=clip, every=every,
+               stop_after=stop_after, schedule=schedule, parallel=parallel)
+    if checkpoint is not None:
+        checkpoint = _json_path(checkpoint)
     with ExitStack() as stack:  # what is entered here is undone at the end
         gpus = range(torch.cuda.device_count())
         stack.enter_context(torch.random.fork_rng(devices=gpus))
@@ -887,7 +938,7 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
         plain = model
         frozen = frozen_in_evaluation(plain)
         options = (lr, betas, weight_decay, lr_scale)
-        model, optimizer = prepare(plain, accelerator, sharded, options)
+        model, optimizer = prepare(plain, accelerator, sharded=sharded, options=options)
         stack.callback(optimizer.zero_grad)  # or the next run of another kind would add to them
         settings = dict(
             steps=steps, lr=lr, warmup=warmup, schedule=schedule, betas=list(betas),
@@ -896,9 +947,12 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
         start, history = resume(checkpoint, plain, optimizer, settings)
 
         end = steps if stop_after is None else min(steps, stop_after)
-        bar = tqdm(range(start, end), total=steps, initial=start,
-                   disable=None if accelerator.is_local_main_process else True)
-        total = count = 0
+        silent = None  # where there is no terminal
+        if not accelerator.is_local_main_process:
+            silent = True
+        bar = tqdm(range(start, end), total=steps, initial=start, disable=silent)
+        total = 0  # of the losses since the last record
+        count = 0  # of their terms
         for step in bar:
             rate = lr * learning_rate(step, steps=steps, warmup=warmup, schedule=schedule)
             record = (step + 1) % every == 0 or step + 1 == steps
@@ -911,23 +965,30 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
             loss, terms = train_step(
                 accelerator, model, optimizer, loss_of_step, batches(step), lr=rate,
                 seed=seed * 1_000_003 + step, clip=clip, look=record or step % 10 == 0)
-            total, count = total + loss, count + terms
+            total = total + loss
+            count = count + terms
             if sharded or (record and accelerator.num_processes > 1):
                 share_buffers(plain)  # what DDP does before a step, and not after the last
             if record:
                 mean = accelerator.reduce(total, "sum") / count
                 # what a step that did not look has broken must not reach the checkpoint
                 _check_finite(f"the loss before step {step + 1}", mean)
-                history.append({"step": step + 1, "loss": mean.item(), "lr": rate,
-                                **_evaluated(evaluate, plain)})
+                entry = {"step": step + 1, "loss": mean.item(), "lr": rate}
+                history.append(entry | _evaluated(evaluate, plain))
                 bar.set_postfix(loss=f"{mean.item():.3f}")
+                scaler = None
+                if optimizer.scaler is not None:
+                    scaler = optimizer.scaler.state_dict()
                 state = {"step": step + 1, "settings": settings, "history": history,
-                         "scaler": optimizer.scaler and optimizer.scaler.state_dict()}
-                if checkpoint is not None and (sharded or accelerator.is_main_process):
-                    save = save_shards if sharded else save_checkpoint
-                    save(checkpoint, training_state(plain, optimizer), state)
+                         "scaler": scaler}
+                if checkpoint is not None:
+                    if sharded:
+                        save_shards(checkpoint, training_state(plain, optimizer), state)
+                    elif accelerator.is_main_process:
+                        save_checkpoint(checkpoint, training_state(plain, optimizer), state)
                 accelerator.wait_for_everyone()
-                total = count = 0
+                total = 0
+                count = 0
         return history
 
 # %% ../nbs/91_train.ipynb #peak-memory
@@ -981,9 +1042,12 @@ def peak_memory(call, device="cpu"):
 # %% ../nbs/91_train.ipynb #records
 def machine(device="cpu"):
     """What a measurement depends on: device, threads, versions, commit and date, as a dict."""
-    cuda = torch.device(device).type == "cuda"
+    if torch.device(device).type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = _processor()
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
+        "device": name,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -1001,9 +1065,12 @@ def _commit():
 
     try:
         git("ls-files", "--error-unmatch", "train.py")  # else the repository is another's
-        code = ":(top)attnlib", ":(top,glob)benchmarks/*.py"  # records may be new
-        dirty = git("status", "--porcelain", "--untracked-files=no", "--", *code)
-        return git("rev-parse", "--short", "HEAD") + "-dirty" * bool(dirty)
+        code = (":(top)attnlib", ":(top,glob)benchmarks/*.py")  # records may be new
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", *code)
+        commit = git("rev-parse", "--short", "HEAD")
+        if changes:
+            commit += "-dirty"
+        return commit
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -1011,11 +1078,17 @@ def _commit():
 def _processor():
     """The processor's name, where the system tells it, and its widest instructions."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else ()
-    found = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
-    flags = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
-             if flag in found.get("flags", "").split()]
-    return f"{found.get('model name', 'CPU')} ({flags[0] if flags else platform.machine()})"
+    found = {}
+    if info.exists():
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            found[key.strip()] = value.strip()
+    name = found.get("model name", "CPU")
+    flags = found.get("flags", "").split()
+    for instructions in ("amx_bf16", "avx512_bf16", "avx512f", "avx2"):  # the widest first
+        if instructions in flags:
+            return f"{name} ({instructions})"
+    return f"{name} ({platform.machine()})"
 
 
 def write_record(path, result, device="cpu"):
@@ -1032,7 +1105,8 @@ def write_record(path, result, device="cpu"):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part, record = path.with_name(path.name + ".part"), {**machine(device), **result}
+    part = path.with_name(path.name + ".part")
+    record = {**machine(device), **result}
     part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.replace(part, path)
 
@@ -1040,8 +1114,13 @@ def write_record(path, result, device="cpu"):
 def find_records():
     """The paths of all records of the book, {name: path}."""
     here = Path(files("attnlib"))
-    folders = here / "results", here.parent / "benchmarks" / "results"  # installed; a checkout
-    return {path.stem: path for folder in folders for path in folder.glob("*.json")}
+    installed = here / "results"
+    checkout = here.parent / "benchmarks" / "results"
+    found = {}
+    for folder in (installed, checkout):
+        for path in folder.glob("*.json"):
+            found[path.stem] = path
+    return found
 
 
 def read_record(name):
@@ -1074,9 +1153,10 @@ def print_speed(name):
     name : str
         Of the records NAME_cpu, NAME_cuda and so on; that there is none of a GPU is said.
     """
-    names = [found for found in sorted(find_records())
-             if found.startswith((f"{name}_cpu", f"{name}_cuda"))]
-    for record in map(read_record, names):
+    starts = (f"{name}_cpu", f"{name}_cuda")
+    names = [found for found in sorted(find_records()) if found.startswith(starts)]
+    for found in names:
+        record = read_record(found)
         print(f"{record['device']}, {record['threads']} threads, "
               f"PyTorch {record['torch'].split('+')[0]}")
         case = itemgetter("mode", "pass", "batch", "compiled")
@@ -1087,10 +1167,15 @@ def print_speed(name):
 
 
 def _print_case(rows):
-    ours, optimized = rows.pop("attnlib"), rows.pop("attnlib, optimized", None)
-    compiled = ", compiled" if ours["compiled"] else ""
-    print(f"  {ours['mode']}, {ours['pass']}, batch {ours['batch']}{compiled}: "
-          f"ours {_cost(ours)}" + (f"; optimized {_cost(optimized)}" if optimized else ""))
+    ours = rows.pop("attnlib")
+    optimized = rows.pop("attnlib, optimized", None)
+    case = f"{ours['mode']}, {ours['pass']}, batch {ours['batch']}"
+    if ours["compiled"]:
+        case += ", compiled"
+    costs = f"ours {_cost(ours)}"
+    if optimized:
+        costs += f"; optimized {_cost(optimized)}"
+    print(f"  {case}: {costs}")
     for library, row in rows.items():
         line = f"    {library:13}{_ratio(row)}"
         if optimized:
@@ -1101,7 +1186,10 @@ def _print_case(rows):
 
 
 def _cost(row):
-    return f"{row['ms']:.0f} ms" + (f", {row['memory']:.0f} MiB" if row["memory"] else "")
+    cost = f"{row['ms']:.0f} ms"
+    if row["memory"]:
+        cost += f", {row['memory']:.0f} MiB"
+    return cost
 
 
 def _ratio(found):
