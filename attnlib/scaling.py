@@ -1318,8 +1318,9 @@ def operations_of(config):
     window = tokens
     if config.window is not None:
         window = min(config.window, tokens)
-    earlier = window * (2 * tokens - window) // tokens  # twice the mean
-    attention = 6 * config.n_layer * earlier * config.n_head * config.head_width
+    earlier = window * (2 * tokens - window)  # twice those of all tokens
+    channels = config.n_layer * config.n_head * config.head_width
+    attention = 6 * channels * earlier // tokens
     matrices = config.n_layer * block + config.vocab_size * config.n_embd
     return attention, attention + 6 * matrices
 

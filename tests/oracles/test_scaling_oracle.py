@@ -342,7 +342,11 @@ def test_sizes_and_operations_are_those_of_the_model(config):
         model(tokens).sum().backward()
     attention, operations = scaling.operations_of(config)
     counted = counter.get_total_flops() / config.block_size
-    assert counted == operations + attention  # half of the pairs of tokens are seen
+    channels = config.n_layer * config.n_head * config.head_width
+    assert counted == operations - attention + 12 * channels * config.block_size
+    window = min(config.window or config.block_size, config.block_size)
+    seen = window * (config.block_size - window) + window**2 / 2  # of the first ones half
+    assert attention == int(12 * channels * seen / config.block_size)
 
 
 @drawn(st.sampled_from((1, 2, 4, 16)), st.integers(1, 4))
