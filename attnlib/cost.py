@@ -16,7 +16,7 @@ import re
 import time
 import warnings
 from collections import defaultdict, namedtuple
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -695,12 +695,27 @@ class Recorder:
                 hook.remove()
 
 # %% ../nbs/50_cost.ipynb #saved-activations
+@contextmanager
+def _unchanged(model):
+    """After the `with` block, buffers of a model and random generators are as before it."""
+    before = [(x, x.clone()) for x in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        with torch.no_grad():
+            for x, old in before:
+                x.copy_(old)
+
+
 def saved_activations(call, *inputs, exclude=()):
     """The bytes that ``call(*inputs)`` keeps for the backward pass, each storage counted once.
 
     Parameters
     ----------
     call : callable
+        The buffers of a module, such as those of a batch norm, and the random generators that
+        it draws from are afterwards as before.
     *inputs
         Its arguments.
     exclude : iterable of Tensor
@@ -711,10 +726,11 @@ def saved_activations(call, *inputs, exclude=()):
     int
     """
     recorder = Recorder()
-    with recorder.watch():
+    is_module = isinstance(call, torch.nn.Module)
+    with _unchanged(call) if is_module else nullcontext(), recorder.watch():
         out = call(*inputs)
     skip = {_storage(x) for x in exclude}
-    if isinstance(call, torch.nn.Module):
+    if is_module:
         skip |= {_storage(x) for x in (*call.parameters(), *call.buffers())}
     del out
     kept = {s.storage: s.bytes for s in recorder.order if s.storage not in skip}
@@ -820,19 +836,6 @@ def training_memory(model, x, *, moments=2):
     peak = fixed + max(_sweep(order, trained, known), gradients)
     return TrainingMemory(sum(sizes.values()), gradients, moments * gradients,
                           sum(kept.values()), peak)
-
-
-@contextmanager
-def _unchanged(model):
-    """After the `with` block, buffers of a model and random generators are as before it."""
-    before = [(x, x.clone()) for x in model.buffers()]
-    try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            yield
-    finally:
-        with torch.no_grad():
-            for x, old in before:
-                x.copy_(old)
 
 
 def _saved_in_training(model, x):

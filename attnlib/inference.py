@@ -464,8 +464,11 @@ def first_tokens(attn, x, count):
 def forward_short(model, x):
     """Logits (B, classes) of images `x` (B, C, H, W), the `model` a ViT or a TNT.
 
-    The last block computes the tokens alone that the head reads.
+    The last block computes the tokens alone that the head reads, unless `set_pool` has made it
+    read others since.
     """
+    if model.global_pool != "token":
+        return type(model).forward(model, x)
     count = model.num_prefix_tokens
     last = model.blocks[-1]
     x = model.embed(x)

@@ -183,8 +183,8 @@ def gradient_map(model, x, patch_size):
     -------
     Tensor, shape (B, N)
     """
-    x = x.detach().requires_grad_()
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
+        x = x.detach().clone().requires_grad_()
         largest = model.eval()(x).max(-1).values.sum()  # images do not influence each other
         (gradient,) = torch.autograd.grad(largest, x)
     size = gradient.abs().sum(1, keepdim=True)  # (B, C, H, W) -> (B, 1, H, W)

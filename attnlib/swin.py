@@ -567,6 +567,7 @@ class SwinStage(nn.Module):
 
     def set_window_size(self, window_size):
         """Change the window of all blocks, and the shift to half of it in every second one."""
+        window_size = to_2tuple(window_size)
         for i, block in enumerate(self.blocks):
             block.attn.set_window_size(window_size, block_shift(i, window_size))
 
