@@ -1101,7 +1101,7 @@ class Cluster:
     Raises
     ------
     ValueError
-        If a number is not positive.
+        If a number is not positive, or one of `devices` and `node` is no integer.
     """
 
     devices: int
@@ -1116,6 +1116,8 @@ class Cluster:
         for name, value in vars(self).items():
             if not value > 0:
                 raise ValueError(f"{name} ({value}) must be positive")
+        check_count("devices", self.devices)
+        check_count("node", self.node)
 
 
 def parameters_of(config):
@@ -1343,8 +1345,9 @@ def possible_plans(config, cluster, batch):
     batch : int
         Sequences of `config.block_size` tokens in a step.
     """
-    heads, deepest = (config.n_head, config.kv_heads), 1 if config.tied else 64
-    tensors = [n for n in (1, 2, 4, 8) if n <= cluster.node and not any(h % n for h in heads)]
+    units = config.n_head, config.kv_heads, config.hidden
+    deepest = 1 if config.tied else 64
+    tensors = [n for n in (1, 2, 4, 8) if n <= cluster.node and not any(u % n for u in units)]
     contexts = [n for n in (1, 2, 4, 8, 16) if n == 1 or config.block_size % (2 * n) == 0]
     for tensor, pipeline, context in itertools.product(
             tensors, range(1, min(deepest, config.n_layer) + 1), contexts):
