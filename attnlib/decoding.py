@@ -250,6 +250,8 @@ class KVCache:
 
     def rewind(self):
         """Forget what a call that failed has put behind the first `length` tokens."""
+        if self.length == 0:
+            self.room = {}  # its rows may have been others
         self.filled = dict.fromkeys(self.room, self.length)
 
     def advance(self, count):

@@ -116,7 +116,7 @@ def local_attention(q, k, v, window, *, causal=True):
     if q.shape[-2] == 0:  # there are no blocks
         return attention(q, k, v)
     n = q.shape[-2]
-    w = window
+    w = min(window, n)  # a wider one holds no more
     blocks = (n + w - 1) // w  # n / w, rounded up
     padding = (0, 0, 0, blocks * w - n)
     q = F.pad(q, padding)  # (..., N, d) -> (..., blocks w, d)

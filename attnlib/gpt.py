@@ -260,11 +260,15 @@ def boolean_mask(attention_mask):
     if attention_mask.dtype == torch.bool:
         return attention_mask
     mask = attention_mask.bool()
-    if not torch.compiler.is_compiling():
-        wrong = attention_mask[attention_mask != mask]
-        if len(wrong) > 0:
-            raise ValueError(f"attention_mask holds {wrong[0].item()}; it must be boolean, or "
-                             "1 for tokens and 0 for padding")
+    if torch.compiler.is_compiling():
+        return mask
+    try:
+        wrong = attention_mask[attention_mask != mask].tolist()
+    except RuntimeError:  # inside a transformation of torch.func
+        return mask
+    if wrong:
+        raise ValueError(f"attention_mask holds {wrong[0]}; it must be boolean, or 1 for tokens "
+                         "and 0 for padding")
     return mask
 
 

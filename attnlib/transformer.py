@@ -75,7 +75,8 @@ class CrossAttention(MultiHeadAttention):
         if known and torch.is_grad_enabled():
             known_keys, _ = cache.memory[layer]
             if not known_keys.requires_grad:
-                known = not (memory.requires_grad or self.in_proj_weight.requires_grad)
+                learning = any(p.requires_grad for p in self.parameters())
+                known = not (memory.requires_grad or learning)
         if known:
             (q,) = self.project(x)  # (B, h, N, d)
             k, v = cache.memory[layer]
@@ -440,7 +441,10 @@ def check_tied(module, state_dict, prefix="", *unused):
         other = state_dict.get(prefix + name)
         if first is None or other is None or first is other or first.is_meta:
             continue
-        if first.shape == other.shape and not torch.equal(first, other):
+        if first.shape != other.shape or torch.equal(first, other):
+            continue
+        both_nan = first.isnan() & other.isnan()  # NaN does not equal itself
+        if ((first != other) & ~both_nan).any():
             raise ValueError("state_dict has different tensors for "
                              f"{prefix + first_name!r} and {prefix + name!r}, which are one "
                              "parameter of the model; build it with weights that are not tied")
@@ -822,7 +826,8 @@ def layer_from_torch(layer, rotary=False):
 def from_torch(module, src_vocab, tgt_vocab=None, **options):
     """A `Transformer` with the layers of a torch.nn.Transformer, which has no embeddings.
 
-    Every layer keeps its own activation, order of norms, epsilon, and dropout probability.
+    Every layer keeps its own activation, order of norms, epsilon, and dropout probability. The
+    model is in the mode (training or evaluation) of the module.
 
     Parameters
     ----------
@@ -856,4 +861,4 @@ def from_torch(module, src_vocab, tgt_vocab=None, **options):
     model.encoder = Encoder(encoder_layers, copy.deepcopy(module.encoder.norm))
     model.decoder = Decoder(decoder_layers, copy.deepcopy(module.decoder.norm))
     model = model.to(next(module.parameters()))  # its device and dtype
-    return model.train()
+    return model.train(module.training)
