@@ -376,11 +376,12 @@ class Attention(nn.Module):
         places = self.places.to(q).expand(*q.shape[:2], -1, -1)  # (B, h, N, P)
         R_k = self.rel_k(self.rows, self.columns)  # (N, P, d)
         R_v = self.rel_v(self.rows, self.columns)
-        # a key's row and column select those two of a query's P products with R_k
+        # A key's `places` are zeros, with ones at its row and at its column. Appended to the
+        # key, they select two of the query's P products with R_k. Appended to the value, they
+        # become the attention weight of each row and column, by which R_v is averaged.
         q_by_place = torch.einsum("bhnd,npd->bhnp", q, R_k)
         q = torch.cat([q, q_by_place], dim=-1)  # (B, h, N, d + P)
         k = torch.cat([k, places], dim=-1)
-        # a mean over keys of their places is the attention weight of each row and column
         v = torch.cat([v, places], dim=-1)
         mean = attention(q, k, v, scale=d**-0.5)  # (B, h, N, d + P)
         x, weight_by_place = mean.split([d, places.shape[-1]], dim=-1)
@@ -1024,9 +1025,9 @@ def search(score, supernet, *, population=50, generations=20, parents=10, crosso
     ValueError
         If no network is within the limits, none was found, or a score is NaN.
     """
-    places = max(1, population, crossovers + mutations)
-    crossovers = crossovers * population // places  # fewer, in a small population
-    mutations = mutations * population // places
+    wanted = max(1, population, crossovers + mutations)
+    crossovers = crossovers * population // wanted  # fewer, if the population is too small
+    mutations = mutations * population // wanted
     rng = random.Random(seed)
     space = supernet.space
     fits = budget(supernet, **limits)
