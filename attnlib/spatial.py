@@ -806,8 +806,9 @@ class FilterBank:
 
     def _along_axis(self, center, stride, sigma, length):
         """The filters (B, N, length) of one axis, for its center, stride, and σ (B, 1, 1)."""
-        i = torch.arange(1, self.glimpse + 1, device=center.device)[:, None]  # (N, 1)
-        a = torch.arange(1, length + 1, device=center.device)  # (length,)
+        options = dict(device=center.device, dtype=center.dtype)
+        i = torch.arange(1, self.glimpse + 1, **options)[:, None]  # filters, (N, 1)
+        a = torch.arange(1, length + 1, **options)  # pixels, (length,)
         mu = center + (i - self.glimpse / 2 - 0.5) * stride  # (B, N, 1)
         exponents = -(((a - mu) / sigma) ** 2) / 2  # (B, N, length)
         return exponents.softmax(-1)
