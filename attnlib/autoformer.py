@@ -51,10 +51,10 @@ class Subnet:
     mlp_ratio: tuple
 
     def __post_init__(self):
-        lists = self.num_heads, self.mlp_ratio
-        if not all(isinstance(x, tuple) and len(x) == self.depth for x in lists):
-            raise ValueError(f"num_heads {self.num_heads} and mlp_ratio {self.mlp_ratio} must "
-                             "be tuples with an entry for each layer")
+        for entries in (self.num_heads, self.mlp_ratio):
+            if not isinstance(entries, tuple) or len(entries) != self.depth:
+                raise ValueError(f"num_heads {self.num_heads} and mlp_ratio {self.mlp_ratio} "
+                                 "must be tuples with an entry for each layer")
 
     @property
     def depth(self):
@@ -83,33 +83,43 @@ class Space:
     mlp_ratio: tuple
 
     def __post_init__(self):
-        for name, choices in vars(self).items():
+        lists = dict(embed_dim=self.embed_dim, depth=self.depth, num_heads=self.num_heads,
+                     mlp_ratio=self.mlp_ratio)
+        for name, choices in lists.items():
             if not choices or choices != tuple(sorted(set(choices))) or choices[0] <= 0:
                 raise ValueError(f"{name} ({choices!r}) must be a tuple of positive choices in "
                                  "increasing order")
 
     def count(self):
         """The number of networks, ``Σ_d |C| (|h| |r|)^d`` over the depths d."""
-        layer = len(self.num_heads) * len(self.mlp_ratio)
-        return len(self.embed_dim) * sum(layer**depth for depth in self.depth)
+        choices_per_layer = len(self.num_heads) * len(self.mlp_ratio)
+        total = 0
+        for depth in self.depth:
+            total += len(self.embed_dim) * choices_per_layer**depth
+        return total
 
     def smallest(self):
         """The network of the smallest choices."""
         depth = self.depth[0]
-        return Subnet(self.embed_dim[0], self.num_heads[:1] * depth, self.mlp_ratio[:1] * depth)
+        num_heads = (self.num_heads[0],) * depth
+        mlp_ratio = (self.mlp_ratio[0],) * depth
+        return Subnet(self.embed_dim[0], num_heads, mlp_ratio)
 
     def largest(self):
         """The network of the largest choices."""
         depth = self.depth[-1]
-        return Subnet(self.embed_dim[-1], self.num_heads[-1:] * depth,
-                      self.mlp_ratio[-1:] * depth)
+        num_heads = (self.num_heads[-1],) * depth
+        mlp_ratio = (self.mlp_ratio[-1],) * depth
+        return Subnet(self.embed_dim[-1], num_heads, mlp_ratio)
 
     def subnets(self):
         """All networks, one after the other."""
-        layer = list(itertools.product(self.num_heads, self.mlp_ratio))
+        layer_choices = list(itertools.product(self.num_heads, self.mlp_ratio))
         for depth, embed_dim in itertools.product(self.depth, self.embed_dim):
-            for layers in itertools.product(layer, repeat=depth):
-                yield Subnet(embed_dim, *zip(*layers))
+            for layers in itertools.product(layer_choices, repeat=depth):
+                num_heads = tuple(h for h, _ in layers)
+                mlp_ratio = tuple(r for _, r in layers)
+                yield Subnet(embed_dim, num_heads, mlp_ratio)
 
     def __contains__(self, subnet):
         """Whether all choices of a network are among those of the space."""
@@ -141,23 +151,28 @@ def sample(space, seed):
     """
     rng = seed if isinstance(seed, random.Random) else random.Random(seed)
     depth = rng.choice(space.depth)
-    return Subnet(rng.choice(space.embed_dim), tuple(rng.choices(space.num_heads, k=depth)),
-                  tuple(rng.choices(space.mlp_ratio, k=depth)))
+    embed_dim = rng.choice(space.embed_dim)
+    num_heads = rng.choices(space.num_heads, k=depth)
+    mlp_ratio = rng.choices(space.mlp_ratio, k=depth)
+    return Subnet(embed_dim, tuple(num_heads), tuple(mlp_ratio))
 
 # %% ../nbs/44_autoformer.ipynb #spaces
 SPACES = {  # table 1 of the paper
-    "tiny": Space((192, 216, 240), (12, 13, 14), (3, 4), (3.5, 4)),
-    "small": Space((320, 384, 448), (12, 13, 14), (5, 6, 7), (3, 3.5, 4)),
-    "base": Space((528, 576, 624), (14, 15, 16), (9, 10), (3, 3.5, 4)),
+    "tiny": Space(embed_dim=(192, 216, 240), depth=(12, 13, 14), num_heads=(3, 4),
+                  mlp_ratio=(3.5, 4)),
+    "small": Space(embed_dim=(320, 384, 448), depth=(12, 13, 14), num_heads=(5, 6, 7),
+                   mlp_ratio=(3, 3.5, 4)),
+    "base": Space(embed_dim=(528, 576, 624), depth=(14, 15, 16), num_heads=(9, 10),
+                  mlp_ratio=(3, 3.5, 4)),
 }
 WIDTHS = {"tiny": 256, "small": 448, "base": 640}  # of the authors' supernets
 RELEASED = {  # the networks that the authors' search found
-    "tiny": Subnet(192, (3,) * 10 + (4, 3, 3),
-                   (3.5, 3.5, 3, 3.5, 3, 3, 4, 4, 3.5, 4, 3.5, 4, 3.5)),
-    "small": Subnet(384, (6, 6, 5, 7, 5, 5, 5, 6, 6, 7, 7, 6, 7),
-                    (3, 3.5, 3, 3.5, 4, 4, 4, 4, 4, 4, 4, 3.5, 4)),
-    "base": Subnet(576, (9, 9, 9, 9, 9, 10, 9, 9, 10, 9, 10, 9, 9, 10),
-                   (3.5, 3.5, 4, 3.5, 4, 3.5, 3.5, 3, 4, 4, 3, 4, 3, 3.5)),
+    "tiny": Subnet(embed_dim=192, num_heads=(3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 4, 3, 3),
+                   mlp_ratio=(3.5, 3.5, 3, 3.5, 3, 3, 4, 4, 3.5, 4, 3.5, 4, 3.5)),
+    "small": Subnet(embed_dim=384, num_heads=(6, 6, 5, 7, 5, 5, 5, 6, 6, 7, 7, 6, 7),
+                    mlp_ratio=(3, 3.5, 3, 3.5, 4, 4, 4, 4, 4, 4, 4, 3.5, 4)),
+    "base": Subnet(embed_dim=576, num_heads=(9, 9, 9, 9, 9, 10, 9, 9, 10, 9, 10, 9, 9, 10),
+                   mlp_ratio=(3.5, 3.5, 4, 3.5, 4, 3.5, 3.5, 3, 4, 4, 3, 4, 3, 3.5)),
 }
 
 # %% ../nbs/44_autoformer.ipynb #slices
@@ -170,8 +185,9 @@ class Linear(nn.Linear):
 
     def forward(self, x, out_features=None):
         """Tokens (..., C) to (..., out_features), by default of full width."""
+        weight = self.weight[:out_features, : x.shape[-1]]  # (out_features, C)
         bias = None if self.bias is None else self.bias[:out_features]
-        return F.linear(x, self.weight[:out_features, : x.shape[-1]], bias)
+        return F.linear(x, weight, bias)
 
 
 class InterleavedLinear(Linear):
@@ -183,11 +199,14 @@ class InterleavedLinear(Linear):
 
     def forward(self, x, out_features=None):
         """Tokens (..., C) to (..., out_features), interleaved as the rows are."""
-        count = self.out_features if out_features is None else out_features
+        if out_features is None:
+            out_features = self.out_features
+        weight = self.weight[:out_features, : x.shape[-1]]  # (out_features, C)
         bias = self.bias
         if bias is not None:
-            bias = bias[:count].view(3, -1).T.flatten()  # q q k k v v -> q k v q k v
-        return F.linear(x, self.weight[:count, : x.shape[-1]], bias)
+            bias = bias[:out_features].view(3, -1)  # q q k k v v -> a row each of q, k, and v
+            bias = bias.T.flatten()  # -> q k v q k v, the order of the weight's rows
+        return F.linear(x, weight, bias)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -196,8 +215,9 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x):
         """Tokens (..., C), normalized over their own C channels."""
         C = x.shape[-1]
-        weight, bias = (None if p is None else p[:C] for p in (self.weight, self.bias))
-        return F.layer_norm(x, (C,), weight, bias, self.eps)
+        weight = None if self.weight is None else self.weight[:C]
+        bias = None if self.bias is None else self.bias[:C]
+        return F.layer_norm(x, (C,), weight=weight, bias=bias, eps=self.eps)
 
 
 def first_outputs(layer, x, count, full):
@@ -223,9 +243,24 @@ def first_outputs(layer, x, count, full):
     if not 1 <= count <= full:
         raise ValueError(f"count ({count}) of outputs must be from 1 to {full}, those of the "
                          "layer")
-    return layer(x) if count == full else layer(x, count)
+    if count == full:
+        return layer(x)
+    return layer(x, count)
 
 # %% ../nbs/44_autoformer.ipynb #relative
+def _axis_index(own, size, max_distance):
+    """`relative_index` along one axis of `size` places, on which each patch has its `own`.
+
+    Return the rows of the table (1 + N', 1 + size), and where each token is, of equal shape.
+    """
+    distance = torch.arange(size, device=own.device) - own[:, None]  # (N', size)
+    index = distance.clamp(-max_distance, max_distance) + max_distance + 1
+    index = F.pad(index, (1, 0, 1, 0))  # zeros for the class token, as a token and as a place
+    own_place = F.pad(own + 1, (1, 0))  # (1 + N',), 0 for the class token
+    places = torch.arange(size + 1, device=own.device)
+    return index, own_place[:, None] == places
+
+
 def relative_index(grid_size, max_distance=14, device=None):
     """For each axis, which row of its table belongs to each pair of a token and a place.
 
@@ -245,17 +280,14 @@ def relative_index(grid_size, max_distance=14, device=None):
     places : bool Tensor, shape (1 + N', 2 + H' + W')
         True at each token's row and column; the class token has its own row and column.
     """
-    sides = [torch.arange(size, device=device) for size in grid_size]
-    own = torch.meshgrid(*sides, indexing="ij")  # row and column of each patch, (H', W') each
-    index, places = [], []
-    for side, place in zip(sides, own):
-        place = place.flatten()  # (N',)
-        distance = side - place[:, None]  # (N', H') or (N', W')
-        distance = distance.clamp(-max_distance, max_distance) + max_distance + 1
-        index.append(F.pad(distance, (1, 0, 1, 0)))  # zeros for the class token
-        every = torch.arange(len(side) + 1, device=device)
-        places.append(F.pad(place + 1, (1, 0))[:, None] == every)
-    return *index, torch.cat(places, dim=1)
+    height, width = grid_size
+    y = torch.arange(height, device=device)
+    x = torch.arange(width, device=device)
+    own_row, own_column = torch.meshgrid(y, x, indexing="ij")  # of each patch, (H', W') each
+    rows, at_row = _axis_index(own_row.flatten(), height, max_distance)
+    columns, at_column = _axis_index(own_column.flatten(), width, max_distance)
+    places = torch.cat([at_row, at_column], dim=1)  # (1 + N', 2 + H' + W')
+    return rows, columns, places
 
 
 class RelativePositions(nn.Module):
@@ -268,13 +300,17 @@ class RelativePositions(nn.Module):
 
     def __init__(self, head_dim, max_distance=14, device=None, dtype=None):
         super().__init__()
-        for name in ("vertical", "horizontal"):
-            table = torch.empty(2 * max_distance + 2, head_dim, device=device, dtype=dtype)
-            setattr(self, name, nn.Parameter(nn.init.trunc_normal_(table, std=0.02)))
+        shape = (2 * max_distance + 2, head_dim)  # row 0 is the class token's
+        self.vertical = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.horizontal = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        nn.init.trunc_normal_(self.vertical, std=0.02)
+        nn.init.trunc_normal_(self.horizontal, std=0.02)
 
     def forward(self, rows, columns):
         """The vector for the distance of each token to each row and column: (N, P, d)."""
-        return torch.cat([self.vertical[rows], self.horizontal[columns]], dim=1)
+        vertical = self.vertical[rows]  # (N, 1 + H', d)
+        horizontal = self.horizontal[columns]  # (N, 1 + W', d)
+        return torch.cat([vertical, horizontal], dim=1)
 
 # %% ../nbs/44_autoformer.ipynb #attention-class
 class Attention(nn.Module):
@@ -299,7 +335,9 @@ class Attention(nn.Module):
         options = dict(device=device, dtype=dtype)
         linear = Linear if elastic else nn.Linear
         self.dim = dim
-        self.num_heads, self.head_dim, self.max_distance = num_heads, head_dim, max_distance
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.max_distance = max_distance
         self.qkv = InterleavedLinear(dim, 3 * num_heads * head_dim, **options)
         self.proj = linear(num_heads * head_dim, dim, **options)
         self.rel_k = RelativePositions(head_dim, max_distance, **options)
@@ -311,32 +349,45 @@ class Attention(nn.Module):
         """Expect so many rows and columns of patches from now on."""
         self.grid_size = grid_size
         device = self.rel_k.vertical.device
-        indices = relative_index(grid_size, self.max_distance, device)
-        for name, index in zip(("rows", "columns", "places"), indices):
-            self.register_buffer(name, index, persistent=False)
+        rows, columns, places = relative_index(grid_size, self.max_distance, device=device)
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("columns", columns, persistent=False)
+        self.register_buffer("places", places, persistent=False)
 
     def project(self, x, num_heads):
         """Queries, keys and values (B, h, N, d) of tokens (B, N, C)."""
         d = self.head_dim
-        y = first_outputs(self.qkv, x, 3 * num_heads * d, 3 * self.num_heads * d)
-        y = y.unflatten(-1, (num_heads, d, 3))  # (B, N, 3 h d) -> (B, N, h, d, 3)
-        return y.permute(4, 0, 2, 1, 3).unbind()  # -> (3, B, h, N, d)
+        width = 3 * num_heads * d
+        full = 3 * self.num_heads * d
+        qkv = first_outputs(self.qkv, x, count=width, full=full)  # (B, N, C) -> (B, N, 3 h d)
+        qkv = qkv.unflatten(-1, (num_heads, d, 3))  # -> (B, N, h, d, 3)
+        qkv = qkv.permute(4, 0, 2, 1, 3)  # -> (3, B, h, N, d)
+        return qkv.unbind()
 
     def forward(self, x, num_heads=None):
         """Tokens (B, N, C) to tokens, by the first `num_heads` heads; by all if not given."""
-        C, d = x.shape[-1], self.head_dim
-        num_heads = self.num_heads if num_heads is None else num_heads
+        C = x.shape[-1]
+        d = self.head_dim
+        if num_heads is None:
+            num_heads = self.num_heads
         if not 1 <= num_heads <= self.num_heads:
             raise ValueError(f"num_heads ({num_heads}) must be from 1 to {self.num_heads}")
         q, k, v = self.project(x, num_heads)  # (B, h, N, d) each
         places = self.places.to(q).expand(*q.shape[:2], -1, -1)  # (B, h, N, P)
-        R_k, R_v = self.rel_k(self.rows, self.columns), self.rel_v(self.rows, self.columns)
-        q = torch.cat([q, torch.einsum("bhnd,npd->bhnp", q, R_k)], dim=-1)  # (B, h, N, d + P)
-        k, v = torch.cat([k, places], dim=-1), torch.cat([v, places], dim=-1)
-        x, share = attention(q, k, v, scale=d**-0.5).split([d, self.places.shape[1]], dim=-1)
-        x = x + torch.einsum("bhnp,npd->bhnd", share, R_v)  # (B, h, N, d)
+        R_k = self.rel_k(self.rows, self.columns)  # (N, P, d)
+        R_v = self.rel_v(self.rows, self.columns)
+        # A key's `places` are zeros, with ones at its row and at its column. Appended to the
+        # key, they select two of the query's P products with R_k. Appended to the value, they
+        # become the attention weight of each row and column, by which R_v is averaged.
+        q_by_place = torch.einsum("bhnd,npd->bhnp", q, R_k)
+        q = torch.cat([q, q_by_place], dim=-1)  # (B, h, N, d + P)
+        k = torch.cat([k, places], dim=-1)
+        v = torch.cat([v, places], dim=-1)
+        mean = attention(q, k, v, scale=d**-0.5)  # (B, h, N, d + P)
+        x, weight_by_place = mean.split([d, places.shape[-1]], dim=-1)
+        x = x + torch.einsum("bhnp,npd->bhnd", weight_by_place, R_v)  # (B, h, N, d)
         x = merge_heads(x)  # -> (B, N, h d)
-        return first_outputs(self.proj, x, C, self.dim)  # -> (B, N, C)
+        return first_outputs(self.proj, x, count=C, full=self.dim)  # -> (B, N, C)
 
 
 def renew_grid(layer, incompatible_keys=None):
@@ -373,11 +424,12 @@ class Block(nn.Module):
     def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0, elastic=True, device=None,
                  dtype=None, **options):
         super().__init__()
-        device_dtype, self.mlp_ratio = dict(device=device, dtype=dtype), mlp_ratio
+        device_dtype = dict(device=device, dtype=dtype)
         linear = Linear if elastic else nn.Linear
         layer_norm = LayerNorm if elastic else nn.LayerNorm
         hidden = hidden_width(dim, mlp_ratio)
         self.dim = dim
+        self.mlp_ratio = mlp_ratio
         self.norm1 = layer_norm(dim, **device_dtype)
         self.attn = Attention(dim, num_heads, **options, elastic=elastic, **device_dtype)
         self.norm2 = layer_norm(dim, **device_dtype)
@@ -388,12 +440,15 @@ class Block(nn.Module):
     def forward(self, x, num_heads=None, mlp_ratio=None):
         """Tokens (B, N, C) to tokens; with all heads and the whole MLP if not given."""
         C = x.shape[-1]
-        mlp_ratio = self.mlp_ratio if mlp_ratio is None else mlp_ratio
+        if mlp_ratio is None:
+            mlp_ratio = self.mlp_ratio
         x = x + self.drop_path(self.attn(self.norm1(x), num_heads))
         width = hidden_width(C, mlp_ratio)
         full = hidden_width(self.dim, self.mlp_ratio)
-        hidden = F.gelu(first_outputs(self.fc1, self.norm2(x), width, full))
-        return x + self.drop_path(first_outputs(self.fc2, hidden, C, self.dim))
+        hidden = first_outputs(self.fc1, self.norm2(x), count=width, full=full)  # (B, N, width)
+        hidden = F.gelu(hidden)
+        y = first_outputs(self.fc2, hidden, count=C, full=self.dim)  # -> (B, N, C)
+        return x + self.drop_path(y)
 
 # %% ../nbs/44_autoformer.ipynb #autoformer-class
 class AutoFormer(Backbone):
@@ -424,7 +479,8 @@ class AutoFormer(Backbone):
         If an argument does not fit the others.
     """
 
-    family, num_prefix_tokens = "autoformer", 1
+    family = "autoformer"  # whose names `attnlib.convert` translates
+    num_prefix_tokens = 1  # the class token
     elastic = False  # whether narrower networks use the same layers
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, num_classes=1000,
@@ -433,50 +489,64 @@ class AutoFormer(Backbone):
                  device=None, dtype=None):
         super().__init__()
         self.subnet = Subnet(embed_dim, tuple(num_heads), tuple(mlp_ratio))
-        check_counts(embed_dim=embed_dim, head_dim=head_dim, max_distance=max_distance,
-                     **{f"num_heads[{i}]": h for i, h in enumerate(num_heads)})
+        check_counts(embed_dim=embed_dim, head_dim=head_dim, max_distance=max_distance)
+        for i, heads in enumerate(num_heads):
+            check_counts(**{f"num_heads[{i}]": heads})
         check_rates(drop_rate=drop_rate)
         self.set_pool(global_pool)
         options = dict(device=device, dtype=dtype)
-        self.embed_dim = self.num_features = embed_dim
-        self.head_dim, self.max_distance = head_dim, max_distance
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **options)
-        self.patch_size, grid_size = self.patch_embed.patch_size, self.patch_embed.grid_size
+        self.embed_dim = embed_dim
+        self.num_features = embed_dim
+        self.head_dim = head_dim
+        self.max_distance = max_distance
+
+        self.patch_embed = PatchEmbed(img_size=img_size, patch_size=patch_size,
+                                      in_chans=in_chans, embed_dim=embed_dim, **options)
+        self.patch_size = self.patch_embed.patch_size
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim, **options))
         length = 1 + self.patch_embed.num_patches
         self.pos_embed = nn.Parameter(torch.zeros(1, length, embed_dim, **options))
+
         rates = drop_path_rates(drop_path_rate, max(1, self.subnet.depth))
-        self.blocks = nn.ModuleList(
-            Block(embed_dim, h, r, rate, head_dim=head_dim, grid_size=grid_size,
-                  max_distance=max_distance, elastic=self.elastic, **options)
-            for h, r, rate in zip(num_heads, mlp_ratio, rates))
+        self.blocks = nn.ModuleList()
+        for heads, ratio, rate in zip(num_heads, mlp_ratio, rates):
+            block = Block(embed_dim, heads, mlp_ratio=ratio, drop_path=rate,
+                          head_dim=head_dim, grid_size=self.patch_embed.grid_size,
+                          max_distance=max_distance, elastic=self.elastic, **options)
+            self.blocks.append(block)
+
         layer_norm = LayerNorm if self.elastic else nn.LayerNorm
         self.norm = layer_norm(embed_dim, **options)
         self.head_drop = nn.Dropout(drop_rate)
         self.reset_classifier(num_classes)
         self.apply(init_weights)
-        for token in (self.cls_token, self.pos_embed):
-            nn.init.trunc_normal_(token, std=0.02)
+        nn.init.trunc_normal_(self.cls_token, std=0.02)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def reset_classifier(self, num_classes, global_pool=None):
         """Make a new head for `num_classes` classes (none if 0), and possibly another pooling.
         """
         check_naturals(num_classes=num_classes)
-        self.set_pool(self.global_pool if global_pool is None else global_pool)
-        self.num_classes, like = num_classes, self.pos_embed
-        options = dict(device=like.device, dtype=like.dtype)
+        if global_pool is not None:
+            self.set_pool(global_pool)
+        self.num_classes = num_classes
+        like = self.pos_embed
         linear = Linear if self.elastic else nn.Linear
-        self.head = (linear(self.embed_dim, num_classes, **options)
-                     if num_classes else nn.Identity())
+        self.head = nn.Identity()
+        if num_classes > 0:
+            self.head = linear(self.embed_dim, num_classes, device=like.device,
+                               dtype=like.dtype)
         init_weights(self.head)
         self.head.train(self.training)
         self.update_config(num_classes=num_classes)
 
     def embed(self, x, embed_dim=None):
         """Images (B, C, H, W) to tokens (B, 1 + N', embed_dim), of full width by default."""
-        x = self.patch_embed(x)[..., :embed_dim]  # (B, N', D), of which narrow ones use a part
-        cls_token = self.cls_token[..., :embed_dim].expand(x.shape[0], -1, -1)
-        x = torch.cat([cls_token, x], dim=1)  # (B, 1 + N', D)
+        x = self.patch_embed(x)  # (B, N', D), of which narrow networks use a part
+        x = x[..., :embed_dim]  # -> (B, N', embed_dim)
+        cls_token = self.cls_token[..., :embed_dim]  # (1, 1, embed_dim)
+        cls_token = cls_token.expand(x.shape[0], -1, -1)  # -> (B, 1, embed_dim)
+        x = torch.cat([cls_token, x], dim=1)  # (B, 1 + N', embed_dim)
         return x + self.pos_embed[..., :embed_dim]
 
     def forward_features(self, x):
@@ -488,12 +558,21 @@ class AutoFormer(Backbone):
 
     def forward_head(self, x, pre_logits=False):
         """Logits (B, num_classes) of the tokens; with `pre_logits` the input of the head."""
-        x = self.head_drop(self.pool(x))
-        return x if pre_logits else self.head(x)
+        x = self.pool(x)  # (B, 1 + N', C) -> (B, C); all tokens if `global_pool` is ""
+        x = self.head_drop(x)
+        if pre_logits:
+            return x
+        return self.head(x)
+
+    def forward(self, x):
+        """Logits (B, num_classes) of images (B, in_chans, H, W)."""
+        x = self.forward_features(x)
+        return self.forward_head(x)
 
     def set_input_size(self, img_size):
         """Accept images of another size: absolute positions are interpolated, once."""
-        embed, old_size = self.patch_embed, self.patch_embed.grid_size
+        embed = self.patch_embed
+        old_size = embed.grid_size
         embed.set_input_size(img_size)
         self.pos_embed = resample_parameter(self.pos_embed, embed.grid_size, old_size)
         for block in self.blocks:
@@ -539,32 +618,42 @@ class SuperTransformer(AutoFormer):
     def __init__(self, space, img_size=224, patch_size=16, num_classes=1000, head_dim=64,
                  in_chans=3, *, embed_dim=None, **options):
         largest = space.largest()
-        embed_dim = largest.embed_dim if embed_dim is None else embed_dim
+        if embed_dim is None:
+            embed_dim = largest.embed_dim
         if embed_dim < largest.embed_dim:
             raise ValueError(f"embed_dim ({embed_dim}) must be at least {largest.embed_dim}, "
                              "the largest choice of the space")
-        super().__init__(img_size, patch_size, in_chans, num_classes, head_dim=head_dim,
-                         **options, **vars(largest) | dict(embed_dim=embed_dim))
+        super().__init__(img_size=img_size, patch_size=patch_size, in_chans=in_chans,
+                         num_classes=num_classes, embed_dim=embed_dim,
+                         num_heads=largest.num_heads, mlp_ratio=largest.mlp_ratio,
+                         head_dim=head_dim, **options)
         self.space = space
         self.num_features = largest.embed_dim  # the stored weights may be wider
 
     def embed(self, x, embed_dim=None):
         """Images (B, C, H, W) to tokens (B, 1 + N', embed_dim), by default of the largest
         network."""
-        return super().embed(x, embed_dim or self.space.largest().embed_dim)
+        if embed_dim is None:
+            embed_dim = self.space.largest().embed_dim
+        return super().embed(x, embed_dim)
 
     def forward(self, x, subnet=None):
         """Logits (B, num_classes) of images, by one of the networks; the largest by default."""
-        return self.forward_head(self.forward_features(x, subnet))
+        x = self.forward_features(x, subnet)
+        return self.forward_head(x)
 
     def forward_features(self, x, subnet=None):
         """All tokens (B, 1 + N', C) after the last norm, the class token first."""
-        subnet = self.space.largest() if subnet is None else self.space.check(subnet)
+        if subnet is None:
+            subnet = self.space.largest()
+        else:
+            self.space.check(subnet)
         if subnet != self.subnet:
             check_elastic(self)
         x = self.embed(x, subnet.embed_dim)
-        for block, h, r in zip(self.blocks, subnet.num_heads, subnet.mlp_ratio):
-            x = self.checkpointed(block, x, num_heads=h, mlp_ratio=r)
+        # a shallower network runs the first blocks alone
+        for block, heads, ratio in zip(self.blocks, subnet.num_heads, subnet.mlp_ratio):
+            x = self.checkpointed(block, x, num_heads=heads, mlp_ratio=ratio)
         return self.norm(x)
 
 
@@ -615,19 +704,25 @@ def extract(supernet, subnet):
         If a layer has been replaced.
     """
     check_elastic(supernet)
-    embed, like = supernet.patch_embed, supernet.pos_embed
-    model = AutoFormer(embed.img_size, embed.patch_size, embed.in_chans, supernet.num_classes,
-                       supernet.global_pool, **vars(supernet.space.check(subnet)),
+    supernet.space.check(subnet)
+    embed = supernet.patch_embed
+    # on the device "meta" no random numbers are drawn
+    model = AutoFormer(img_size=embed.img_size, patch_size=embed.patch_size,
+                       in_chans=embed.in_chans, num_classes=supernet.num_classes,
+                       global_pool=supernet.global_pool, embed_dim=subnet.embed_dim,
+                       num_heads=subnet.num_heads, mlp_ratio=subnet.mlp_ratio,
                        head_dim=supernet.head_dim, max_distance=supernet.max_distance,
-                       device="meta", dtype=like.dtype)  # which draws no random numbers
-    stored, own = supernet.state_dict(), {}
+                       device="meta", dtype=supernet.pos_embed.dtype)
+    stored = supernet.state_dict()
+    copies = {}
     for key, x in model.state_dict().items():
         if key not in stored:
             raise ValueError(f"supernet has no {key}; what changes its weights, such as "
                              "pruning, must be removed first")
-        corner = stored[key][tuple(map(slice, x.shape))]
-        own[key] = corner.to(x.dtype, copy=True).contiguous()
-    model.load_state_dict(own, assign=True)
+        first_entries = tuple(slice(size) for size in x.shape)  # along each axis
+        corner = stored[key][first_entries]
+        copies[key] = corner.to(x.dtype, copy=True).contiguous()
+    model.load_state_dict(copies, assign=True)
     return model.train(supernet.training)
 
 # %% ../nbs/44_autoformer.ipynb #classical
@@ -647,25 +742,37 @@ class ClassicalSharing(nn.Module):
 
     def __init__(self, space, **options):
         super().__init__()
-        self.space, depth = space, space.depth[-1]
+        self.space = space
         self.choices = list(itertools.product(space.num_heads, space.mlp_ratio))
-        self.stems, self.blocks = nn.ModuleList(), nn.ModuleList()
+        self.stems = nn.ModuleList()  # for each width: patch projection, tokens, norm, head
+        self.blocks = nn.ModuleList()  # by width, choice, and layer
+        depth = space.depth[-1]
         for C in space.embed_dim:
-            models = [AutoFormer(embed_dim=C, num_heads=(h,) * depth, mlp_ratio=(r,) * depth,
-                                 **options) for h, r in self.choices]
+            models = []
+            for heads, ratio in self.choices:
+                model = AutoFormer(embed_dim=C, num_heads=(heads,) * depth,
+                                   mlp_ratio=(ratio,) * depth, **options)
+                models.append(model)
             self.blocks.append(nn.ModuleList(model.blocks for model in models))
-            self.stems.append(models[0])
-            models[0].blocks = nn.ModuleList()
+            stem = models[0]
+            stem.blocks = nn.ModuleList()  # they are in `self.blocks`
+            self.stems.append(stem)
 
     def forward(self, x, subnet=None):
         """Logits (B, num_classes) of images, by one of the networks; the largest by default."""
-        subnet = self.space.largest() if subnet is None else self.space.check(subnet)
+        if subnet is None:
+            subnet = self.space.largest()
+        else:
+            self.space.check(subnet)
         width = self.space.embed_dim.index(subnet.embed_dim)
-        stem, blocks = self.stems[width], self.blocks[width]
+        stem = self.stems[width]
         x = stem.embed(x)
-        for i, layer in enumerate(zip(subnet.num_heads, subnet.mlp_ratio)):
-            x = blocks[self.choices.index(layer)][i](x)
-        return stem.forward_head(stem.norm(x))
+        for i in range(subnet.depth):
+            choice = self.choices.index((subnet.num_heads[i], subnet.mlp_ratio[i]))
+            block = self.blocks[width][choice][i]
+            x = block(x)
+        x = stem.norm(x)
+        return stem.forward_head(x)
 
 # %% ../nbs/44_autoformer.ipynb #counts
 def parameter_count(model, subnet):
@@ -682,15 +789,19 @@ def parameter_count(model, subnet):
     -------
     int
     """
-    embed, d, C = model.patch_embed, model.head_dim, subnet.embed_dim
-    tables = 4 * (2 * model.max_distance + 2) * d
+    embed = model.patch_embed
+    d = model.head_dim
+    C = subnet.embed_dim
+    tables = 4 * (2 * model.max_distance + 2) * d  # relative positions of one layer
     total = embed.in_chans * math.prod(embed.patch_size) * C + C  # patches
     total += C + (1 + embed.num_patches) * C  # class token, positions
     total += 2 * C + (C + 1) * model.num_classes  # last norm, head
     for h, r in zip(subnet.num_heads, subnet.mlp_ratio):
-        E, hidden = h * d, int(C * r)
+        E = h * d
+        hidden = int(C * r)
         total += 3 * (C * E + E) + E * C + C + tables  # attention
-        total += C * hidden + hidden + hidden * C + C + 4 * C  # MLP, two norms
+        total += C * hidden + hidden + hidden * C + C  # MLP
+        total += 4 * C  # two norms
     return total
 
 
@@ -708,24 +819,41 @@ def operations(model, subnet):
     int
         Those of products of matrices; norms, softmax and biases are left out.
     """
-    embed, d, C = model.patch_embed, model.head_dim, subnet.embed_dim
-    N, P = 1 + embed.num_patches, 2 + sum(embed.grid_size)
+    embed = model.patch_embed
+    d = model.head_dim
+    C = subnet.embed_dim
+    N = 1 + embed.num_patches  # tokens
+    P = 2 + sum(embed.grid_size)  # rows and columns, and the class token's of both
     total = embed.num_patches * embed.in_chans * math.prod(embed.patch_size) * C
-    total += C * model.num_classes
+    total += C * model.num_classes  # head
     for h, r in zip(subnet.num_heads, subnet.mlp_ratio):
-        E, hidden = h * d, int(C * r)
-        total += 4 * N * C * E + 2 * N * P * E  # projections, relative positions
+        E = h * d
+        hidden = int(C * r)
+        total += 4 * N * C * E  # projections
+        total += 2 * N * P * E  # relative positions
         total += 2 * N * N * h * (d + P)  # logits and mean
-        total += 2 * N * C * hidden
+        total += 2 * N * C * hidden  # MLP
     return total
 
 # %% ../nbs/44_autoformer.ipynb #register
 for name, subnet in RELEASED.items():
-    register_model(f"autoformer_{name}", AutoFormer, **vars(subnet))
+    register_model(f"autoformer_{name}", AutoFormer, embed_dim=subnet.embed_dim,
+                   num_heads=subnet.num_heads, mlp_ratio=subnet.mlp_ratio)
     register_model(f"autoformer_{name}_supernet", SuperTransformer, space=SPACES[name],
                    embed_dim=WIDTHS[name])
 
 # %% ../nbs/44_autoformer.ipynb #evolve
+def _mutate_entries(entries, choices, depth, mutate_prob, rng):
+    """The entries of `depth` layers: some are drawn again, and all that are missing."""
+    mutated = []
+    for entry in entries[:depth]:
+        if rng.random() < mutate_prob:
+            entry = rng.choice(choices)
+        mutated.append(entry)
+    mutated += rng.choices(choices, k=depth - len(mutated))
+    return tuple(mutated)
+
+
 def mutate(subnet, space, mutate_prob, depth_prob, rng):
     """A network with some choices drawn again, those of width and depth and those of each
     layer.
@@ -743,19 +871,28 @@ def mutate(subnet, space, mutate_prob, depth_prob, rng):
     -------
     Subnet
     """
-    C, depth = subnet.embed_dim, subnet.depth
+    embed_dim = subnet.embed_dim
+    depth = subnet.depth
     if rng.random() < depth_prob:
         depth = rng.choice(space.depth)
     if rng.random() < depth_prob:
-        C = rng.choice(space.embed_dim)
+        embed_dim = rng.choice(space.embed_dim)
+    num_heads = _mutate_entries(subnet.num_heads, choices=space.num_heads, depth=depth,
+                                mutate_prob=mutate_prob, rng=rng)
+    mlp_ratio = _mutate_entries(subnet.mlp_ratio, choices=space.mlp_ratio, depth=depth,
+                                mutate_prob=mutate_prob, rng=rng)
+    return Subnet(embed_dim, num_heads, mlp_ratio)
 
-    def changed(entries, choices):
-        kept = [rng.choice(choices) if rng.random() < mutate_prob else entry
-                for entry in entries[:depth]]
-        return *kept, *rng.choices(choices, k=depth - len(kept))
 
-    return Subnet(C, changed(subnet.num_heads, space.num_heads),
-                  changed(subnet.mlp_ratio, space.mlp_ratio))
+def _cross_entries(deep, shallow, depth, rng):
+    """The entries of `depth` layers: of either parent, or of the one that has the layer."""
+    crossed = []
+    for i in range(depth):
+        entry = deep[i]
+        if i < len(shallow):
+            entry = rng.choice((deep[i], shallow[i]))
+        crossed.append(entry)
+    return tuple(crossed)
 
 
 def crossover(one, other, rng):
@@ -770,16 +907,16 @@ def crossover(one, other, rng):
     -------
     Subnet
     """
+    deep = one
+    shallow = other
     if one.depth < other.depth:
-        one, other = other, one
-    depth = rng.choice((one.depth, other.depth))
-
-    def mixed(long, short):
-        return tuple(rng.choice((a, short[i])) if i < len(short) else a
-                     for i, a in enumerate(long[:depth]))
-
-    return Subnet(rng.choice((one.embed_dim, other.embed_dim)),
-                  mixed(one.num_heads, other.num_heads), mixed(one.mlp_ratio, other.mlp_ratio))
+        deep = other
+        shallow = one
+    depth = rng.choice((deep.depth, shallow.depth))
+    embed_dim = rng.choice((deep.embed_dim, shallow.embed_dim))
+    num_heads = _cross_entries(deep.num_heads, shallow.num_heads, depth=depth, rng=rng)
+    mlp_ratio = _cross_entries(deep.mlp_ratio, shallow.mlp_ratio, depth=depth, rng=rng)
+    return Subnet(embed_dim, num_heads, mlp_ratio)
 
 # %% ../nbs/44_autoformer.ipynb #budget
 def budget(supernet, *, max_params=None, min_params=None, max_operations=None):
@@ -801,18 +938,30 @@ def budget(supernet, *, max_params=None, min_params=None, max_operations=None):
     ValueError
         If the smallest network is above a limit, or the largest below one.
     """
-    limits = dict(max_params=(max_params, parameter_count, 1),
-                  min_params=(min_params, parameter_count, -1),
-                  max_operations=(max_operations, operations, 1))
-    limits = {name: limit for name, limit in limits.items() if limit[0] is not None}
-    for name, (limit, count, sign) in limits.items():
-        space = supernet.space
-        ends = [count(supernet, end) for end in (space.smallest(), space.largest())]
-        if all(sign * end > sign * limit for end in ends):
-            raise ValueError(f"{name} ({limit}) leaves no network; the space's have {ends[0]} "
-                             f"to {ends[1]}")
-    return lambda subnet: all(sign * count(supernet, subnet) <= sign * limit
-                              for limit, count, sign in limits.values())
+    smallest = supernet.space.smallest()
+    largest = supernet.space.largest()
+    fewest_params = parameter_count(supernet, smallest)
+    most_params = parameter_count(supernet, largest)
+    fewest_operations = operations(supernet, smallest)
+    most_operations = operations(supernet, largest)
+    if max_params is not None and fewest_params > max_params:
+        raise ValueError(f"max_params ({max_params}) leaves no network; the space's have "
+                         f"{fewest_params} to {most_params}")
+    if min_params is not None and most_params < min_params:
+        raise ValueError(f"min_params ({min_params}) leaves no network; the space's have "
+                         f"{fewest_params} to {most_params}")
+    if max_operations is not None and fewest_operations > max_operations:
+        raise ValueError(f"max_operations ({max_operations}) leaves no network; the space's "
+                         f"have {fewest_operations} to {most_operations}")
+
+    def fits(subnet):
+        params = parameter_count(supernet, subnet)
+        is_small = max_params is None or params <= max_params
+        is_large = min_params is None or params >= min_params
+        is_fast = max_operations is None or operations(supernet, subnet) <= max_operations
+        return is_small and is_large and is_fast
+
+    return fits
 
 
 def draw(make, count, fits, seen, tries=200):
@@ -876,21 +1025,38 @@ def search(score, supernet, *, population=50, generations=20, parents=10, crosso
     ValueError
         If no network is within the limits, none was found, or a score is NaN.
     """
-    room = max(1, population, crossovers + mutations)
-    crossovers, mutations = (n * population // room for n in (crossovers, mutations))
-    rng, space, fits, seen = random.Random(seed), supernet.space, budget(supernet, **limits), {}
+    wanted = max(1, population, crossovers + mutations)
+    crossovers = crossovers * population // wanted  # fewer, if the population is too small
+    mutations = mutations * population // wanted
+    rng = random.Random(seed)
+    space = supernet.space
+    fits = budget(supernet, **limits)
+    scores = {}  # of all networks so far
+
+    def random_network():
+        return sample(space, rng)
+
     for _ in range(generations):
-        best = sorted(seen, key=seen.get, reverse=True)[:parents]
+        best = sorted(scores, key=scores.get, reverse=True)[:parents]
         fresh = []
+
+        def mutant():
+            parent = rng.choice(best)
+            return mutate(parent, space, mutate_prob=mutate_prob, depth_prob=depth_prob,
+                          rng=rng)
+
+        def child():
+            one = rng.choice(best)
+            other = rng.choice(best)
+            return crossover(one, other, rng)
+
         if best:
-            fresh += draw(lambda: mutate(rng.choice(best), space, mutate_prob, depth_prob, rng),
-                          mutations, fits, seen)
-            fresh += draw(lambda: crossover(rng.choice(best), rng.choice(best), rng),
-                          crossovers, fits, {*seen, *fresh})
-        fresh += draw(lambda: sample(space, rng), population - len(fresh), fits,
-                      {*seen, *fresh})
-        seen |= scores_of(fresh, score)
-    return chosen(seen, limits)
+            fresh += draw(mutant, mutations, fits=fits, seen=scores)
+            fresh += draw(child, crossovers, fits=fits, seen={*scores, *fresh})
+        missing = population - len(fresh)
+        fresh += draw(random_network, missing, fits=fits, seen={*scores, *fresh})
+        scores |= scores_of(fresh, score)
+    return chosen(scores, limits)
 
 
 def random_search(score, supernet, *, evaluations=1000, seed=0, **limits):
@@ -917,9 +1083,15 @@ def random_search(score, supernet, *, evaluations=1000, seed=0, **limits):
     ValueError
         As of `search`.
     """
-    rng, fits = random.Random(seed), budget(supernet, **limits)
-    drawn = draw(lambda: sample(supernet.space, rng), evaluations, fits, {})
-    return chosen(scores_of(drawn, score), limits)
+    rng = random.Random(seed)
+    fits = budget(supernet, **limits)
+
+    def random_network():
+        return sample(supernet.space, rng)
+
+    drawn = draw(random_network, evaluations, fits=fits, seen={})
+    scores = scores_of(drawn, score)
+    return chosen(scores, limits)
 
 
 def scores_of(subnets, score):
@@ -942,9 +1114,10 @@ def scores_of(subnets, score):
     """
     scores = {}
     for subnet in subnets:
-        scores[subnet] = score(subnet)
-        if math.isnan(scores[subnet]):
+        value = score(subnet)
+        if math.isnan(value):
             raise ValueError(f"score returned nan for {subnet}; it must be a number")
+        scores[subnet] = value
     return scores
 
 
@@ -970,7 +1143,9 @@ def chosen(scores, limits):
     """
     if not scores:
         raise ValueError(f"no network within {limits} was found; allow more, or draw longer")
-    return max(scores, key=scores.get), list(scores.items())
+    best = max(scores, key=scores.get)
+    history = list(scores.items())
+    return best, history
 
 # %% ../nbs/44_autoformer.ipynb #small
 def at_places(images, labels, every=1):
@@ -990,9 +1165,15 @@ def at_places(images, labels, every=1):
         From -1 to 3; the mean of digits is then about -0.2, the deviation about 1.3.
     labels : Tensor, shape (9 n,), or fewer
     """
-    places = [F.pad(images, (x, 2 - x, y, 2 - y)) for y in range(3) for x in range(3)]
-    placed = torch.stack(places[::every], dim=1)  # (n, 9, C, H + 2, W + 2)
-    return 4 * placed.flatten(0, 1) - 1, labels.repeat_interleave(placed.shape[1])
+    places = []
+    for top in range(3):
+        for left in range(3):
+            places.append(F.pad(images, (left, 2 - left, top, 2 - top)))
+    places = places[::every]
+    placed = torch.stack(places, dim=1)  # (n, 9, C, H + 2, W + 2)
+    placed = placed.flatten(0, 1)  # -> (9 n, C, H + 2, W + 2)
+    labels = labels.repeat_interleave(len(places))  # (n,) -> (9 n,)
+    return 4 * placed - 1, labels
 
 
 def small_supernet(sharing=SuperTransformer, **shape):
@@ -1007,7 +1188,8 @@ def small_supernet(sharing=SuperTransformer, **shape):
     """
     space = Space(embed_dim=(16, 32, 48), depth=(1, 2, 3, 4), num_heads=(1, 2, 3),
                   mlp_ratio=(1, 2, 4))
-    shape = dict(img_size=10, patch_size=2, num_classes=10, in_chans=1) | shape
+    digits = dict(img_size=10, patch_size=2, num_classes=10, in_chans=1)
+    shape = digits | shape
     return sharing(space, head_dim=16, max_distance=4, **shape)
 
 # %% ../nbs/44_autoformer.ipynb #losses
@@ -1018,7 +1200,8 @@ def random_subnet(space):
     -------
     Subnet
     """
-    return sample(space, int(torch.randint(2**31, ())))
+    seed = int(torch.randint(2**31, ()))
+    return sample(space, seed)
 
 
 def uniform_loss(supernet, images, labels):
@@ -1054,6 +1237,9 @@ def sandwich_loss(supernet, images, labels):
     Tensor, scalar
     """
     space = supernet.space
-    subnets = space.largest(), space.smallest(), random_subnet(space)
-    return sum(F.cross_entropy(supernet(images, subnet), labels, reduction="sum")
-               for subnet in subnets)
+    subnets = [space.largest(), space.smallest(), random_subnet(space)]
+    loss = 0.0
+    for subnet in subnets:
+        logits = supernet(images, subnet)
+        loss = loss + F.cross_entropy(logits, labels, reduction="sum")
+    return loss

@@ -10,7 +10,6 @@ __all__ = ['SoftAttention', 'PlaceEncoder', 'Captioner', 'check_captions', 'capt
 
 # %% ../nbs/45_spatial.ipynb #imports
 import math
-from collections import OrderedDict
 from contextlib import contextmanager
 from numbers import Real
 from typing import NamedTuple
@@ -51,7 +50,9 @@ class SoftAttention(nn.Module):
 
     def logits(self, keys, h):
         """The scores wᵀ tanh(W_h h + W_a aᵢ): (B, L, attention_dim), (B, H) -> (B, L)."""
-        return self.scores.score((self.scores.query_proj(h)[:, None] + keys).tanh())[..., 0]
+        query = self.scores.query_proj(h)[:, None]  # (B, H) -> (B, 1, attention_dim)
+        hidden = (query + keys).tanh()  # (B, L, attention_dim)
+        return self.scores.score(hidden)[..., 0]  # -> (B, L, 1) -> (B, L)
 
     def forward(self, places, h, prepared=None):
         """Look at places (B, L, D) with states (B, H).
@@ -65,9 +66,10 @@ class SoftAttention(nn.Module):
         weights : Tensor, shape (B, L)
         """
         keys = self.prepare(places) if prepared is None else prepared
-        weights = self.logits(keys, h).softmax(-1)
-        mean = (weights[:, None] @ places)[:, 0]  # (B, 1, L) @ (B, L, D)
-        return self.gate(h).sigmoid() * mean, weights
+        weights = self.logits(keys, h).softmax(-1)  # (B, L)
+        mean = weights[:, None] @ places  # (B, 1, L) @ (B, L, D) -> (B, 1, D)
+        context = self.gate(h).sigmoid() * mean[:, 0]
+        return context, weights
 
 # %% ../nbs/45_spatial.ipynb #encoder-class
 class PlaceEncoder(nn.Module):
@@ -96,12 +98,21 @@ class PlaceEncoder(nn.Module):
             raise ValueError(f"dim ({dim}) must be at least 2: the first map has half of it")
         if img_size % 4:
             raise ValueError(f"img_size ({img_size}) must be a multiple of 4")
-        layers = []
-        for before, width, stride in ((3, dim // 2, 2), (dim // 2, dim, 2), (dim, dim, 1)):
-            layers += [nn.Conv2d(before, width, 3, stride, 1, bias=False),
-                       nn.BatchNorm2d(width), nn.ReLU()]
-        self.layers, self.num_channels = nn.Sequential(*layers), dim
-        self.position = nn.Parameter(0.1 * torch.randn(dim, img_size // 4, img_size // 4))
+        half = dim // 2
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, half, kernel_size=3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(half),
+            nn.ReLU(),
+            nn.Conv2d(half, dim, kernel_size=3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(dim),
+            nn.ReLU(),
+            nn.Conv2d(dim, dim, kernel_size=3, stride=1, padding=1, bias=False),
+            nn.BatchNorm2d(dim),
+            nn.ReLU(),
+        )
+        self.num_channels = dim
+        side = img_size // 4
+        self.position = nn.Parameter(0.1 * torch.randn(dim, side, side))
 
     def forward(self, images):
         """Images (B, 3, H, W) to maps (B, dim, H / 4, W / 4)."""
@@ -154,14 +165,17 @@ class Captioner(nn.Module):
         if not hasattr(self.encoder, "num_channels"):
             raise TypeError(f"encoder of type {type(encoder).__name__} must have the attribute "
                             "num_channels, the channels of its maps")
-        dim, self.max_length, self.pad_id = self.encoder.num_channels, max_length, pad_id
         self.vocab_size = vocab_size
+        self.max_length = max_length
+        self.pad_id = pad_id
+        dim = self.encoder.num_channels
         self.embed = nn.Embedding(vocab_size, hidden_dim)
         self.first_h = nn.Sequential(nn.Linear(dim, hidden_dim), nn.Tanh())
         self.first_c = nn.Sequential(nn.Linear(dim, hidden_dim), nn.Tanh())
         self.attend = attention(dim, hidden_dim, hidden_dim)
-        hard = isinstance(self.attend, HardAttention)
-        self.baseline = RewardBaseline(max_length) if hard else None
+        self.baseline = None
+        if isinstance(self.attend, HardAttention):
+            self.baseline = RewardBaseline(max_length)
         self.cell = nn.LSTMCell(hidden_dim + dim, hidden_dim)
         self.from_h = nn.Linear(hidden_dim, hidden_dim, bias=False)  # L_h
         self.from_context = nn.Linear(dim, hidden_dim, bias=False)  # L_z
@@ -171,7 +185,9 @@ class Captioner(nn.Module):
         """Images (B, 3, H, W) to places (B, L, D) and a mask (B, 1, 1, L), True everywhere."""
         places = self.encoder(images).flatten(2)  # (B, D, H, W) -> (B, D, L)
         places = places.transpose(1, 2).contiguous()  # -> (B, L, D)
-        return places, places.new_ones(places.shape[0], 1, 1, places.shape[1]).bool()
+        B, L, _ = places.shape
+        mask = places.new_ones(B, 1, 1, L).bool()
+        return places, mask
 
     def start(self, places):
         """The first state, (2, B, hidden_dim): h₀ and c₀ from the mean of the places."""
@@ -186,17 +202,22 @@ class Captioner(nn.Module):
         h, c = state
         y = self.embed(token)
         context, *looks = self.attend(places, h, prepared)
-        h, c = self.cell(torch.cat([y, context], dim=-1), (h, c))
+        inputs = torch.cat([y, context], dim=-1)  # (B, hidden_dim + D)
+        h, c = self.cell(inputs, (h, c))
         logits = self.output(y + self.from_h(h) + self.from_context(context))
         return logits, *looks, torch.stack([h, c])
 
     def unroll(self, tokens, state, places, prepared):
         """The steps after tokens (B, T): logits (B, T, vocab), weights (B, T, L), the state."""
-        rows = []
+        steps = []
         for token in tokens.unbind(1):
-            *row, state = self.step(token, state, places, prepared)
-            rows.append(row)
-        return *(torch.stack(x, dim=1) for x in zip(*rows)), state
+            # logits, weights, what else the attention returns, and the state
+            *found, state = self.step(token, state, places=places, prepared=prepared)
+            steps.append(found)
+        sequences = []
+        for of_all_steps in zip(*steps):  # the logits of all steps, then the weights, ...
+            sequences.append(torch.stack(of_all_steps, dim=1))
+        return *sequences, state
 
     def forward(self, images, tokens):
         """Logits of the word after each token, and where the model looks for it.
@@ -220,10 +241,12 @@ class Captioner(nn.Module):
             If a caption has no token or one that is unknown, or there are not as many captions
             as images.
         """
-        check_captions(tokens, images.shape[0], self.vocab_size, self.pad_id)
+        check_captions(tokens, count=images.shape[0], vocab_size=self.vocab_size,
+                       pad_id=self.pad_id)
         places, _ = self.encode(images)
-        *found, _ = self.unroll(tokens, self.start(places), places,
-                                self.attend.prepare(places))
+        state = self.start(places)
+        prepared = self.attend.prepare(places)
+        *found, _ = self.unroll(tokens, state, places=places, prepared=prepared)
         return tuple(found)
 
     def decode(self, tokens, memory, mask=None, cache=None):
@@ -231,10 +254,11 @@ class Captioner(nn.Module):
 
         With a cache only the tokens that it has not seen are given; it keeps the state.
         """
-        state, prepared = self.start(memory), self.attend.prepare(memory)
+        state = self.start(memory)
+        prepared = self.attend.prepare(memory)
         if cache is not None and len(cache):
             state = cache.room[0]
-        logits, *_, state = self.unroll(tokens, state, memory, prepared)
+        logits, *_, state = self.unroll(tokens, state, places=memory, prepared=prepared)
         if cache is not None:
             cache.room[0] = state
             cache.advance(tokens.shape[1])
@@ -261,7 +285,8 @@ def check_captions(tokens, count, vocab_size, pad_id):
                          "for each image, with at least one token")
     if count == 0:
         return
-    low, high = tokens.min().item(), tokens.max().item()
+    low = tokens.min().item()
+    high = tokens.max().item()
     if not 0 <= low <= high < vocab_size:
         raise ValueError(f"tokens has numbers from {low} to {high}; they must be from 0 to "
                          f"{vocab_size - 1}")
@@ -302,7 +327,8 @@ def caption_loss(logits, targets, weights=None, penalty=0.0, pad_id=0):
         raise ValueError(f"weights (None) must be given for a penalty ({penalty})")
     total = F.cross_entropy(logits.mT, targets, ignore_index=pad_id, reduction="sum")
     if penalty:
-        coverage = (weights * (targets != pad_id)[..., None]).sum(1)  # (B, T, L) -> (B, L)
+        words = targets != pad_id  # (B, T)
+        coverage = (weights * words[..., None]).sum(1)  # (B, T, L) -> (B, L)
         total = total + penalty * (1 - coverage).square().sum()
     return total / targets.shape[0]
 
@@ -334,10 +360,13 @@ def weight_on_objects(weights, masks):
     if side == 0 or side**2 != weights.shape[-1]:
         raise ValueError(f"weights of shape {tuple(weights.shape)} must have a square number "
                          "of places, their last axis")
-    on = F.adaptive_avg_pool2d(masks.float(), side).flatten(2) > 0  # (B, O, L)
+    covered = F.adaptive_avg_pool2d(masks.float(), side)  # (B, O, H, W) -> (B, O, side, side)
+    on_object = (covered.flatten(2) > 0).to(weights.dtype)  # (B, O, L), of zeros and ones
     best = F.one_hot(weights.argmax(-1), weights.shape[-1])  # (B, T, L)
-    on = on.to(weights.dtype)
-    return weights @ on.mT, best.to(weights.dtype) @ on.mT > 0, on.mean(-1)
+    mass = weights @ on_object.mT  # (B, T, L) @ (B, L, O) -> (B, T, O)
+    peak = best.to(weights.dtype) @ on_object.mT > 0
+    area = on_object.mean(-1)
+    return mass, peak, area
 
 # %% ../nbs/45_spatial.ipynb #hard-class
 class HardAttention(SoftAttention):
@@ -368,7 +397,9 @@ class HardAttention(SoftAttention):
         coins = torch.ones(places.shape[0], 1, device=places.device)
         if self.training:  # else no random number is drawn
             coins.uniform_()
-        return super().prepare(places), coins < self.soft_share
+        keys = super().prepare(places)
+        soft = coins < self.soft_share
+        return keys, soft
 
     def forward(self, places, h, prepared=None):
         """Look at one of the places (B, L, D) with states (B, H).
@@ -383,15 +414,23 @@ class HardAttention(SoftAttention):
         entropy : Tensor, shape (B,)
             Of the distribution, in nats.
         """
-        keys, soft = self.prepare(places) if prepared is None else prepared
+        if prepared is None:
+            prepared = self.prepare(places)
+        keys, soft = prepared
         log_p = self.logits(keys, h).log_softmax(-1)  # (B, L)
         weights = log_p.exp()
-        place = torch.multinomial(weights, 1) if self.training else log_p.argmax(-1, True)
-        taken = torch.zeros_like(weights).scatter(1, place, 1.0)
-        read = torch.where(soft, weights, taken)[:, None] @ places  # (B, 1, D)
-        log_prob = log_p.gather(1, place).masked_fill(soft, 0.0)[:, 0]
+        if self.training:
+            place = torch.multinomial(weights, 1)  # (B, 1)
+        else:
+            place = log_p.argmax(-1, keepdim=True)
+        taken = torch.zeros_like(weights).scatter(1, place, 1.0)  # (B, L), one-hot
+        read_weights = torch.where(soft, weights, taken)
+        read = read_weights[:, None] @ places  # (B, 1, L) @ (B, L, D) -> (B, 1, D)
+        log_prob = log_p.gather(1, place)  # (B, 1)
+        log_prob = log_prob.masked_fill(soft, 0.0)
         entropy = -(weights * log_p).sum(-1)
-        return self.gate(h).sigmoid() * read[:, 0], weights, log_prob, entropy
+        context = self.gate(h).sigmoid() * read[:, 0]
+        return context, weights, log_prob[:, 0], entropy
 
 # %% ../nbs/45_spatial.ipynb #reinforce-loss
 class RewardBaseline(nn.Module):
@@ -450,7 +489,8 @@ class RewardBaseline(nn.Module):
         ValueError
             If captions are longer than the means.
         """
-        padding = (0, len(self.means) - len(self(reward.shape[1])))
+        used = self(reward.shape[1])  # raises if captions are longer than the means
+        padding = (0, len(self.means) - len(used))
         reward = reward.masked_fill(~words, 0)
         total = F.pad(reward.sum(0), padding)  # (T,) -> (max_length,)
         count = F.pad(words.sum(0), padding)
@@ -531,15 +571,17 @@ def changed_attention(model, change):
     def read_again(attend, inputs, output):
         places, h = inputs[:2]
         weights = change(output[1])
-        read = weights
+        read_weights = weights
         others = output[2:]
         if hard:
             place = weights.argmax(-1, keepdim=True)  # (B, 1)
-            read = torch.zeros_like(weights).scatter(1, place, 1.0)
-            log_p = weights.log()
-            others = log_p.gather(1, place)[:, 0], torch.special.entr(weights).sum(-1)
-        context = (read[:, None] @ places)[:, 0]  # (B, 1, L) @ (B, L, D)
-        return attend.gate(h).sigmoid() * context, weights, *others
+            read_weights = torch.zeros_like(weights).scatter(1, place, 1.0)
+            log_prob = weights.log().gather(1, place)[:, 0]
+            entropy = torch.special.entr(weights).sum(-1)
+            others = (log_prob, entropy)
+        read = read_weights[:, None] @ places  # (B, 1, L) @ (B, L, D) -> (B, 1, D)
+        context = attend.gate(h).sigmoid() * read[:, 0]
+        return context, weights, *others
 
     hook = model.attend.register_forward_hook(read_again)
     try:
@@ -573,7 +615,9 @@ class AttentionGate(nn.Module):
         if score not in ("dot", "additive"):
             raise ValueError(f"score ({score!r}) must be 'dot' or 'additive'")
         self.dim = dim
-        self.u = None if score == "dot" else nn.Parameter(torch.randn(dim) * dim**-0.5)
+        self.u = None
+        if score == "additive":
+            self.u = nn.Parameter(torch.randn(dim) * dim**-0.5)
 
     def forward(self, features, g):
         """Attend to local features (B, D, H, W) with global vectors (B, D).
@@ -595,15 +639,25 @@ class AttentionGate(nn.Module):
         if features.shape[:2] != g.shape:
             raise ValueError(f"g of shape {tuple(g.shape)} must have batch and width of the "
                              f"features, {tuple(features.shape[:2])}")
-        places, g = features.flatten(2).transpose(1, 2), g[:, None]  # (B, HW, D), (B, 1, D)
-        if self.u is None:
-            weights = attention_weights(g, places, scale=1.0)
-        else:
-            weights = attention_weights(self.u.expand_as(g), places + g, scale=1.0)
+        places = features.flatten(2).transpose(1, 2)  # (B, D, H, W) -> (B, D, HW) -> (B, HW, D)
+        query = g[:, None]  # (B, 1, D)
+        keys = places
+        if self.u is not None:
+            keys = places + query
+            query = self.u.expand_as(query)
+        weights = attention_weights(query, keys, scale=1.0)  # (B, 1, HW)
         attended = weights @ places  # (B, 1, HW) @ (B, HW, D) -> (B, 1, D)
-        return attended[:, 0], weights.view(-1, *features.shape[2:])
+        height, width = features.shape[2:]
+        return attended[:, 0], weights.view(-1, height, width)
 
 # %% ../nbs/45_spatial.ipynb #convnet-class
+def _conv_layer(in_channels, out_channels, stride):
+    """A 3 × 3 convolution, a batch norm, and a ReLU."""
+    conv = nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=stride, padding=1,
+                     bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(out_channels), nn.ReLU())
+
+
 class AttentiveConvnet(nn.Module):
     """A small convolutional network whose local features are pooled in one of five ways.
 
@@ -639,25 +693,39 @@ class AttentiveConvnet(nn.Module):
                              "'global'")
         if not isinstance(img_size, int) or img_size < 16 or img_size % 16:
             raise ValueError(f"img_size ({img_size!r}) must be a positive multiple of 16")
-
-        def layer(inside, out, stride):
-            conv = nn.Conv2d(inside, out, 3, stride, padding=1, bias=False)
-            return nn.Sequential(conv, nn.BatchNorm2d(out), nn.ReLU())
-
-        self.pool, attends = pool, pool in ("dot", "additive")
-        self.img_size, self.questions = img_size, questions
-        self.local = nn.Sequential(layer(3, 16, 2), layer(16, 32, 2), layer(32, dim, 1),
-                                   layer(dim, dim, 1))
-        self.deeper = None
-        if pool == "global" or attends and not questions:
-            self.deeper = nn.Sequential(layer(dim, dim, 2), layer(dim, dim, 2), nn.Flatten(),
-                                        nn.Linear(dim * (img_size // 16) ** 2, dim))
-        if questions:
+        attends = pool in ("dot", "additive")
+        asks_global = attends and questions == 0
+        self.pool = pool
+        self.img_size = img_size
+        self.questions = questions
+        self.local = nn.Sequential(
+            _conv_layer(3, 16, stride=2),
+            _conv_layer(16, 32, stride=2),
+            _conv_layer(32, dim, stride=1),
+            _conv_layer(dim, dim, stride=1),
+        )
+        self.deeper = None  # makes the global vector
+        if pool == "global" or asks_global:
+            side = img_size // 16
+            self.deeper = nn.Sequential(
+                _conv_layer(dim, dim, stride=2),
+                _conv_layer(dim, dim, stride=2),
+                nn.Flatten(),
+                nn.Linear(dim * side**2, dim),
+            )
+        pooled_dim = dim
+        if questions > 0:
             self.question = nn.Embedding(questions, dim)
             nn.init.normal_(self.question.weight, std=0.2)  # else the first maps are one place
-        self.gate = AttentionGate(dim, pool) if attends else None
-        self.head = nn.Sequential(nn.Linear(dim * (1 + bool(questions)), dim), nn.ReLU(),
-                                  nn.Linear(dim, num_classes))
+            pooled_dim = 2 * dim  # the question's vector is appended
+        self.gate = None
+        if attends:
+            self.gate = AttentionGate(dim, score=pool)
+        self.head = nn.Sequential(
+            nn.Linear(pooled_dim, dim),
+            nn.ReLU(),
+            nn.Linear(dim, num_classes),
+        )
 
     def forward(self, images, question=None):
         """Logits (B, num_classes) for images (B, 3, H, W), and the map (B, H / 4, W / 4) or
@@ -671,15 +739,22 @@ class AttentiveConvnet(nn.Module):
         if self.deeper is not None and images.shape[-2:] != size:
             raise ValueError(f"images of shape {tuple(images.shape)} must be (B, 3, {size[0]}, "
                              f"{size[1]})")
-        x, weights = self.local(images), None  # (B, dim, H / 4, W / 4)
-        asked = None if question is None else self.question(question)
+        x = self.local(images)  # (B, 3, H, W) -> (B, dim, H / 4, W / 4)
+        asked = None
+        if question is not None:
+            asked = self.question(question)  # (B,) -> (B, dim)
+        weights = None
         if self.gate is not None:
-            pooled, weights = self.gate(x, self.deeper(x) if asked is None else asked)
+            g = self.deeper(x) if asked is None else asked
+            pooled, weights = self.gate(x, g)
         elif self.pool == "global":
             pooled = self.deeper(x)
+        elif self.pool == "mean":
+            pooled = x.mean((2, 3))
         else:
-            pooled = x.mean((2, 3)) if self.pool == "mean" else x.amax((2, 3))
-        pooled = pooled if asked is None else torch.cat([pooled, asked], dim=1)
+            pooled = x.amax((2, 3))
+        if asked is not None:
+            pooled = torch.cat([pooled, asked], dim=1)  # (B, 2 dim)
         return self.head(pooled), weights
 
 # %% ../nbs/45_spatial.ipynb #bank-class
@@ -707,7 +782,8 @@ class FilterBank:
     def __init__(self, image_size, glimpse):
         check_sizes(image_size=image_size)
         check_counts(glimpse=glimpse)
-        self.size, self.glimpse = to_2tuple(image_size), glimpse
+        self.size = to_2tuple(image_size)
+        self.glimpse = glimpse
         if glimpse > min(self.size):
             raise ValueError(f"glimpse ({glimpse}) must be at most the image's smaller side "
                              f"({min(self.size)})")
@@ -720,34 +796,49 @@ class FilterBank:
         numbers = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
         x, y, log_variance, log_stride, log_gamma = numbers.unbind(-1)
         height, width = self.size
-        whole = (max(self.size) - 1) / max(1, self.glimpse - 1)
-        return ((width + 1) / 2 * (x + 1), (height + 1) / 2 * (y + 1),
-                whole * log_stride.exp(), (log_variance / 2).exp(), log_gamma.exp())
+        center_x = (width + 1) / 2 * (x + 1)
+        center_y = (height + 1) / 2 * (y + 1)
+        whole = (max(self.size) - 1) / max(1, self.glimpse - 1)  # stride that spans the image
+        stride = whole * log_stride.exp()
+        sigma = (log_variance / 2).exp()
+        gamma = log_gamma.exp()
+        return center_x, center_y, stride, sigma, gamma
+
+    def _along_axis(self, center, stride, sigma, length):
+        """The filters (B, N, length) of one axis, for its center, stride, and σ (B, 1, 1)."""
+        options = dict(device=center.device, dtype=center.dtype)
+        i = torch.arange(1, self.glimpse + 1, **options)[:, None]  # filters, (N, 1)
+        a = torch.arange(1, length + 1, **options)  # pixels, (length,)
+        mu = center + (i - self.glimpse / 2 - 0.5) * stride  # (B, N, 1)
+        exponents = -(((a - mu) / sigma) ** 2) / 2  # (B, N, length)
+        return exponents.softmax(-1)
 
     def filters(self, numbers):
         """The filters F_Y (B, N, H) and F_X (B, N, W) for numbers (B, 5); rows sum to 1."""
-        x, y, stride, sigma, _ = (t[:, None, None] for t in self.window(numbers))
-        i = torch.arange(1, self.glimpse + 1, device=numbers.device)[:, None]  # (N, 1)
+        x, y, stride, sigma, _ = self.window(numbers)  # (B,) each
+        stride = stride[:, None, None]  # (B, 1, 1)
+        sigma = sigma[:, None, None]
+        height, width = self.size
+        F_Y = self._along_axis(y[:, None, None], stride, sigma, length=height)
+        F_X = self._along_axis(x[:, None, None], stride, sigma, length=width)
+        return F_Y.to(numbers.dtype), F_X.to(numbers.dtype)
 
-        def bank(center, length):
-            a = torch.arange(1, length + 1, device=numbers.device)
-            mu = center + (i - self.glimpse / 2 - 0.5) * stride  # (B, N, 1)
-            filters = (-(((a - mu) / sigma) ** 2) / 2).softmax(-1)  # (B, N, length)
-            return filters.to(numbers.dtype)
-
-        return bank(y, self.size[0]), bank(x, self.size[1])
+    def _filters_and_gamma(self, numbers):
+        """F_Y (B, 1, N, H), F_X (B, 1, N, W), and γ (B, 1, 1, 1), the same for all channels."""
+        F_Y, F_X = self.filters(numbers)
+        *_, gamma = self.window(numbers)  # (B,)
+        gamma = gamma[:, None, None, None].to(numbers.dtype)
+        return F_Y[:, None], F_X[:, None], gamma
 
     def read(self, image, numbers):
         """γ F_Y x F_Xᵀ: glimpses (B, C, N, N) of images (B, C, H, W)."""
-        rows, columns = self.filters(numbers)
-        gamma = self.window(numbers)[-1][:, None, None, None].to(numbers.dtype)
-        return gamma * (rows[:, None] @ image @ columns[:, None].mT)
+        F_Y, F_X, gamma = self._filters_and_gamma(numbers)
+        return gamma * (F_Y @ image @ F_X.mT)
 
     def write(self, patch, numbers):
         """F_Yᵀ w F_X / γ: patches (B, C, N, N) put into images (B, C, H, W)."""
-        rows, columns = self.filters(numbers)
-        gamma = self.window(numbers)[-1][:, None, None, None].to(numbers.dtype)
-        return rows[:, None].mT @ patch @ columns[:, None] / gamma
+        F_Y, F_X, gamma = self._filters_and_gamma(numbers)
+        return F_Y.mT @ patch @ F_X / gamma
 
 # %% ../nbs/45_spatial.ipynb #draw-class
 class Drawing(NamedTuple):
@@ -788,36 +879,50 @@ class Draw(nn.Module):
         super().__init__()
         check_sizes(image_size=image_size)
         check_counts(steps=steps, hidden_dim=hidden_dim, latent_dim=latent_dim)
-        self.size, self.steps = to_2tuple(image_size), steps
-        self.bank = None if glimpse is None else FilterBank(image_size, glimpse)
-        self.patch = (1, *self.size) if glimpse is None else (1, glimpse, glimpse)
+        self.size = to_2tuple(image_size)
+        self.steps = steps
+        if glimpse is None:
+            self.bank = None
+            self.patch = (1, *self.size)
+        else:
+            self.bank = FilterBank(image_size, glimpse)
+            self.patch = (1, glimpse, glimpse)
         seen = math.prod(self.patch)
         self.canvas = nn.Parameter(torch.zeros(1, *self.size))
         self.encoder = nn.LSTMCell(2 * seen + hidden_dim, hidden_dim)
         self.posterior = nn.Linear(hidden_dim, 2 * latent_dim)
         self.decoder = nn.LSTMCell(latent_dim, hidden_dim)
         self.painter = nn.Linear(hidden_dim, seen)
-        if self.bank:
+        if self.bank is not None:
             self.read_window = nn.Linear(hidden_dim, 5)
             self.write_window = nn.Linear(hidden_dim, 5)
 
     def read(self, images, canvas, hidden):
         """What is seen of images (B, 1, H, W), and of what the canvas still lacks."""
-        x = torch.cat([images, images - canvas.sigmoid()], dim=1)
-        return self.bank.read(x, self.read_window(hidden)) if self.bank else x
+        x = torch.cat([images, images - canvas.sigmoid()], dim=1)  # (B, 2, H, W)
+        if self.bank is None:
+            return x
+        window = self.read_window(hidden)  # (B, 5)
+        return self.bank.read(x, window)  # (B, 2, H, W) -> (B, 2, N, N)
 
     def write(self, hidden):
         """What a decoder's state (B, hidden_dim) adds to the canvas: (B, 1, H, W)."""
-        patch = self.painter(hidden).unflatten(1, self.patch)
-        return self.bank.write(patch, self.write_window(hidden)) if self.bank else patch
+        patch = self.painter(hidden)  # (B, N N), or (B, H W) without attention
+        patch = patch.unflatten(1, self.patch)  # -> (B, 1, N, N), or (B, 1, H, W)
+        if self.bank is None:
+            return patch
+        window = self.write_window(hidden)  # (B, 5)
+        return self.bank.write(patch, window)  # -> (B, 1, H, W)
 
     def infer(self, images, canvas, hidden, state):
         """Latents (B, latent_dim), their divergence (B,) in nats, the encoder's next state."""
-        glimpse = self.read(images, canvas, hidden).flatten(1)
-        state = self.encoder(torch.cat([glimpse, hidden], dim=1), state)
-        mean, log_sigma = self.posterior(state[0]).chunk(2, dim=1)
+        glimpse = self.read(images, canvas, hidden)  # (B, 2, N, N), or (B, 2, H, W)
+        inputs = torch.cat([glimpse.flatten(1), hidden], dim=1)
+        h, c = self.encoder(inputs, state)
+        mean, log_sigma = self.posterior(h).chunk(2, dim=1)  # (B, latent_dim) each
         kl = (mean**2 + (2 * log_sigma).exp() - 1) / 2 - log_sigma
-        return mean + log_sigma.exp() * torch.randn_like(mean), kl.sum(1), state
+        z = mean + log_sigma.exp() * torch.randn_like(mean)
+        return z, kl.sum(1), (h, c)
 
     def forward(self, images=None, count=1):
         """The `Drawing` of images (B, 1, H, W), or of `count` samples from the prior."""
@@ -828,20 +933,29 @@ class Draw(nn.Module):
             check_naturals(count=count)
         batch = count if images is None else images.shape[0]
         hidden = self.canvas.new_zeros(batch, self.decoder.hidden_size)
-        seen = drawn = (hidden, hidden)  # hidden state and cell of both LSTMs
-        canvas, canvases, kls, states = self.canvas.expand(batch, 1, -1, -1), [], [], [hidden]
+        encoder_state = (hidden, hidden)  # hidden state and cell
+        decoder_state = (hidden, hidden)
+        canvas = self.canvas.expand(batch, 1, -1, -1)  # (1, H, W) -> (B, 1, H, W)
+        canvases = []
+        kls = []
+        states = [hidden]
         for _ in range(self.steps):
             if images is None:
-                z = hidden.new_empty(batch, self.decoder.input_size).normal_()
-                kl = hidden.new_zeros(batch)
+                z = self.canvas.new_empty(batch, self.decoder.input_size).normal_()
+                kl = self.canvas.new_zeros(batch)
             else:
-                z, kl, seen = self.infer(images, canvas, drawn[0], seen)
-            drawn = self.decoder(z, drawn)
-            canvas = canvas + self.write(drawn[0])
+                z, kl, encoder_state = self.infer(images, canvas, hidden, state=encoder_state)
+            decoder_state = self.decoder(z, decoder_state)
+            hidden, _ = decoder_state
+            canvas = canvas + self.write(hidden)
             canvases.append(canvas[:, 0])
             kls.append(kl)
-            states.append(drawn[0])
-        return Drawing(*(torch.stack(some, dim=1) for some in (canvases, kls, states)))
+            states.append(hidden)
+        return Drawing(
+            canvas=torch.stack(canvases, dim=1),
+            kl=torch.stack(kls, dim=1),
+            states=torch.stack(states, dim=1),
+        )
 
 # %% ../nbs/45_spatial.ipynb #draw-loss
 def draw_loss(drawing, images):
@@ -860,7 +974,8 @@ def draw_loss(drawing, images):
     """
     last = drawing.canvas[:, -1:]  # (B, 1, H, W)
     cost = F.binary_cross_entropy_with_logits(last, images.to(last), reduction="none")
-    return cost.sum((1, 2, 3)) + drawing.kl.sum(1)
+    cost = cost.sum((1, 2, 3))  # (B, 1, H, W) -> (B,)
+    return cost + drawing.kl.sum(1)
 
 # %% ../nbs/45_spatial.ipynb #squeeze-class
 def reduced_channels(channels, rd_ratio, rd_divisor):
@@ -887,7 +1002,8 @@ def reduced_channels(channels, rd_ratio, rd_divisor):
     if int(channels * rd_ratio + 0.5) < 1:
         raise ValueError(f"rd_ratio ({rd_ratio}) leaves no channel of {channels}; it must be "
                          f"at least {0.5 / channels:.3g}")
-    return max(rd_divisor, int(channels * rd_ratio + rd_divisor / 2) // rd_divisor * rd_divisor)
+    factor = int(channels * rd_ratio + rd_divisor / 2) // rd_divisor  # rounded to the nearest
+    return max(rd_divisor, factor * rd_divisor)
 
 
 class SqueezeExcite(nn.Module):
@@ -917,8 +1033,9 @@ class SqueezeExcite(nn.Module):
 
     def gate(self, x):
         """The gates (B, C, 1, 1), in (0, 1), of maps (B, C, H, W)."""
-        z = x.mean((2, 3), keepdim=True)
-        return self.fc2(self.fc1(z).relu()).sigmoid()
+        z = x.mean((2, 3), keepdim=True)  # (B, C, H, W) -> (B, C, 1, 1)
+        z = self.fc1(z).relu()  # -> (B, hidden, 1, 1)
+        return self.fc2(z).sigmoid()  # -> (B, C, 1, 1)
 
     def forward(self, x):
         """Gated maps (B, C, H, W)."""
@@ -955,8 +1072,10 @@ class EfficientChannelAttention(nn.Module):
 
     def forward(self, x):
         """Gated maps (B, C, H, W)."""
-        z = x.mean((2, 3))[:, None]  # (B, C, H, W) -> (B, 1, C)
-        return x * self.conv(z).sigmoid().mT[..., None]  # (B, 1, C) -> (B, C, 1, 1)
+        z = x.mean((2, 3))[:, None]  # (B, C, H, W) -> (B, C) -> (B, 1, C)
+        gates = self.conv(z).sigmoid()  # (B, 1, C)
+        gates = gates.mT[..., None]  # -> (B, C, 1) -> (B, C, 1, 1)
+        return x * gates
 
 # %% ../nbs/45_spatial.ipynb #cbam-class
 class ChannelSpatialAttention(nn.Module):
@@ -990,23 +1109,33 @@ class ChannelSpatialAttention(nn.Module):
         if first not in ("mean", "max"):
             raise ValueError(f"first ({first!r}) must be 'mean' or 'max'")
         self.first = first
-        self.channel = nn.Sequential(OrderedDict(
-            fc1=nn.Conv2d(channels, hidden, 1, bias=mlp_bias), act=nn.ReLU(),
-            fc2=nn.Conv2d(hidden, channels, 1, bias=mlp_bias)))
+        self.channel = nn.Sequential()
+        self.channel.add_module("fc1", nn.Conv2d(channels, hidden, 1, bias=mlp_bias))
+        self.channel.add_module("act", nn.ReLU())
+        self.channel.add_module("fc2", nn.Conv2d(hidden, channels, 1, bias=mlp_bias))
+        conv_and_norm = nn.Sequential()
         conv = nn.Conv2d(2, 1, kernel_size, padding=kernel_size // 2, bias=False)
-        self.spatial = nn.Sequential(OrderedDict(
-            conv=nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(1)))))
+        conv_and_norm.add_module("conv", conv)
+        conv_and_norm.add_module("bn", nn.BatchNorm2d(1))
+        self.spatial = nn.Sequential()
+        self.spatial.add_module("conv", conv_and_norm)
 
     def gate_channels(self, x):
         """The gates (B, C, 1, 1) of maps (B, C, H, W)."""
-        pools = x.mean((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
-        return sum(self.channel(pool) for pool in pools).sigmoid()
+        mean = x.mean((2, 3), keepdim=True)  # (B, C, H, W) -> (B, C, 1, 1)
+        largest = x.amax((2, 3), keepdim=True)
+        logits = self.channel(mean) + self.channel(largest)  # (B, C, 1, 1)
+        return logits.sigmoid()
 
     def gate_places(self, x):
         """The gates (B, 1, H, W) of maps (B, C, H, W)."""
-        pools = [x.mean(1, keepdim=True), x.amax(1, keepdim=True)]
-        pools = pools if self.first == "mean" else pools[::-1]
-        return self.spatial(torch.cat(pools, dim=1)).sigmoid()
+        mean = x.mean(1, keepdim=True)  # (B, C, H, W) -> (B, 1, H, W)
+        largest = x.amax(1, keepdim=True)
+        if self.first == "mean":
+            pooled = torch.cat([mean, largest], dim=1)  # (B, 2, H, W)
+        else:
+            pooled = torch.cat([largest, mean], dim=1)
+        return self.spatial(pooled).sigmoid()  # -> (B, 1, H, W)
 
     def forward(self, x):
         """Gated maps (B, C, H, W)."""
