@@ -9,7 +9,7 @@ __all__ = ['CUTS', 'COUNTS', 'join_group', 'failure', 'Workers', 'send_on', 'rin
            'shard_sequence', 'unshard_sequence', 'block_weights', 'block_attention', 'block_gradients', 'visits',
            'go_round', 'check_shards', 'ring_attention', 'ring_lesson', 'GPTStage', 'Sleeper', 'nap_lesson',
            'stage_lesson', 'Cluster', 'parameters_of', 'operations_of', 'activations_of', 'Plan', 'memory_of',
-           'compute_seconds', 'seconds_of']
+           'compute_seconds', 'seconds_of', 'possible_plans', 'plan']
 
 # %% ../nbs/55_scaling.ipynb #imports
 import contextlib
@@ -1521,10 +1521,10 @@ def possible_plans(config, cluster, batch):
     batch : int
         Sequences of `config.block_size` tokens in a step.
     """
-<<<<<<< HEAD
+    units = (config.n_head, config.kv_heads, config.hidden)
     tensors = []
     for n in (1, 2, 4, 8):
-        divides = config.n_head % n == 0 and config.kv_heads % n == 0
+        divides = all(count % n == 0 for count in units)
         if n <= cluster.node and divides:
             tensors.append(n)
     contexts = []
@@ -1537,14 +1537,6 @@ def possible_plans(config, cluster, batch):
     interleaves = (1, 2, 4, 8)
     zeros = (0, 1, 3)
     for tensor, pipeline, context in itertools.product(tensors, pipelines, contexts):
-=======
-    units = config.n_head, config.kv_heads, config.hidden
-    deepest = 1 if config.tied else 64
-    tensors = [n for n in (1, 2, 4, 8) if n <= cluster.node and not any(u % n for u in units)]
-    contexts = [n for n in (1, 2, 4, 8, 16) if n == 1 or config.block_size % (2 * n) == 0]
-    for tensor, pipeline, context in itertools.product(
-            tensors, range(1, min(deepest, config.n_layer) + 1), contexts):
->>>>>>> hunt3a
         most = cluster.devices // (tensor * pipeline * context)
         possible = [n for n in range(1, most + 1) if batch % n == 0]
         if not possible:
