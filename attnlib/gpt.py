@@ -267,8 +267,8 @@ def boolean_mask(attention_mask):
     except RuntimeError:  # inside a transformation of torch.func
         return mask
     if wrong:
-        raise ValueError(f"attention_mask holds {wrong[0]}; it must be boolean, or 1 for tokens "
-                         "and 0 for padding")
+        raise ValueError(f"attention_mask holds {wrong[0]}; it must be boolean, or 1 for "
+                         "tokens and 0 for padding")
     return mask
 
 

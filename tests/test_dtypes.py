@@ -755,7 +755,6 @@ EXACT = {  # what is computed in float32 without loss, by the name of the functi
     "rotation",  # a one
     "position_angles",
     "forward_features",  # a mask, interpolated to its nearest
-    "bank",  # numbers of filters, in halves
 }
 
 

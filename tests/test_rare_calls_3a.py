@@ -17,8 +17,9 @@ from attnlib.transformer import Transformer, from_torch
 
 def small_transformer():
     torch.manual_seed(0)
-    model = Transformer(20, d_model=16, nhead=2, num_encoder_layers=1, num_decoder_layers=2,
-                        dim_feedforward=16)
+    model = Transformer(
+        20, d_model=16, nhead=2, num_encoder_layers=1, num_decoder_layers=2, dim_feedforward=16
+    )
     return model.eval()
 
 
@@ -69,8 +70,13 @@ def test_a_bias_that_learns_alone_has_its_gradient_with_a_cache():
 def test_a_tied_model_loads_copies_that_hold_nan(make):
     model = make()
     weights = {name: x.clone() for name, x in model.state_dict().items()}
-    tied = [name for name in weights if "embed.weight" in name or name == "output.weight"
-            or name in ("wte.weight", "lm_head.weight")]
+    tied = [
+        name
+        for name in weights
+        if "embed.weight" in name
+        or name == "output.weight"
+        or name in ("wte.weight", "lm_head.weight")
+    ]
     for name in tied:
         weights[name][3, 1] = math.nan
     assert len(tied) > 1

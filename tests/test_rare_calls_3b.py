@@ -19,8 +19,18 @@ def small_vit():
 
 
 def small_tnt():
-    return TNT(16, 4, 3, 5, embed_dim=16, inner_dim=8, depth=2, num_heads_inner=2,
-               num_heads_outer=2, first_stride=2).eval()
+    return TNT(
+        16,
+        4,
+        3,
+        5,
+        embed_dim=16,
+        inner_dim=8,
+        depth=2,
+        num_heads_inner=2,
+        num_heads_outer=2,
+        first_stride=2,
+    ).eval()
 
 
 @pytest.mark.parametrize("make", [small_vit, small_tnt])
@@ -59,8 +69,9 @@ def test_saved_activations_leaves_buffers_and_random_numbers_alone():
 
 
 def test_window_of_a_stage_may_be_a_number():
-    model = SwinTransformer(32, 2, 3, 5, embed_dim=16, depths=(2, 2), num_heads=(2, 4),
-                            window_size=4)
+    model = SwinTransformer(
+        32, 2, 3, 5, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4
+    )
     stage = model.layers[0]
     stage.set_window_size(2)
     assert [block.attn.window_size for block in stage.blocks] == [(2, 2), (2, 2)]
