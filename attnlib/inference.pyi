@@ -74,8 +74,8 @@ class FastBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> Any: ...
 class FastResNet(nn.Module):
     num_channels: Any
-    maxpool: Any
     stem: PackedConv
+    maxpool: Any
     layers: torch.nn.ModuleList
     def __init__(self, model: ResNet) -> None: ...
     def forward(self, x: torch.Tensor) -> Any: ...

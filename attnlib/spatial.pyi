@@ -22,9 +22,9 @@ class PlaceEncoder(nn.Module):
     def forward(self, images: torch.Tensor) -> Any: ...
 class Captioner(nn.Module):
     encoder: Any
+    vocab_size: int
     max_length: int
     pad_id: int
-    vocab_size: int
     embed: torch.nn.Embedding
     first_h: torch.nn.Sequential
     first_c: torch.nn.Sequential
@@ -88,13 +88,13 @@ class Drawing(NamedTuple):
 class Draw(nn.Module):
     size: Any
     steps: int
-    bank: Any
-    patch: Any
     canvas: torch.nn.Parameter
     encoder: torch.nn.LSTMCell
     posterior: torch.nn.Linear
     decoder: torch.nn.LSTMCell
     painter: torch.nn.Linear
+    bank: Any
+    patch: tuple[Any, ...]
     read_window: torch.nn.Linear
     write_window: torch.nn.Linear
     def __init__(self, image_size: int | tuple[int, int], steps: int = ..., glimpse: int | None = ..., hidden_dim: int = ..., latent_dim: int = ...) -> None: ...

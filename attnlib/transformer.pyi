@@ -11,7 +11,7 @@ __all__ = ['ACTIVATIONS', 'POSITIONS', 'SelfAttention', 'CrossAttention', 'FeedF
 class SelfAttention(MultiHeadAttention):
     rotary: bool
     def __init__(self, embed_dim: int, num_heads: int, rotary: bool = ...) -> None: ...
-    def project(self, *inputs: Any, offset: int = ...) -> list[Any]: ...
+    def project(self, *inputs: Any, offset: int = ...) -> Any: ...
     def forward(self, x: torch.Tensor, mask: torch.Tensor | Literal["causal"] | None = ..., bias: torch.Tensor | None = ..., cache: KVCache | None = ..., layer: int = ...) -> Any: ...
 class CrossAttention(MultiHeadAttention):
     def forward(self, x: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor | Literal["causal"] | None = ..., cache: KVCache | None = ..., layer: int = ...) -> Any: ...
@@ -76,13 +76,13 @@ class Transformer(nn.Module):
     d_model: Any
     max_length: int
     pad_id: int
+    src_vocab_size: int
+    vocab_size: int | None
     src_embed: torch.nn.Embedding
     tgt_embed: torch.nn.Embedding
     output: torch.nn.Linear
     shares_embedding: Any
     ties_output: bool
-    src_vocab_size: int
-    vocab_size: int | None
     output_bias: Any
     positions: Positions
     encoder: Encoder
