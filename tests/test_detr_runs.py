@@ -75,9 +75,12 @@ def test_two_photographs_meet_at_a_line():
 def test_a_scene_is_made_of_its_own_split(split, monkeypatch):
     asked, digits, pieces = [], data.digits, data._pieces
     monkeypatch.setattr(data, "digits", lambda s: asked.append(s) or digits(s))
-    monkeypatch.setattr(
-        data, "_pieces", lambda lots, n, s, *rest: asked.append(s) or pieces(lots, n, s, *rest)
-    )
+
+    def noted(lots, n, split, *rest, **options):
+        asked.append(split)
+        return pieces(lots, n, split, *rest, **options)
+
+    monkeypatch.setattr(data, "_pieces", noted)
     detection_scenes(3, split, kinds="digits", photographs=2)
     assert len(asked) >= 3 and set(asked) == {split}
 
