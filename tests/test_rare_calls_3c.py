@@ -7,7 +7,7 @@ from torch import nn
 
 matplotlib.use("Agg")
 
-from attnlib import data, mae, plot, train  # noqa: E402
+from attnlib import data, mae, plot, train
 
 
 def test_a_resumed_run_draws_the_batches_of_a_whole_one(tmp_path):
