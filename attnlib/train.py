@@ -965,9 +965,8 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
                 module.training = False
             # a resumed run draws the same batches, on all processes; dropout has other seeds
             torch.manual_seed(2**31 + seed * 1_000_003 + step)
-            batch = batches(step)
             loss, terms = train_step(
-                accelerator, model, optimizer, loss_of_step, batch, lr=rate,
+                accelerator, model, optimizer, loss_of_step, batches(step), lr=rate,
                 seed=seed * 1_000_003 + step, clip=clip, look=record or step % 10 == 0)
             total = total + loss
             count = count + terms
