@@ -139,7 +139,7 @@ def draw_numbers(count, limit, *, seed=0, exclude=()):
         raise ValueError(f"limit ({limit}) must be a power of ten from 10 to 1,000,000,000")
     if not isinstance(count, int) or count < 0:
         raise ValueError(f"count ({count!r}) must be at least 0, and an integer")
-    exclude = set(exclude)
+    exclude = {int(number) for number in exclude}  # the entries of a Tensor are never equal
     if len(exclude) >= limit and exclude.issuperset(range(limit)):
         raise ValueError(
             f"exclude holds all numbers below limit ({limit}); nothing is left to be drawn")
@@ -231,7 +231,9 @@ def encode(tokenizer, texts, *, prefix=None):
             encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
         finally:
             tokenizer.encode_special_tokens = before
-    rows = [encoding.ids for encoding in encodings]
+    rows = []
+    for encoding in encodings:  # without the padding of a tokenizer that pads by itself
+        rows.append([i for i, seen in zip(encoding.ids, encoding.attention_mask) if seen])
     if prefix is not None:
         numbers = {token: tokenizer.token_to_id(token) for token in prefix}
         unknown = sorted(token for token, number in numbers.items() if number is None)

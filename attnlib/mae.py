@@ -95,7 +95,7 @@ def harmonic_fill(images, hidden, steps=200):
     Returns
     -------
     Tensor, shape (B, C, H, W)
-        Half precision is computed in float32.
+        Half precision and integers are computed in float32.
     """
     def roughness(x):  # the gradient of half the sum of squares: Σ (pixel - neighbor)
         down = x.diff(dim=2)  # (B, C, H - 1, W)
@@ -123,7 +123,18 @@ def harmonic_fill(images, hidden, steps=200):
         old_size = size
         size = dot(residual, residual)
         direction = residual + size / old_size.clamp(min=tiny) * direction
-    return x.to(images.dtype)
+    return _in_dtype(x, images.dtype)
+
+
+def _in_dtype(x, dtype):
+    """`x` in a `dtype`: for integers it is rounded, and cut off at their range."""
+    if dtype.is_floating_point:
+        return x.to(dtype)
+    x = x.round()
+    if dtype != torch.bool:
+        limits = torch.iinfo(dtype)
+        x = x.clamp(limits.min, limits.max)
+    return x.to(dtype)
 
 
 def hidden_pixels(mask, grid_size, patch_size):
@@ -516,7 +527,8 @@ def kernel_fill(images, train, hidden, width):
     Returns
     -------
     Tensor, shape (B, C, H, W)
-        The images; hidden pixels have been replaced. Half precision is computed in float32.
+        The images; hidden pixels have been replaced. Half precision and integers are computed in
+        float32.
     """
     dtype = images.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -530,7 +542,7 @@ def kernel_fill(images, train, hidden, width):
     k = torch.cat([train, train.square()], dim=1)  # (n, 2 D)
     filled = attention(q[None], k[None], train[None], scale=width**-2)  # (1, B, D)
     filled = filled[0].view_as(images)  # -> (B, C, H, W)
-    return torch.where(hidden, filled, images).to(dtype)
+    return _in_dtype(torch.where(hidden, filled, images), dtype)
 
 
 def linear_fill(images, train, hidden, ridge=1e-2):
@@ -550,7 +562,8 @@ def linear_fill(images, train, hidden, ridge=1e-2):
     Returns
     -------
     Tensor, shape (B, C, H, W)
-        The images; hidden pixels have been replaced. Half precision is computed in float32.
+        The images; hidden pixels have been replaced. Half precision and integers are computed in
+        float32.
 
     Raises
     ------
@@ -575,7 +588,7 @@ def linear_fill(images, train, hidden, ridge=1e-2):
         rows = covariance[seen]
         weights = torch.linalg.solve(rows[:, seen], rows[:, gone])
         filled[i, gone] = mean[gone] + (x[i, seen] - mean[seen]) @ weights
-    return filled.view_as(images).to(dtype)
+    return _in_dtype(filled.view_as(images), dtype)
 
 # %% ../nbs/40_mae.ipynb #masked-loss
 def masked_loss(model, batch, mask_ratio=0.75):

@@ -174,6 +174,7 @@ def _tensors_name(path, state, ending):
     step = state.get("step")
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"state['step'] ({step!r}) must be an integer of at least 0")
+    json.dumps(state)  # raises before an older checkpoint of this step is overwritten
     return f"{path.stem}-{step:08}.{ending}"
 
 
@@ -894,7 +895,7 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
     stop_after : int, optional
         Stop after this step as if interrupted; a multiple of `every`.
     seed : int
-        Fixes the dropout of every step.
+        Fixes what each step draws from PyTorch's own generators: its batch, and the dropout.
     lr_scale : dict of str to float, optional
         Some parameters' names, and how many times `lr` each of them learns with.
     accelerator : accelerate.Accelerator, optional
@@ -962,6 +963,8 @@ def fit(model, loss_fn, batches, *, steps, lr=1e-3, warmup=0, schedule="cosine",
             model.train()
             for module in frozen:
                 module.training = False
+            # a resumed run draws the same batches, on all processes; dropout has other seeds
+            torch.manual_seed(2**31 + seed * 1_000_003 + step)
             loss, terms = train_step(
                 accelerator, model, optimizer, loss_of_step, batches(step), lr=rate,
                 seed=seed * 1_000_003 + step, clip=clip, look=record or step % 10 == 0)
