@@ -527,8 +527,8 @@ def kernel_fill(images, train, hidden, width):
     Returns
     -------
     Tensor, shape (B, C, H, W)
-        The images; hidden pixels have been replaced. Half precision and integers are computed in
-        float32.
+        The images; hidden pixels have been replaced. Half precision and integers are
+        computed in float32.
     """
     dtype = images.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -562,8 +562,8 @@ def linear_fill(images, train, hidden, ridge=1e-2):
     Returns
     -------
     Tensor, shape (B, C, H, W)
-        The images; hidden pixels have been replaced. Half precision and integers are computed in
-        float32.
+        The images; hidden pixels have been replaced. Half precision and integers are
+        computed in float32.
 
     Raises
     ------
