@@ -102,7 +102,7 @@ def plot_attention(weights, queries=None, keys=None, *, titles=None, vmax=None, 
     ------
     ValueError
         If `weights` has another number of axes or is empty, the labels or titles have another
-        number of entries or are none of these, or `vmax` is not positive.
+        number of entries, a label is neither str nor image, or `vmax` is not positive.
     """
     weights = torch.as_tensor(weights).detach().float().cpu()
     if weights.ndim not in (2, 3) or weights.numel() == 0:
@@ -115,12 +115,13 @@ def plot_attention(weights, queries=None, keys=None, *, titles=None, vmax=None, 
         if labels is not None and len(labels) != wanted:
             raise ValueError(f"{name} has {len(labels)} entries; "
                              f"weights of shape {(h, n, m)} need {wanted}")
+    for name, labels in (("queries", queries), ("keys", keys)):
         for label in labels if labels is not None else ():
             if not isinstance(label, str) and len(getattr(label, "shape", ())) not in (2, 3):
                 raise ValueError(f"{name} has {label!r}; each entry must be a str or an image")
     if vmax is None:
         vmax = weights.nan_to_num(0).max().item() or 1.0  # rows that see nothing may be NaN
-    if not vmax > 0:
+    elif not vmax > 0:
         raise ValueError(f"vmax ({vmax}) must be positive")
     if values is None:
         values = m <= 8 and h <= 2
