@@ -1,6 +1,6 @@
 """Attention and the transformers built on it: the library of the book."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 from .attention import (
     AdditiveAttention,
@@ -18,7 +18,6 @@ from .detr import DETR
 from .gpt import GPT, GPTConfig
 from .mae import MaskedAutoencoder
 from .models import create_model, list_models, load_pretrained
-from .modern import SwiGLU, apply_rotary_2d, use_rotary
 from .multihead import MultiHeadAttention
 from .panoptic import PanopticDETR
 from .position import (
@@ -35,6 +34,7 @@ from .swinv2 import SwinTransformerV2
 from .tnt import TNT
 from .transformer import Transformer
 from .vit import VisionTransformer
+from .vit_variants import SwiGLU, apply_rotary_2d, use_rotary
 
 __all__ = [
     "AdditiveAttention",

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['BACKENDS', 'masked_softmax', 'causal_mask', 'padding_mask', 'broadcasts', 'check_fits', 'AdditiveAttention',
-           'check_attention', 'combined_bias', 'attention_weights', 'reference', 'narrow_bias', 'sdpa',
-           'float32_products', 'cpu_flags', 'has_amx', 'fastest_backend', 'current_backend', 'register_backend',
-           'active_backend', 'attention_backend', 'attention', 'MapRecorder', 'record_attention', 'SameBackend',
-           'checkpoint_contexts', 'SameTensors', 'checkpoint_block']
+           'check_attention', 'combined_bias', 'attention_weights', 'reference', 'sdpa', 'float32_products',
+           'fastest_backend', 'current_backend', 'register_backend', 'active_backend', 'attention_backend', 'attention',
+           'record_attention', 'checkpoint_block']
 
 # %% ../nbs/10_attention.ipynb #imports
 import threading
@@ -316,7 +315,7 @@ def reference(q, k, v, mask, bias, scale, dropout_p):
     return weights @ v  # (..., N, M) @ (..., M, d_v) -> (..., N, d_v)
 
 # %% ../nbs/10_attention.ipynb #narrow
-def narrow_bias(bias, q):
+def _narrow_bias(bias, q):
     """A bias in q's dtype, with the differences within each row as exact as they can be.
 
     The kernels add a bias in the dtype of the queries. In bfloat16, 300 and 301 are one number,
@@ -358,7 +357,7 @@ def sdpa(q, k, v, mask, bias, scale, dropout_p):
     if isinstance(mask, str) and bias is None and q.shape[-2] == k.shape[-2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     bias, empty = combined_bias(mask, bias, q, k)
-    bias = narrow_bias(bias, q)
+    bias = _narrow_bias(bias, q)
     while bias.ndim < q.ndim:  # with an axis missing PyTorch is slow
         bias = bias.unsqueeze(0)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, **options)
@@ -390,7 +389,7 @@ def float32_products(device):
 
 # %% ../nbs/10_attention.ipynb #rule
 @cache
-def cpu_flags():
+def _cpu_flags():
     """Return the names of this CPU's features; the first call reads them from Linux.
 
     Returns
@@ -406,14 +405,14 @@ def cpu_flags():
     return frozenset()
 
 
-def has_amx():
+def _has_amx():
     """Return whether this CPU has units that multiply tiles of bfloat16 (AMX).
 
     Returns
     -------
     bool
     """
-    return "amx_bf16" in cpu_flags()
+    return "amx_bf16" in _cpu_flags()
 
 
 def fastest_backend(q, k, bias=None, dropout_p=0.0):
@@ -436,7 +435,7 @@ def fastest_backend(q, k, bias=None, dropout_p=0.0):
     no_kernel = dropout_p > 0 or (learning and bias is not None and bias.requires_grad)
     slow_half = False
     if q.dtype.itemsize == 2:
-        tiles = not torch.compiler.is_compiling() and has_amx()  # a compiler reads no files
+        tiles = not torch.compiler.is_compiling() and _has_amx()  # a compiler reads no files
         slow_half = not tiles or (learning and q.requires_grad)
     medium = False
     if q.dtype == torch.float32 and not torch.compiler.is_compiling():  # a compiler cannot ask
@@ -567,7 +566,7 @@ def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):
     return function(q, k, v, mask, bias, scale, dropout_p)
 
 # %% ../nbs/10_attention.ipynb #record
-class MapRecorder:
+class _MapRecorder:
     """A backend that computes what `reference` does and keeps the attention weights.
 
     Attributes
@@ -597,12 +596,12 @@ def record_attention():
     list of Tensor
         Each call adds its weights, shape (..., N, M), as they are before dropout.
     """
-    recorder = MapRecorder()
+    recorder = _MapRecorder()
     with attention_backend(recorder):
         yield recorder.maps
 
 # %% ../nbs/10_attention.ipynb #checkpoint
-class SameBackend:
+class _SameBackend:
     """A context in which attention is computed by the backend that made the context.
 
     A backward pass may run in another thread, and after the `with` block of the forward pass
@@ -612,7 +611,7 @@ class SameBackend:
 
     def __init__(self):
         backend = current_backend()
-        self.backend = reference if isinstance(backend, MapRecorder) else backend
+        self.backend = reference if isinstance(backend, _MapRecorder) else backend
 
     def __enter__(self):
         self.previous = current_backend()
@@ -622,17 +621,17 @@ class SameBackend:
         _local.backend = self.previous
 
 
-def checkpoint_contexts():
+def _checkpoint_contexts():
     """The contexts of a checkpointed function's first computation and of its second.
 
     Returns
     -------
     contextlib.nullcontext, SameBackend
     """
-    return nullcontext(), SameBackend()
+    return nullcontext(), _SameBackend()
 
 
-class SameTensors:
+class _SameTensors:
     """A module that computes with the parameters and buffers it has at this moment.
 
     Inside `torch.func.functional_call` a module has the caller's tensors. They are gone when a
@@ -683,6 +682,13 @@ def checkpoint_block(block, *inputs, **options):
     if torch.compiler.is_compiling():  # it repeats the graph it has traced, backend and all
         return checkpoint(block, *inputs, use_reentrant=False, **options)
     if isinstance(block, nn.Module):
-        block = SameTensors(block)
-    return checkpoint(block, *inputs, use_reentrant=False, context_fn=checkpoint_contexts,
+        block = _SameTensors(block)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=_checkpoint_contexts,
                       **options)
+
+# %% ../nbs/10_attention.ipynb #former-names
+from ._renamed import former_name
+
+
+def __getattr__(name):
+    return former_name(__name__, name)

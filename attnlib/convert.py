@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BLOCK', 'VIT', 'MAE', 'SWIN', 'SWINV2', 'BEIT', 'TNT', 'DETR', 'DETR_PANOPTIC', 'AUTOFORMER', 'MARIAN', 'GPT2',
-           'LLAMA', 'TABLES', 'FUSED', 'rename_keys', 'fuse_qkv', 'convert_state_dict', 'drop_key_bias']
+           'LLAMA', 'FUSED', 'rename_keys', 'fuse_qkv', 'convert_state_dict']
 
 # %% ../nbs/95_convert.ipynb #imports
 import re
@@ -257,8 +257,8 @@ LLAMA = (  # and Mistral, Qwen: Hugging Face; gate and value, and q, k, v are st
     (r"\.down_proj\.", ".fc2."),
     (r"^norm\.", "ln_f."),
 )
-TABLES = {"vit": VIT, "mae": MAE, "swin": SWIN, "swinv2": SWINV2, "tnt": TNT, "beit": BEIT,
-          "detr": DETR, "detr_panoptic": DETR_PANOPTIC, "autoformer": AUTOFORMER}
+_TABLES = {"vit": VIT, "mae": MAE, "swin": SWIN, "swinv2": SWINV2, "tnt": TNT, "beit": BEIT,
+           "detr": DETR, "detr_panoptic": DETR_PANOPTIC, "autoformer": AUTOFORMER}
 FUSED = {  # of families whose attention has torch's names: the arguments of `fuse_qkv`
     "detr": (r"(.*_attn)\.([qkv])_proj\.(weight|bias)", "{}.in_proj_{}"),
 }
@@ -272,7 +272,7 @@ def convert_state_dict(state_dict, family):
     ----------
     state_dict : dict of str to Tensor
     family : {"vit", "mae", "swin", "swinv2", "tnt", "beit", "detr", "detr_panoptic", ...}
-        What kind of model they belong to, a key of `TABLES`; DeiT is a "vit".
+        What kind of model they belong to, a key of `_TABLES`; DeiT is a "vit".
 
     Returns
     -------
@@ -283,9 +283,9 @@ def convert_state_dict(state_dict, family):
     ValueError
         If there is no such family, or of queries, keys and values some are missing.
     """
-    if family not in TABLES:
-        raise ValueError(f"family ({family!r}) must be one of {', '.join(map(repr, TABLES))}")
-    named = rename_keys(state_dict, TABLES[family])
+    if family not in _TABLES:
+        raise ValueError(f"family ({family!r}) must be one of {', '.join(map(repr, _TABLES))}")
+    named = rename_keys(state_dict, _TABLES[family])
     if family in FUSED:
         pattern, fused = FUSED[family]
         named = fuse_qkv(named, pattern, fused)
@@ -295,11 +295,11 @@ def convert_state_dict(state_dict, family):
         later = (r"^layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[1]) + 1}.downsample")
         named = rename_keys(named, [later])
     if family == "swinv2":
-        named = drop_key_bias(named)
+        named = _drop_key_bias(named)
     return named
 
 
-def drop_key_bias(named):
+def _drop_key_bias(named):
     """Of a bias for queries, keys and values, two: that of the keys has no effect.
 
     Parameters
@@ -318,3 +318,10 @@ def drop_key_bias(named):
         named[key.replace("qkv.", "q_")] = query
         named[key.replace("qkv.", "v_")] = value
     return named
+
+# %% ../nbs/95_convert.ipynb #former-names
+from ._renamed import former_name
+
+
+def __getattr__(name):
+    return former_name(__name__, name)

@@ -2,7 +2,7 @@
 import torch
 from collections.abc import Sequence
 from typing import Any
-__all__ = ['BLOCK', 'VIT', 'MAE', 'SWIN', 'SWINV2', 'BEIT', 'TNT', 'DETR', 'DETR_PANOPTIC', 'AUTOFORMER', 'MARIAN', 'GPT2', 'LLAMA', 'TABLES', 'FUSED', 'rename_keys', 'fuse_qkv', 'convert_state_dict', 'drop_key_bias']
+__all__ = ['BLOCK', 'VIT', 'MAE', 'SWIN', 'SWINV2', 'BEIT', 'TNT', 'DETR', 'DETR_PANOPTIC', 'AUTOFORMER', 'MARIAN', 'GPT2', 'LLAMA', 'FUSED', 'rename_keys', 'fuse_qkv', 'convert_state_dict']
 def rename_keys(state_dict: dict[str, torch.Tensor], table: Sequence[tuple[Any, Any]]) -> dict[str, torch.Tensor]: ...
 def fuse_qkv(state_dict: dict[str, torch.Tensor], pattern: str = ..., fused: str = ..., parts: Sequence[str] = ...) -> dict[str, torch.Tensor]: ...
 BLOCK: tuple[Any, ...]
@@ -18,7 +18,5 @@ AUTOFORMER: tuple[Any, ...]
 MARIAN: tuple[Any, ...]
 GPT2: tuple[Any, ...]
 LLAMA: tuple[Any, ...]
-TABLES: dict[Any, Any]
 FUSED: dict[Any, Any]
 def convert_state_dict(state_dict: dict[str, torch.Tensor], family: Any) -> dict[str, torch.Tensor]: ...
-def drop_key_bias(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...

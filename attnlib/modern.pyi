@@ -1,25 +1,2 @@
 # Made by `python -m tools.stubs` from modern.py: do not edit.
-import torch
-import torch.nn as nn
-from .vit import Attention, PatchEmbed
-from typing import Any
-__all__ = ['DINOV2', 'GIANT', 'CLIP', 'QUICK', 'SwiGLU', 'apply_rotary_2d', 'RotaryAttention', 'use_rotary', 'QuickGELU']
-class SwiGLU(nn.Module):
-    fc1: torch.nn.Linear
-    fc2: torch.nn.Linear
-    drop: torch.nn.Dropout
-    def __init__(self, in_features: int, hidden_features: int | None = ..., drop: float = ..., bias: bool = ..., device: torch.device | str | None = ..., dtype: torch.dtype | None = ...) -> None: ...
-    def forward(self, x: torch.Tensor) -> Any: ...
-def apply_rotary_2d(x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, *, base: float = ...) -> torch.Tensor: ...
-class RotaryAttention(Attention):
-    num_prefix_tokens: int
-    def __init__(self, patch_embed: PatchEmbed, num_prefix_tokens: int, *args: Any, **options: Any) -> None: ...
-    def turn(self, x: torch.Tensor) -> Any: ...
-    def forward(self, x: torch.Tensor) -> Any: ...
-def use_rotary(model: torch.nn.Module) -> torch.nn.Module: ...
-class QuickGELU(nn.Module):
-    def forward(self, x: torch.Tensor) -> Any: ...
-DINOV2: dict[Any, Any]
-GIANT: dict[Any, Any]
-CLIP: dict[Any, Any]
-QUICK: dict[Any, Any]
+

@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .attention import attention, attention_weights
+from .backbone import check_counts
 
 # %% ../nbs/11_multihead.ipynb #split-heads
 def split_heads(x, num_heads):
@@ -41,9 +42,7 @@ def check_heads(num_heads, **widths):
     ValueError
         Names the number, and what it must be.
     """
-    for name, size in dict(num_heads=num_heads, **widths).items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name} ({size!r}) must be at least 1, and an integer")
+    check_counts(num_heads=num_heads, **widths)
     name = list(widths)[0]
     width = widths[name]
     if width % num_heads:

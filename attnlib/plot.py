@@ -13,13 +13,13 @@ from html import escape
 
 import torch
 
-try:
+from .backbone import requires
+
+with requires("plot"):
     import matplotlib.pyplot as plt
     from cycler import cycler
     from IPython.display import display
     from matplotlib.offsetbox import AnnotationBbox, OffsetImage
-except ModuleNotFoundError as error:
-    raise ImportError(f'{error.name} is missing: pip install "attnlib[plot]"') from error
 
 # %% ../nbs/92_plot.ipynb #style
 BLUE = "#0072B2"

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['WindowLayout', 'SIZES', 'round_up', 'pad_map', 'crop_map', 'merge_patches', 'PatchMerging', 'window_partition',
            'window_reverse', 'window_layout', 'cyclic_shift', 'reverse_cyclic_shift', 'shift_mask',
-           'relative_position_index', 'resampling_matrix', 'source_window', 'resize_rel_pos_bias_table', 'window_bias',
-           'check_window', 'WindowAttention', 'SwinBlock', 'block_shift', 'SwinStage', 'padded_size', 'pad_images',
-           'stage_windows', 'resample_tables', 'SwinTransformer', 'token_map', 'pixel_maps']
+           'relative_position_index', 'resize_rel_pos_bias_table', 'window_bias', 'check_window', 'WindowAttention',
+           'SwinBlock', 'SwinStage', 'padded_size', 'stage_windows', 'SwinTransformer', 'pixel_maps']
 
 # %% ../nbs/32_swin.ipynb #imports
 import math
@@ -247,7 +246,7 @@ def relative_position_index(window_size, table_window=None, device=None):
     return (dy + rows - 1) * (2 * columns - 1) + (dx + columns - 1)
 
 # %% ../nbs/32_swin.ipynb #resize-table
-def resampling_matrix(old, new):
+def _resampling_matrix(old, new):
     """The matrix (new, old) that resamples an axis of a bias table, as in timm.
 
     Linear between places that spread geometrically: 1, 1 + r, 1 + r + r², and so on.
@@ -277,7 +276,7 @@ def resampling_matrix(old, new):
     return torch.tensor(np.array(rows), dtype=torch.float64).mT
 
 
-def source_window(rows, new_window):
+def _source_window(rows, new_window):
     """Return the window to which a bias table most likely belongs.
 
     Parameters
@@ -337,7 +336,7 @@ def resize_rel_pos_bias_table(table, new_window, old_window=None):
         check_sizes(old_window=old_window)
         old_window = to_2tuple(old_window)
     if old_window is None:
-        old_window = source_window(len(table), new_window)
+        old_window = _source_window(len(table), new_window)
     new = [2 * w - 1 for w in new_window]
     old = [2 * w - 1 for w in old_window]
     if old[0] * old[1] != len(table):
@@ -347,8 +346,8 @@ def resize_rel_pos_bias_table(table, new_window, old_window=None):
         return table
     grid = table.to(torch.promote_types(table.dtype, torch.float32))
     grid = grid.unflatten(0, old)  # ((2M - 1)², h) -> (2M - 1, 2M - 1, h)
-    y = resampling_matrix(old[0], new[0]).to(grid.dtype).to(grid.device)
-    x = resampling_matrix(old[1], new[1]).to(grid.dtype).to(grid.device)
+    y = _resampling_matrix(old[0], new[0]).to(grid.dtype).to(grid.device)
+    x = _resampling_matrix(old[1], new[1]).to(grid.dtype).to(grid.device)
     return torch.einsum("ya,xb,abh->yxh", y, x, grid).flatten(0, 1).to(table.dtype)
 
 # %% ../nbs/32_swin.ipynb #window-bias
@@ -528,7 +527,7 @@ class SwinBlock(nn.Module):
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 # %% ../nbs/32_swin.ipynb #stage
-def block_shift(number, window_size):
+def _block_shift(number, window_size):
     """The shift of a block of a stage: half of the window in every second block.
 
     Parameters
@@ -557,7 +556,7 @@ class SwinStage(nn.Module):
     downsample : Module
         `PatchMerging`, or `nn.Identity` in the first stage.
     blocks : iterable of Module
-        `SwinBlock`, or one like it; `block_shift` gives their shifts.
+        `SwinBlock`, or one like it; `_block_shift` gives their shifts.
     """
 
     def __init__(self, downsample, blocks):
@@ -569,7 +568,7 @@ class SwinStage(nn.Module):
         """Change the window of all blocks, and the shift to half of it in every second one."""
         window_size = to_2tuple(window_size)
         for i, block in enumerate(self.blocks):
-            block.attn.set_window_size(window_size, block_shift(i, window_size))
+            block.attn.set_window_size(window_size, _block_shift(i, window_size))
 
     def forward(self, x, run_block=None):
         """A map (B, H, W, C) to a map.
@@ -610,7 +609,7 @@ def padded_size(img_size, patch_size, name="img_size"):
     return round_up(size, patch_size)
 
 
-def pad_images(x, patch_size, value=0.0):
+def _pad_images(x, patch_size, value=0.0):
     """Images x (B, C, H, W) with a value below and on the right, up to whole patches.
 
     Parameters
@@ -670,7 +669,7 @@ def stage_windows(window_size, reference_grid, grid_size, num_stages, small_maps
     return windows
 
 
-def resample_tables(state_dict, model):
+def _resample_tables(state_dict, model):
     """A state dict with the bias tables of other windows interpolated for those of a model.
 
     A table with as many rows as the model's stays as it is, and any other one is taken for that
@@ -784,7 +783,7 @@ class SwinTransformer(Backbone):
             blocks = []
             for j in range(depths[i]):
                 blocks.append(self.block_class(
-                    dim, num_heads[i], window, block_shift(j, window), mlp_ratio=mlp_ratio,
+                    dim, num_heads[i], window, _block_shift(j, window), mlp_ratio=mlp_ratio,
                     qkv_bias=qkv_bias, proj_drop=proj_drop_rate, attn_drop=attn_drop_rate,
                     drop_path=rates[sum(depths[:i]) + j], small_maps=small_maps, **options))
             self.layers.append(SwinStage(downsample, blocks))
@@ -805,7 +804,7 @@ class SwinTransformer(Backbone):
 
     def embed(self, x):
         """Images (B, C, H, W), padded to whole patches, to a map (B, H', W', embed_dim)."""
-        x = pad_images(x, self.patch_size, self.pad_value)
+        x = _pad_images(x, self.patch_size, self.pad_value)
         return self.patch_embed(x)
 
     def forward_features(self, x):
@@ -856,7 +855,7 @@ class SwinTransformer(Backbone):
         The tables depend on the windows, whatever the size of the images is: `img_size` is not
         used.
         """
-        return resample_tables(state_dict, self)
+        return _resample_tables(state_dict, self)
 
     def no_weight_decay(self):
         """Names of parameters that are not to decay: the bias tables."""
@@ -882,7 +881,7 @@ register_model("swin_collages", SwinTransformer, hub="attnlib/swin_collages", nu
                drop_path_rate=0.0)
 
 # %% ../nbs/32_swin.ipynb #pixel-maps
-def token_map(weights, layout, token):
+def _token_map(weights, layout, token):
     """Where a token of a map looks, whichever window it is in.
 
     Parameters
@@ -945,5 +944,12 @@ def pixel_maps(model, x, pixel):
             while weights.shape[1] < windows * heads:  # Swin V2 may attend in a few at a time
                 weights = torch.cat([weights, next(maps)], dim=1)
             weights = weights.unflatten(1, (windows, heads))
-            found.append(token_map(weights, layout, token))
+            found.append(_token_map(weights, layout, token))
     return found
+
+# %% ../nbs/32_swin.ipynb #former-names
+from ._renamed import former_name
+
+
+def __getattr__(name):
+    return former_name(__name__, name)

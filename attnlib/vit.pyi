@@ -4,7 +4,7 @@ import torch.nn as nn
 from attnlib.backbone import Backbone, DropPath
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
-__all__ = ['SIZES', 'PatchEmbed', 'check_divides', 'check_images', 'Mlp', 'LayerNorm', 'Attention', 'LayerScale', 'learned_tokens', 'Block', 'VisionTransformer', 'attention_distance', 'attention_rollout', 'patch_shares']
+__all__ = ['SIZES', 'PatchEmbed', 'check_divides', 'check_images', 'Mlp', 'LayerNorm', 'Attention', 'LayerScale', 'Block', 'VisionTransformer', 'attention_distance', 'attention_rollout', 'patch_shares']
 class PatchEmbed(nn.Module):
     patch_size: Any
     in_chans: int
@@ -40,7 +40,6 @@ class LayerScale(nn.Module):
     gamma: torch.nn.Parameter
     def __init__(self, dim: int, init_values: float, device: torch.device | str | None = ..., dtype: torch.dtype | None = ...) -> None: ...
     def forward(self, x: torch.Tensor) -> Any: ...
-def learned_tokens(count: int, dim: int, device: torch.device | str | None = ..., dtype: torch.dtype | None = ...) -> torch.nn.Parameter | None: ...
 class Block(nn.Module):
     norm1: Any
     attn: Attention

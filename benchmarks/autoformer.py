@@ -32,20 +32,20 @@ from attnlib.autoformer import (
     Space,
     Subnet,
     SuperTransformer,
-    at_places,
+    evolutionary_search,
     extract,
     parameter_count,
     random_search,
-    sample,
+    sample_subnet,
     sandwich_loss,
-    search,
+    shifted_digits,
     small_supernet,
     uniform_loss,
 )
 from attnlib.data import caption_scenes, digits, small_images
 from attnlib.multihead import merge_heads
 from attnlib.recipes import crop_and_flip, cross_entropy
-from attnlib.train import epochs, fit
+from attnlib.train import fit, shuffled_batches
 from attnlib.vit import VisionTransformer
 from benchmarks import runner, timing
 from benchmarks.runner import Commands, Runs
@@ -78,9 +78,9 @@ def parts(tiny):
         unseen = unseen[:10]
         answers = answers[:10]
     return {
-        "train": at_places(x[count:], y[count:]),
-        "valid": at_places(x[:count], y[:count], every=4),
-        "test": at_places(unseen, answers),
+        "train": shifted_digits(x[count:], y[count:]),
+        "valid": shifted_digits(x[:count], y[:count], log_every=4),
+        "test": shifted_digits(unseen, answers),
     }
 
 
@@ -172,7 +172,7 @@ class Supernets(Runs):
             self.seeds = SEEDS
             self.rates = RATES
         self.space = SUPERNET.space
-        draws = [sample(self.space, seed) for seed in range(4000)]
+        draws = [sample_subnet(self.space, seed) for seed in range(4000)]
         unlike = list(dict.fromkeys(draws))
         low, high = SAME_SIZE
         same = [s for s in unlike if low <= size(s) <= high]
@@ -204,9 +204,9 @@ class Supernets(Runs):
         history = fit(
             model,
             lambda model, batch: (LOSSES[kind](model, *batch), len(batch[1])),
-            epochs(*self.data["train"], batch_size=BATCH, seed=seed),
+            shuffled_batches(*self.data["train"], batch_size=BATCH, seed=seed),
             **dict(steps=steps, lr=lr, warmup=steps // 10, betas=(0.9, 0.999), seed=seed),
-            **dict(weight_decay=0.05, every=max(2, steps // 8), evaluate=look),
+            **dict(weight_decay=0.05, log_every=max(2, steps // 8), evaluate=look),
         )
         return model, history
 
@@ -281,9 +281,9 @@ class Supernets(Runs):
             history = fit(
                 model,
                 lambda model, batch: (cross_entropy(model, *batch), len(batch[1])),
-                epochs(*self.data["train"], batch_size=BATCH, seed=seed),
+                shuffled_batches(*self.data["train"], batch_size=BATCH, seed=seed),
                 **dict(steps=steps, lr=lr, warmup=steps // 10, betas=(0.9, 0.999), seed=seed),
-                **dict(weight_decay=0.05, every=steps),
+                **dict(weight_decay=0.05, log_every=steps),
             )
             scores = {part: judged(model, self.data[part]) for part in PARTS}
             seconds = round(time.process_time() - began, 1)
@@ -378,7 +378,7 @@ class Supernets(Runs):
 
             def make(method=method, evaluations=evaluations):
                 best, history = (
-                    search(score, model, **evolution, **options)
+                    evolutionary_search(score, model, **evolution, **options)
                     if method == "evolution"
                     else random_search(score, model, evaluations=evaluations, **options)
                 )
@@ -415,7 +415,7 @@ class Supernets(Runs):
 def longer(folder, tiny, data="digits"):
     """A supernet for a GPU (see `benchmarks.runs`): digits for longer, or "cifar10"."""
     if data == "digits":
-        train, test = (at_places(*digits(part)) for part in ("train", "test"))
+        train, test = (shifted_digits(*digits(part)) for part in ("train", "test"))
         torch.manual_seed(0)
         model = small_supernet()
 
@@ -443,13 +443,17 @@ def longer(folder, tiny, data="digits"):
     history = fit(
         model,
         lambda model, batch: (uniform_loss(model, augment(batch[0]), batch[1]), len(batch[1])),
-        epochs(*train, batch_size=batch),
+        shuffled_batches(*train, batch_size=batch),
         **dict(steps=steps, lr=1e-3, warmup=steps // 10, betas=(0.9, 0.999)),
-        **dict(weight_decay=0.05, every=max(1, steps // 10)),
+        **dict(weight_decay=0.05, log_every=max(1, steps // 10)),
         checkpoint=folder / "autoformer.json",
     )
     space = model.space
-    subnets = [space.smallest(), space.largest(), *(sample(space, i) for i in range(count))]
+    subnets = [
+        space.smallest(),
+        space.largest(),
+        *(sample_subnet(space, i) for i in range(count)),
+    ]
     rows = [dict(subnet=described(s), **judged(model, test, s)) for s in subnets]
     return dict(data=data, history=history, subnets=rows)
 
@@ -467,7 +471,7 @@ def supernet(tiny):
 def step_calls(tiny, device):
     """A round of each has `DRAWS` steps; of all rounds the same subnets."""
     model = supernet(tiny).to(device)
-    subnets = [sample(model.space, seed) for seed in range(1 if tiny else DRAWS)]
+    subnets = [sample_subnet(model.space, seed) for seed in range(1 if tiny else DRAWS)]
     fixed = [extract(model, subnet) for subnet in subnets]
     images = torch.randn(1 if tiny else 4, 3, *model.patch_embed.img_size, device=device)
 

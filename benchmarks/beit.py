@@ -33,7 +33,7 @@ from attnlib.beit import (
     masked_loss,
     perplexity,
 )
-from attnlib.train import epochs, fit
+from attnlib.train import fit, shuffled_batches
 from benchmarks import mae
 from benchmarks.hidden import (
     COUNTS,
@@ -134,12 +134,12 @@ class Tokens(Runs):
     def train(self, model, loss_fn, batches, steps, lr, seed, **options):
         """Train; returns the history and the seconds of CPU time."""
         began = time.process_time()
-        kept = dict(warmup=steps // 10, seed=seed, every=max(1, steps // 6))
+        kept = dict(warmup=steps // 10, seed=seed, log_every=max(1, steps // 6))
         history = fit(model, loss_fn, batches, steps=steps, lr=lr, **kept, **options)
         return history, round(time.process_time() - began, 1)
 
     def batches(self, seed, *tensors):
-        return epochs(*tensors, batch_size=4 if self.tiny else 64, seed=seed)
+        return shuffled_batches(*tensors, batch_size=4 if self.tiny else 64, seed=seed)
 
     # --- tokenizers ---------------------------------------------------------------------------
 
@@ -371,14 +371,14 @@ class Tokens(Runs):
         model = BeitForMaskedImageModeling(**SHAPE, **SCALE, vocab_size=VOCABULARY)
         wanted = torch.randint(VOCABULARY, (len(x), 4, 4))
         both = self.batches(0, x, wanted, self.masks["blocks"][: len(x)])
-        wide = epochs(x, batch_size=4 if self.tiny else 128)
+        wide = shuffled_batches(x, batch_size=4 if self.tiny else 128)
         what = {
             "tokenizer": (vq(), vq_loss, self.batches(0, x)),
             "BEiT": (model, lambda model, batch: masked_loss(model, *batch), both),
             "MAE": (mae.network(), mae.masked_loss, wide),
         }
         calls = {
-            name: lambda run=run: fit(*run, steps=steps, lr=1e-3, every=steps)
+            name: lambda run=run: fit(*run, steps=steps, lr=1e-3, log_every=steps)
             for name, run in what.items()
         }
         take_turns(calls, 1, "cpu")  # a first round is not counted

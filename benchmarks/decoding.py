@@ -127,7 +127,7 @@ def examples(model, test, outputs):
 
 
 def search_run(seed, steps, tokenizer, parts, size):
-    options = dict(steps=steps, every=steps, seed=seed, warmup=min(100, steps))
+    options = dict(steps=steps, log_every=steps, seed=seed, warmup=min(100, steps))
     model, _ = recipes.train_translator(tokenizer, parts, **options)
     model = model.cpu().eval()
     valid, test = (Numbers(tokenizer, parts[n], size["numbers"]) for n in ("valid", "test"))

@@ -94,9 +94,14 @@ class Students(Runs):
     def train(self, name, lr, seed):
         """A model, and what is recorded of it."""
         seen, valid, test, unlabeled = parts(seed)
-        every = max(1, self.steps // 8)
+        log_every = max(1, self.steps // 8)
         options = dict(
-            steps=self.steps, batch_size=50, lr=lr, augment=noisy, seed=seed, every=every
+            steps=self.steps,
+            batch_size=50,
+            lr=lr,
+            augment=noisy,
+            seed=seed,
+            log_every=log_every,
         )
         torch.manual_seed(seed)
         if name == "teacher":

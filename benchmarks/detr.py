@@ -47,16 +47,16 @@ from attnlib.detr import (
     DETR,
     AnchorDecoderLayer,
     BoxQueryDETR,
-    InOrder,
-    SetLoss,
+    IdentityMatcher,
+    SetCriterion,
     SmallBackbone,
     noised_targets,
     postprocess,
     small_detr,
 )
 from attnlib.inference import optimize_for_inference
-from attnlib.models import IMAGENET, create_model, load_pretrained
-from attnlib.train import epochs, fit, write_record
+from attnlib.models import _IMAGENET, create_model, load_pretrained
+from attnlib.train import fit, shuffled_batches, write_record
 from benchmarks import runner, timing
 from benchmarks.runner import Commands, Runs
 from benchmarks.timing import OPTIMIZED, OURS
@@ -230,9 +230,9 @@ def pretrained(kinds, seed, counts, steps):
             F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
             len(batch[1]),
         ),
-        epochs(x, y, batch_size=min(32, len(x)), seed=seed),
+        shuffled_batches(x, y, batch_size=min(32, len(x)), seed=seed),
         **dict(steps=steps, lr=2e-3, warmup=steps // 20, betas=(0.9, 0.999)),
-        **dict(weight_decay=0.05, every=steps, seed=seed),
+        **dict(weight_decay=0.05, log_every=steps, seed=seed),
     )
     seconds = round(time.process_time() - began, 1)
     with torch.no_grad():
@@ -245,8 +245,8 @@ def pretrained(kinds, seed, counts, steps):
 
 def loss_function(num_classes, copies):
     """The loss of a batch of images, kinds and boxes, for `fit`."""
-    matched = SetLoss(num_classes)
-    restored = SetLoss(num_classes, matcher=InOrder())
+    matched = SetCriterion(num_classes)
+    restored = SetCriterion(num_classes, matcher=IdentityMatcher())
 
     def loss(model, batch):
         images, kind, box = batch
@@ -269,7 +269,7 @@ class Look:
         self.seconds = 0.0
         self.began = time.process_time()
         self.few = {key: x[:150] for key, x in scenes["valid"].items()}
-        self.matcher = SetLoss(1).matcher
+        self.matcher = SetCriterion(1).matcher
         self.before = None
 
     def __call__(self, model):
@@ -388,10 +388,12 @@ class Detectors(Runs):
         history = fit(
             model,
             loss_function(CLASSES[self.kinds], copies),
-            epochs(*tensors, batch_size=4 if self.tiny else BATCH, seed=seed),
-            **dict(steps=steps, lr=lr, warmup=steps // 12, betas=(0.9, 0.999), clip=0.5),
+            shuffled_batches(*tensors, batch_size=4 if self.tiny else BATCH, seed=seed),
+            **dict(
+                steps=steps, lr=lr, warmup=steps // 12, betas=(0.9, 0.999), max_grad_norm=0.5
+            ),
             **dict(weight_decay=1e-4, seed=seed, evaluate=Look(self.scenes)),
-            every=max(1, steps // LOOKS),
+            log_every=max(1, steps // LOOKS),
         )
         return model, history
 
@@ -468,11 +470,11 @@ def longer(folder, tiny):
     history = fit(
         model,
         loss_function(CLASSES["digits"], copies=3),
-        epochs(
+        shuffled_batches(
             pixels(train["image"]), train["kind"], train["box"], batch_size=4 if tiny else 64
         ),
-        **dict(steps=steps, lr=1e-3, warmup=steps // 12, betas=(0.9, 0.999), clip=0.5),
-        **dict(weight_decay=1e-4, every=max(1, steps // LOOKS)),
+        **dict(steps=steps, lr=1e-3, warmup=steps // 12, betas=(0.9, 0.999), max_grad_norm=0.5),
+        **dict(weight_decay=1e-4, log_every=max(1, steps // LOOKS)),
         checkpoint=folder / "detr.json",
     )
     test = scenes["test"]
@@ -498,7 +500,7 @@ def prepare(picture, shorter=800):
     from torchvision.transforms.functional import normalize, resize, to_tensor
 
     small = resize(picture.convert("RGB"), scaled_size(*picture.size, shorter))
-    return normalize(to_tensor(small), IMAGENET["mean"], IMAGENET["std"])[None]
+    return normalize(to_tensor(small), _IMAGENET["mean"], _IMAGENET["std"])[None]
 
 
 def read_truth(folder):
@@ -575,7 +577,7 @@ def peer_config(backbone, width, layers, **options):
     )
 
 
-def pair(tiny, auxiliary):
+def pair(tiny, aux_outputs):
     """Ours and theirs, with the same weights, both without dropout."""
     import transformers  # which not every machine has
 
@@ -587,7 +589,7 @@ def pair(tiny, auxiliary):
         backbone = "resnet50"
         width = 256
         layers = 6
-    options = dict(num_labels=91, auxiliary_loss=auxiliary, dropout=0.0)
+    options = dict(num_labels=91, auxiliary_loss=aux_outputs, dropout=0.0)
     config = peer_config(backbone, width, layers, **options)
     torch.manual_seed(0)
     theirs = transformers.DetrForObjectDetection(config)
@@ -609,7 +611,7 @@ def targets(count, device, seed=0):
 
 
 def forward_calls(tiny, x, left_out):
-    ours, theirs = (model.eval().to(x) for model in pair(tiny, auxiliary=False))
+    ours, theirs = (model.eval().to(x) for model in pair(tiny, aux_outputs=False))
     calls = {OURS: lambda: ours(x), PEER: lambda: theirs(x)}
     if x.device.type == "cpu":
         fast = timing.attempt(left_out, OPTIMIZED, lambda: optimize_for_inference(ours))
@@ -619,9 +621,9 @@ def forward_calls(tiny, x, left_out):
 
 
 def step_calls(tiny, x):
-    ours, theirs = (model.train().to(x) for model in pair(tiny, auxiliary=True))
+    ours, theirs = (model.train().to(x) for model in pair(tiny, aux_outputs=True))
     wanted = targets(7, x.device)
-    loss = SetLoss(91)
+    loss = SetCriterion(91)
     labels = [dict(class_labels=t["labels"], boxes=t["boxes"]) for t in wanted]
 
     def step():
@@ -634,7 +636,7 @@ def step_calls(tiny, x):
 
     with torch.no_grad():
         output = ours(x)
-    layers = [*output.auxiliary, output]
+    layers = [*output.aux_outputs, output]
     stacked = [torch.stack([layer[i] for layer in layers]) for i in (0, 1)]
     return {OURS: step, PEER: their_step}, lambda: loss.matcher(*stacked, wanted)
 

@@ -25,7 +25,7 @@ from attnlib.data import collages
 from attnlib.gpt import GPT, GPTConfig
 from attnlib.models import create_model
 from attnlib.recipes import accuracy
-from attnlib.train import epochs
+from attnlib.train import shuffled_batches
 from benchmarks import runner, timing
 from benchmarks.gpt import text_run, texts, train
 from benchmarks.runner import Commands, start
@@ -400,7 +400,7 @@ def learned(method, data, judge, steps, lr, seed):
     with swapped(method):
         model.eval()
         before = evaluate(model)["right"]
-        batches = epochs(*data, batch_size=32, seed=seed)
+        batches = shuffled_batches(*data, batch_size=32, seed=seed)
         history = train(model.train(), label_loss, batches, steps, lr, seed, evaluate, times=6)
     curve = [[0, before]] + [[row["step"], round(row["right"], 4)] for row in history]
     seconds = round(time.process_time() - began, 1)

@@ -29,7 +29,14 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnlib import flash
 from attnlib.attention import attention, attention_backend
-from attnlib.flash import SHARED, compile_for, flash_attention, packed_ranges, tiling, triton
+from attnlib.flash import (
+    _SHARED_MEMORY,
+    compile_for,
+    flash_attention,
+    packed_ranges,
+    tiling,
+    triton,
+)
 from benchmarks import runner, timing
 from benchmarks.runner import Commands
 
@@ -539,7 +546,7 @@ def jobs(only=()):
 
 def tile_of(kernel, gpu, dtype, width, extra):
     """Rows, columns, warps and stages by which a kernel is launched."""
-    room = SHARED[int(gpu[3:])] << 10
+    room = _SHARED_MEMORY[int(gpu[3:])] << 10
     more = "m" in extra or "b" in extra
     found = tiling(kernel, width, width, DTYPES[dtype], more, room)
     return [found[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
@@ -588,7 +595,7 @@ def floor(row):
 
 def broken(row):
     """What is wrong with a kernel, in words; nothing, if nothing is."""
-    room = SHARED[int(row["gpu"][3:])] << 10
+    room = _SHARED_MEMORY[int(row["gpu"][3:])] << 10
     wrong = []
     if int(row["stack"]) > STACK:
         wrong.append(f"a stack of {row['stack']} bytes, above {STACK}")

@@ -39,7 +39,7 @@ from attnlib.attention import attention, record_attention
 from attnlib.data import book_text, text_corpus, train_tokenizer
 from attnlib.gpt import (
     GPT,
-    OF_2019,
+    GPT2_STYLE,
     GPTConfig,
     grouped_attention,
     text_batches,
@@ -87,7 +87,7 @@ def train(model, loss, batches, steps, lr, seed, evaluate=None, times=4):
     return fit(
         *(model, loss, batches),
         **dict(steps=steps, lr=lr, warmup=steps // 15, betas=(0.9, 0.95), weight_decay=0.1),
-        **dict(evaluate=evaluate, every=max(1, steps // times), seed=seed),
+        **dict(evaluate=evaluate, log_every=max(1, steps // times), seed=seed),
         accelerator=Accelerator(cpu=True),
     )
 
@@ -251,7 +251,7 @@ def induction_run(layers, steps, seed):
         **dict(
             steps=steps, lr=3e-3, warmup=min(50, steps), weight_decay=0.0, schedule="constant"
         ),
-        **dict(evaluate=lambda model: dict(nats=copying(model)), every=max(1, steps // 40)),
+        **dict(evaluate=lambda model: dict(nats=copying(model)), log_every=max(1, steps // 40)),
         **dict(seed=seed, accelerator=Accelerator(cpu=True)),
     )
     model.eval()
@@ -464,7 +464,7 @@ def book_run(texts, vocab, lr, seed, steps, part):
     history = fit(
         *(model, text_loss, batches),
         **options,
-        every=max(1, steps // 20),
+        log_every=max(1, steps // 20),
         seed=seed,
         accelerator=accelerator,
     )
@@ -577,7 +577,9 @@ def longer(data, folder, tiny):
     history = fit(
         *(model, text_loss, text_batches(ids["train"], shape["block_size"], batch)),
         **dict(steps=steps, lr=1e-3, warmup=steps // 20, betas=(0.9, 0.95), weight_decay=0.1),
-        **dict(evaluate=evaluate, every=max(1, steps // 20), checkpoint=folder / "gpt.json"),
+        **dict(
+            evaluate=evaluate, log_every=max(1, steps // 20), checkpoint=folder / "gpt.json"
+        ),
     )
     prompt = torch.tensor([tokenizer.encode(options["prompt"]).ids] * 3)
     prompt = prompt.to(next(model.parameters()).device)
@@ -837,7 +839,7 @@ def nanogpt_pair(path, shape):
     theirs = runpy.run_path(str(path), run_name="nanogpt")
     torch.manual_seed(0)
     theirs = theirs["GPT"](theirs["GPTConfig"](**shape, dropout=0.0, bias=True))
-    ours = GPT(GPTConfig(**shape, **OF_2019))
+    ours = GPT(GPTConfig(**shape, **GPT2_STYLE))
     weights = {k.removeprefix("transformer."): v for k, v in theirs.state_dict().items()}
     ours.load_state_dict(weights, strict=True)
     return theirs, ours

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from attnlib.data import digits, standardize
-from attnlib.practice import fine_tune
+from attnlib.finetune import fine_tune
 from benchmarks.runner import accuracy, logistic_regression
 
 COUNTS = 20, 50, 100, 1200  # labels; 1,200 are all
@@ -95,7 +95,7 @@ def fine_tuned(make, parts, labels, seed, steps, lr, decay):
     parts, labels, seed
         As in `probe`.
     steps, lr, decay
-        As in `attnlib.practice.fine_tune`: with a decay of 1 all layers learn with one rate.
+        As in `attnlib.finetune.fine_tune`: with a decay of 1 all layers learn with one rate.
 
     Returns
     -------

@@ -59,17 +59,17 @@ SHAPES = ((1576, 384, 1536), (12544, 96, 384), (16, 512, 2048), (1, 512, 2048))
 @contextmanager
 def lacking(piece):
     """Inside, `optimize_for_inference` does not know a piece."""
-    kept = dict(inference.REPLACEMENTS)
-    can_pack = inference.can_pack
+    kept = dict(inference._REPLACEMENTS)
+    can_pack = inference._can_pack
     for cls in PIECES[piece]:
-        inference.REPLACEMENTS[cls] = lambda layer: None  # it is left as it is
+        inference._REPLACEMENTS[cls] = lambda layer: None  # it is left as it is
     if piece == "packed weights":
-        inference.can_pack = lambda dtype: False
+        inference._can_pack = lambda dtype: False
     try:
         yield
     finally:
-        inference.REPLACEMENTS.update(kept)
-        inference.can_pack = can_pack
+        inference._REPLACEMENTS.update(kept)
+        inference._can_pack = can_pack
 
 
 def without(piece, model):

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 
 from attnlib.data import small_images
+from attnlib.finetune import normalize_for
 from attnlib.mae import (
     MaskedAutoencoder,
     harmonic_fill,
@@ -27,14 +28,13 @@ from attnlib.mae import (
     linear_fill,
     masked_loss,
     patchify,
-    pieces,
+    photo_crops,
     random_masking,
     unpatchify,
 )
 from attnlib.models import create_model, load_pretrained
-from attnlib.practice import prepared
 from attnlib.recipes import crop_and_flip
-from attnlib.train import epochs, fit, machine
+from attnlib.train import fit, machine, shuffled_batches
 from attnlib.vit import VisionTransformer
 from benchmarks import runner, timing
 from benchmarks.hidden import (
@@ -132,9 +132,9 @@ class Masked(Runs):
         history = fit(
             model,
             lambda model, batch: masked_loss(model, batch, rate),
-            epochs(self.parts["train"][0], batch_size=4 if self.tiny else batch),
+            shuffled_batches(self.parts["train"][0], batch_size=4 if self.tiny else batch),
             **dict(steps=steps, lr=lr, warmup=steps // 10, betas=(0.9, 0.95)),
-            **dict(weight_decay=0.05, seed=seed, every=max(1, steps // 6)),
+            **dict(weight_decay=0.05, seed=seed, log_every=max(1, steps // 6)),
             evaluate=lambda model: self.judged(model, rate, seed),
             checkpoint=self.path.parent / "checkpoints" / f"mae-{variant}-{seed}.json",
         )
@@ -293,9 +293,9 @@ def cifar(folder, tiny):
     history = fit(
         model,
         lambda model, batch: masked_loss(model, (crop_and_flip(batch[0]),)),
-        epochs(x, batch_size=batch),
+        shuffled_batches(x, batch_size=batch),
         **dict(steps=steps, lr=1e-3, warmup=steps // 10, betas=(0.9, 0.95)),
-        **dict(weight_decay=0.05, every=max(1, steps // 10)),
+        **dict(weight_decay=0.05, log_every=max(1, steps // 10)),
         checkpoint=folder / "mae.json",
     )
     found = cifar_probe(features(model.encoder()), (x, y), test, tiny)
@@ -353,14 +353,14 @@ def train_on_photographs(seed, images, test, steps, out):
     model = create_model(PHOTOGRAPHS)
     history = fit(
         model,
-        lambda model, batch: masked_loss(model, (prepared(batch[0] / 255, PHOTOGRAPHS),)),
-        epochs(images, batch_size=min(32, len(images)), seed=seed),
+        lambda model, batch: masked_loss(model, (normalize_for(batch[0] / 255, PHOTOGRAPHS),)),
+        shuffled_batches(images, batch_size=min(32, len(images)), seed=seed),
         steps=steps,
         lr=2e-3,
         warmup=steps // 10,
         betas=(0.9, 0.95),
         weight_decay=0.05,
-        every=max(1, steps // 10),
+        log_every=max(1, steps // 10),
         evaluate=lambda model: {"test": model(test[:100], noise=noise)[0]},
         checkpoint=out / "checkpoints" / f"{PHOTOGRAPHS}_{seed}.json",
     )
@@ -380,9 +380,9 @@ def photographs(arguments):
     count = 64 if arguments.tiny else 8192
     steps = 4 if arguments.tiny else arguments.steps
     tests = 4 if arguments.tiny else 200
-    images = (255 * pieces(count)).round().byte()
-    test = prepared(pieces(tests, "test", seed=1), PHOTOGRAPHS)
-    seen = prepared(pieces(tests, "train", seed=1), PHOTOGRAPHS)
+    images = (255 * photo_crops(count)).round().byte()
+    test = normalize_for(photo_crops(tests, "test", seed=1), PHOTOGRAPHS)
+    seen = normalize_for(photo_crops(tests, "train", seed=1), PHOTOGRAPHS)
     path = arguments.out / f"{PHOTOGRAPHS}.json"
     parameters = sum(p.numel() for p in create_model(PHOTOGRAPHS).parameters())
     bench = Runs(

@@ -22,7 +22,7 @@ RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 DIGIT_RATES = (1e-2, 3e-2, 1e-1)
 
 
-def fit(model, batch, loss, steps, lr, evaluate, every):
+def fit(model, batch, loss, steps, lr, evaluate, log_every):
     """Adam with a rate that rises and falls once; [step, what `evaluate` says] on the way."""
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps)
@@ -33,7 +33,7 @@ def fit(model, batch, loss, steps, lr, evaluate, every):
         loss(model(*inputs), target).backward()
         optimizer.step()
         schedule.step()
-        if step % every == 0 or step == steps:
+        if step % log_every == 0 or step == steps:
             curve.append([step, round(evaluate(model), 4)])
     return curve
 
@@ -265,9 +265,9 @@ def digits(arguments):
     def run(h, lr, seed):
         torch.manual_seed(seed)
         model = RowClassifier(h)
-        every = max(1, steps // 10)
+        log_every = max(1, steps // 10)
         curve = fit(
-            model, batch, F.cross_entropy, steps, lr, lambda m: accuracy(m, valid), every
+            model, batch, F.cross_entropy, steps, lr, lambda m: accuracy(m, valid), log_every
         )
         return model, dict(lr=lr, seed=seed, curve=curve)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from attnlib import create_model
 from attnlib.cost import GPUS, count_operations, training_memory
-from attnlib.gpt import GPT, OF_2019, GPTConfig
+from attnlib.gpt import GPT, GPT2_STYLE, GPTConfig
 from attnlib.models import data_config
 from attnlib.recipes import CIFAR_RECIPE, SMALL
 from attnlib.train import write_record
@@ -57,7 +57,7 @@ class Loss(torch.nn.Module):
 
 def gpt2():
     """GPT-2 with 124 million parameters and its loss, and sequences of 1,024 tokens."""
-    model = Loss(GPT(GPTConfig(**OF_2019))).train()
+    model = Loss(GPT(GPTConfig(**GPT2_STYLE))).train()
     return model, lambda batch: torch.zeros(batch, 1024, dtype=torch.long)
 
 

@@ -28,20 +28,27 @@ from safetensors.torch import load_file, save_file
 from scipy import ndimage
 
 from attnlib.data import box_targets
-from attnlib.detr import DETR, Features, HungarianMatcher, SetLoss, SmallBackbone, small_detr
+from attnlib.detr import (
+    DETR,
+    Features,
+    HungarianMatcher,
+    SetCriterion,
+    SmallBackbone,
+    small_detr,
+)
 from attnlib.inference import optimize_for_inference
 from attnlib.models import create_model, load_pretrained
 from attnlib.panoptic import (
     PanopticDETR,
-    confident,
+    confident_queries,
     label_maps,
     mask_loss,
-    merge,
+    panoptic_postprocess,
     panoptic_quality,
     panoptic_scenes,
     small_panoptic,
 )
-from attnlib.train import epochs, fit, write_record
+from attnlib.train import fit, shuffled_batches, write_record
 from benchmarks import runner, timing
 from benchmarks.detr import peer_config
 from benchmarks.runner import Commands, Runs
@@ -70,13 +77,15 @@ def pretrained(data, steps, seed):
     DETR's own backbone comes from ImageNet."""
     torch.manual_seed(seed)
     model = nn.Sequential(SmallBackbone(), Last(), nn.Conv2d(64, 6, 1))
-    batches = epochs(data["image"], classes(data)[:, 4::8, 4::8], batch_size=32, seed=seed)
+    batches = shuffled_batches(
+        data["image"], classes(data)[:, 4::8, 4::8], batch_size=32, seed=seed
+    )
 
     def loss_fn(model, batch):
         x, y = batch
         return F.cross_entropy(model(x), y) * len(y), len(y)
 
-    fit(model, loss_fn, batches, steps=steps, lr=2e-3, warmup=steps // 10, every=steps)
+    fit(model, loss_fn, batches, steps=steps, lr=2e-3, warmup=steps // 10, log_every=steps)
     return model[0]
 
 
@@ -108,9 +117,9 @@ def predict(model, images, threshold=0.35):
     """Label maps of many images."""
     found = []
     for x in images.split(100):
-        out = model.eval()(x, choose=lambda out: confident(out.logits, threshold))
+        out = model.eval()(x, choose=lambda out: confident_queries(out.logits, threshold))
         found += [
-            merge(logits, masks, THINGS, (SIZE, SIZE), threshold)
+            panoptic_postprocess(logits, masks, THINGS, (SIZE, SIZE), threshold)
             for logits, masks in zip(out.logits, out.masks)
         ]
     return found
@@ -220,8 +229,11 @@ class Panoptic(Runs):
         return panoptic_quality(found, self.true[part], THINGS)
 
     def fit(self, model, loss_fn, batches, steps, lr, **options):
-        every = max(1, steps // 8)
-        options = dict(warmup=steps // 20, clip=0.5, weight_decay=1e-4, every=every) | options
+        log_every = max(1, steps // 8)
+        options = (
+            dict(warmup=steps // 20, max_grad_norm=0.5, weight_decay=1e-4, log_every=log_every)
+            | options
+        )
         return fit(model, loss_fn, batches, steps=steps, lr=lr, **options)
 
     # the detector
@@ -238,7 +250,7 @@ class Panoptic(Runs):
         """The entry of a detector, whose weights are stored; its loss on validation scenes."""
         path = self.weights(seed, lr, steps)
         data = self.train
-        criterion = SetLoss(6, no_object=NO_OBJECT)
+        criterion = SetCriterion(6, no_object=NO_OBJECT)
 
         def loss_fn(model, batch):
             image, label, box = batch
@@ -255,7 +267,7 @@ class Panoptic(Runs):
             model = small_detr(6)
             model.backbone.load_state_dict(self.backbone(seed))
             rows = [data[key] for key in ("image", "label", "box")]
-            batches = epochs(*rows, batch_size=16, seed=seed)
+            batches = shuffled_batches(*rows, batch_size=16, seed=seed)
             history = self.fit(model, loss_fn, batches, steps, lr, seed=seed, evaluate=evaluate)
             save_file(model.state_dict(), path)
             return dict(history=history)
@@ -322,7 +334,7 @@ class Panoptic(Runs):
             truth = self.true["valid"][:100]
             return {"valid": panoptic_quality(found, truth)["all"]["pq"]}
 
-        batches = epochs(matched, masks, *features, batch_size=16, seed=seed)
+        batches = shuffled_batches(matched, masks, *features, batch_size=16, seed=seed)
         history = self.fit(model, loss_fn, batches, steps, lr, seed=seed, evaluate=evaluate)
         return model, history
 
@@ -377,7 +389,9 @@ class Panoptic(Runs):
             def loss_fn(model, batch):
                 return F.cross_entropy(model(batch[0]), batch[1]) * len(batch[1]), len(batch[1])
 
-            batches = epochs(self.train["image"], classes(self.train), batch_size=16, seed=seed)
+            batches = shuffled_batches(
+                self.train["image"], classes(self.train), batch_size=16, seed=seed
+            )
             history = self.fit(model, loss_fn, batches, steps, lr, seed=seed)
 
             @torch.no_grad()
@@ -459,10 +473,10 @@ def evaluate(model, images, annotations, threshold=0.85, count=None):
     for row in data["annotations"][:count]:
         x, size = read_picture(Path(images) / names[row["image_id"]])
         out = model.eval()(
-            x.to(device), choose=lambda found: confident(found.logits, threshold)
+            x.to(device), choose=lambda found: confident_queries(found.logits, threshold)
         )
         # as the authors do: to the size that the model saw, and from there to the picture's
-        segments, infos = merge(
+        segments, infos = panoptic_postprocess(
             out.logits[0].cpu(), out.masks[0].cpu(), things, x.shape[2:], threshold
         )
         segments = F.interpolate(segments[None, None].double(), size)[0, 0].long()

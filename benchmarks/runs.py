@@ -56,12 +56,12 @@ def kept(path, make):
 def translator(folder, tiny):
     """The translator of numbers with three seeds; the weights of the first are kept."""
     tokenizer, parts = recipes.number_pairs()
-    size = dict(steps=4, every=4, warmup=1) if tiny else {}
+    size = dict(steps=4, log_every=4, warmup=1) if tiny else {}
 
     def run(seed):
         model, history = recipes.train_translator(tokenizer, parts, seed=seed, **size)
         shares = {
-            part: round(recipes.names_right(model, tokenizer, parts[part]), 4)
+            part: round(recipes.translation_accuracy(model, tokenizer, parts[part]), 4)
             for part in ("valid", "test")
         }
         if seed == 0:

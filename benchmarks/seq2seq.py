@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from attnlib.data import PAD, decode, draw_numbers, encode, number_words, train_bpe
 from attnlib.seq2seq import Seq2Seq
-from attnlib.train import epochs, fit
+from attnlib.train import fit, shuffled_batches
 from benchmarks.runner import Commands, Runs
 
 # of the strings
@@ -132,7 +132,7 @@ def number_run(attention, width, steps, lr, seed, part, tiny):
     bpe, parts = number_data(tiny)
     torch.manual_seed(seed)
     model = Seq2Seq(60, 60, embed_dim=32, hidden_dim=width, attention=attention)
-    batches = epochs(*parts["train"][1:], batch_size=64, seed=seed)
+    batches = shuffled_batches(*parts["train"][1:], batch_size=64, seed=seed)
     history = train(model, batches, steps, lr, None, max(1, steps // 8))
     model.eval()
     answers = {name: number_words(parts[name][0], "de") for name in ("valid", "test")}
@@ -149,7 +149,7 @@ def number_run(attention, width, steps, lr, seed, part, tiny):
 
 
 # --- all runs ---------------------------------------------------------------------------------
-def train(model, batches, steps, lr, evaluate, every):
+def train(model, batches, steps, lr, evaluate, log_every):
     history = fit(
         model,
         loss_fn,
@@ -158,7 +158,7 @@ def train(model, batches, steps, lr, evaluate, every):
         lr=lr,
         warmup=steps // 10,
         evaluate=evaluate,
-        every=every,
+        log_every=log_every,
     )
     model.eval()
     return [{key: round(x, 5) for key, x in row.items() if key != "lr"} for row in history]

@@ -29,9 +29,9 @@ from sklearn.svm import SVC
 
 from attnlib import data, spatial
 from attnlib.data import (
+    _PLURALS,
     CAPTION_WORDS,
     KINDS,
-    PLURALS,
     caption_scenes,
     collages,
     context_scenes,
@@ -54,7 +54,7 @@ from attnlib.spatial import (
     reinforce_loss,
     weight_on_objects,
 )
-from attnlib.train import epochs, fit
+from attnlib.train import fit, shuffled_batches
 from benchmarks.detr import bright_parts, stamp
 from benchmarks.runner import Commands, Runs, save_half
 from tools.notebooks import NBS, code_of
@@ -115,9 +115,11 @@ def trained(model, images, captions, *, steps, lr, seed, batch=BATCH, **options)
         model,
         options.pop("loss", None)
         or loss_function(options.pop("penalty", 0.0), getattr(model, "baseline", None)),
-        epochs(images, captions, batch_size=min(batch, len(images)), seed=seed),
+        shuffled_batches(images, captions, batch_size=min(batch, len(images)), seed=seed),
         **dict(steps=steps, lr=lr, warmup=max(1, steps // 20), betas=(0.9, 0.999)),
-        **dict(weight_decay=0.01, clip=5.0, seed=seed, every=max(1, steps // LOOKS)),
+        **dict(
+            weight_decay=0.01, max_grad_norm=5.0, seed=seed, log_every=max(1, steps // LOOKS)
+        ),
         **options,
     )
 
@@ -205,7 +207,7 @@ def composed(things):
     axis = int(step.abs().argmax())
     order = (one, other) if step[axis] > 0 else (other, one)
     names = CAPTION_WORDS[8:14]
-    number = {1: ("a", SINGULAR), 2: ("two", PLURALS)}
+    number = {1: ("a", SINGULAR), 2: ("two", _PLURALS)}
     first, second = (
         f"{article} {names[color]} {kinds[kind]}"
         for color, kind in order
@@ -633,13 +635,13 @@ class Attend(Runs):
             history = fit(
                 model,
                 loss,
-                epochs(
+                shuffled_batches(
                     *tensors, batch_size=8 if self.tiny else GLIMPSE_BATCH["attend"], seed=seed
                 ),
                 **dict(steps=steps, lr=lr, warmup=steps // 15, betas=(0.9, 0.999), seed=seed),
                 **dict(
                     evaluate=lambda m: attend_scores(m, test),
-                    every=max(1, steps // GLIMPSE_LOOKS),
+                    log_every=max(1, steps // GLIMPSE_LOOKS),
                 ),
             )
             return dict(
@@ -714,9 +716,15 @@ class Drawings(Runs):
             history = fit(
                 model,
                 lambda model, batch: (draw_loss(model(*batch), *batch).sum(), len(batch[0])),
-                epochs(train, batch_size=8 if self.tiny else GLIMPSE_BATCH["draw"], seed=seed),
+                shuffled_batches(
+                    train, batch_size=8 if self.tiny else GLIMPSE_BATCH["draw"], seed=seed
+                ),
                 **dict(steps=steps, lr=lr, warmup=steps // 15, betas=(0.9, 0.999), seed=seed),
-                **dict(weight_decay=0.0, clip=5.0, every=max(1, steps // GLIMPSE_LOOKS)),
+                **dict(
+                    weight_decay=0.0,
+                    max_grad_norm=5.0,
+                    log_every=max(1, steps // GLIMPSE_LOOKS),
+                ),
                 evaluate=lambda model: bound(model, test, 1),
             )
             found = dict(
@@ -818,7 +826,7 @@ class Channels(Runs):
             history = fit(
                 model,
                 loss,
-                epochs(
+                shuffled_batches(
                     train["image"],
                     train["label"],
                     batch_size=8 if self.tiny else GLIMPSE_BATCH["channels"],
@@ -826,7 +834,7 @@ class Channels(Runs):
                 ),
                 **dict(steps=steps, lr=lr, warmup=steps // 15, betas=(0.9, 0.999), seed=seed),
                 **dict(evaluate=lambda m: {"accuracy": right(m, test)}),
-                every=max(1, steps // GLIMPSE_LOOKS),
+                log_every=max(1, steps // GLIMPSE_LOOKS),
             )
             found = dict(
                 parameters=sum(p.numel() for p in model.parameters()),

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from attnlib.data import collages
 from attnlib.swin import SwinTransformer
-from attnlib.train import epochs, fit
+from attnlib.train import fit, shuffled_batches
 from attnlib.vit import VisionTransformer
 from benchmarks.runner import Commands, Runs
 from tools import torchvision_ops  # noqa: F401  before timm imports torchvision
@@ -137,7 +137,7 @@ def limits(mask):
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def train(make, data, *, lr, seed, steps, every):
+def train(make, data, *, lr, seed, steps, log_every):
     """Train a network; its curves on test images, and its score on validation images."""
     (images, masks), valid, test = data
     torch.manual_seed(seed)
@@ -162,14 +162,14 @@ def train(make, data, *, lr, seed, steps, every):
     history = fit(
         model,
         loss,
-        epochs(images, masks, batch_size=BATCH, seed=seed),
+        shuffled_batches(images, masks, batch_size=BATCH, seed=seed),
         steps=steps,
         lr=lr,
         warmup=steps // 10,
         weight_decay=0.05,
         betas=(0.9, 0.999),
         evaluate=evaluate,
-        every=every,
+        log_every=log_every,
         seed=seed,
     )
     model.eval()
@@ -190,11 +190,11 @@ class Segmentation(Runs):
         self.counts = counts
         self.data = None
 
-    def run(self, name, lr, seed, steps, every):
+    def run(self, name, lr, seed, steps, log_every):
         def make():
             self.data = self.data or parts(self.counts)
             self.record["limits"] = limits(self.data[2][1])
-            options = dict(lr=lr, seed=seed, steps=steps, every=every)
+            options = dict(lr=lr, seed=seed, steps=steps, log_every=log_every)
             return train(CONTESTANTS[name], self.data, **options)
 
         return self.once(dict(model=name, lr=lr, seed=seed, of=steps), make)

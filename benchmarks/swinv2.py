@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from attnlib.data import digits, standardize
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
-from attnlib.train import adamw, epochs, learning_rate
+from attnlib.train import adamw, learning_rate, shuffled_batches
 from benchmarks.runner import (
     Commands,
     Runs,
@@ -81,7 +81,7 @@ def train(kind, lr, seed, looks, data):
     measure = stream_function()
     found = []
     optimizer = adamw(model, lr, (0.9, 0.999), 0.05)
-    batches = epochs(*train_part, batch_size=32, seed=seed)
+    batches = shuffled_batches(*train_part, batch_size=32, seed=seed)
     steps = looks[-1]
     for step in range(steps + 1):
         if step in looks:

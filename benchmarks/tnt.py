@@ -21,7 +21,7 @@ from attnlib.recipes import accuracy
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
 from attnlib.tnt import TNT
-from attnlib.train import epochs, fit, write_record
+from attnlib.train import fit, shuffled_batches, write_record
 from attnlib.vit import VisionTransformer
 from benchmarks.hidden import digit_parts
 from benchmarks.runner import Commands, Runs, save_half
@@ -116,7 +116,7 @@ def inside(model, data):
     return {"spread": [round(s, 3) for s in spread], "uniform": scores(model, data)[1]}
 
 
-def train(make, parts, *, lr, seed, steps, every):
+def train(make, parts, *, lr, seed, steps, log_every):
     """Train one network; the curves of its row."""
     train, valid, test = parts
     torch.manual_seed(seed)
@@ -138,14 +138,14 @@ def train(make, parts, *, lr, seed, steps, every):
     history = fit(
         model,
         loss_fn,
-        epochs(*train, batch_size=BATCH, seed=seed),
+        shuffled_batches(*train, batch_size=BATCH, seed=seed),
         steps=steps,
         lr=lr,
         warmup=steps // 10,
         weight_decay=0.05,
         betas=(0.9, 0.999),
         evaluate=evaluate,
-        every=every,
+        log_every=log_every,
         seed=seed,
     )
     names = dict(step="steps", seconds="seconds", loss="loss", valid="valid")
@@ -187,7 +187,7 @@ class Comparison(Runs):
 
         def go(kind, lr, seed, steps):
             what = dict(task=task, model=name, lr=lr, seed=seed, of=steps)
-            options = dict(lr=lr, seed=seed, steps=steps, every=max(1, steps // 20))
+            options = dict(lr=lr, seed=seed, steps=steps, log_every=max(1, steps // 20))
             return self.once(what, lambda: train(make, self.parts, **options), kind)
 
         tried = [go("tuning", lr, 0, tuning) for lr in rates]
@@ -297,13 +297,13 @@ def train_collages(arguments):
     history = fit(
         both,
         collage_loss,
-        epochs(*data, batch_size=64),
+        shuffled_batches(*data, batch_size=64),
         steps=steps,
         lr=2e-3,
         warmup=min(200, steps // 2),
         weight_decay=0.05,
         betas=(0.9, 0.999),
-        every=max(1, steps // 12),
+        log_every=max(1, steps // 12),
         evaluate=lambda both: accuracy(both.model, test),
     )
     seconds = time.process_time() - began

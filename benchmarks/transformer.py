@@ -21,7 +21,7 @@ from attnlib import recipes
 from attnlib.decoding import greedy
 from attnlib.inference import optimize_for_inference
 from attnlib.position import sinusoidal_encoding
-from attnlib.train import epochs, fit
+from attnlib.train import fit, shuffled_batches
 from attnlib.transformer import EncoderLayer, label_smoothing_loss
 from attnlib.translation import from_marian, translation_loss
 from benchmarks import runner, timing
@@ -102,7 +102,9 @@ def digits(seed, count=BATCH):
     return torch.randint(DIGITS, (count, LENGTH), generator=generator)
 
 
-def train_stack(task, variant, lr, seed, steps, warmup=True, depth=DEPTH, every=50, **options):
+def train_stack(
+    task, variant, lr, seed, steps, warmup=True, depth=DEPTH, log_every=50, **options
+):
     """New digits in every step; validation and test have 512 sequences each."""
     torch.manual_seed(seed)
     model = Stack(depth, **options)
@@ -132,9 +134,9 @@ def train_stack(task, variant, lr, seed, steps, warmup=True, depth=DEPTH, every=
         lr=lr,
         warmup=min(WARMUP, steps // 2) * warmup,
         weight_decay=0.0,
-        clip=None,
+        max_grad_norm=None,
         evaluate=evaluate,
-        every=every,
+        log_every=log_every,
         seed=seed,
     )
     with torch.no_grad():
@@ -142,7 +144,7 @@ def train_stack(task, variant, lr, seed, steps, warmup=True, depth=DEPTH, every=
     return [{"step": 0, **start}, *history], share
 
 
-def train_output(task, variant, lr, seed, steps, output, every=20):
+def train_output(task, variant, lr, seed, steps, output, log_every=20):
     tokenizer, parts = recipes.number_pairs()
     torch.manual_seed(seed)
     model = recipes.small_transformer()
@@ -153,7 +155,7 @@ def train_output(task, variant, lr, seed, steps, output, every=20):
     elif output == "tied, small start":
         nn.init.normal_(model.tgt_embed.weight, std=0.02)
     train, valid = (parts[part] for part in ("train", "valid"))
-    batches = epochs(train["src"], train["tgt"], batch_size=BATCH, seed=seed)
+    batches = shuffled_batches(train["src"], train["tgt"], batch_size=BATCH, seed=seed)
 
     def evaluate(model):
         loss, count = translation_loss(model, (valid["src"][:256], valid["tgt"][:256]))
@@ -170,11 +172,11 @@ def train_output(task, variant, lr, seed, steps, output, every=20):
         evaluate=evaluate,
         warmup=min(WARMUP, steps // 2),
         weight_decay=0.0,
-        every=every,
+        log_every=log_every,
         seed=seed,
     )
-    history[-1]["valid"] = recipes.names_right(model.eval(), tokenizer, valid)
-    return [{"step": 0, **start}, *history], recipes.names_right(
+    history[-1]["valid"] = recipes.translation_accuracy(model.eval(), tokenizer, valid)
+    return [{"step": 0, **start}, *history], recipes.translation_accuracy(
         model, tokenizer, parts["test"]
     )
 
@@ -197,7 +199,7 @@ class Ablations(Runs):
     def trained(self, part, variant, lr, seed, steps):
         options = dict(VARIANTS[part][variant])
         if self.tiny:
-            options |= dict(every=2)
+            options |= dict(log_every=2)
         if self.tiny and part != "output":
             options |= dict(depth=2)
         train_part = train_output if part == "output" else train_stack

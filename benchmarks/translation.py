@@ -190,7 +190,7 @@ def run(size, *, directions, shared=True, tag_on="source", seed, checkpoint):
         lr=size["lr"],
         warmup=size["warmup"],
         weight_decay=0.0,
-        every=max(1, size["steps"] // 8),
+        log_every=max(1, size["steps"] // 8),
         evaluate=evaluate,
         seed=seed,
         checkpoint=checkpoint,

@@ -79,7 +79,7 @@ class Tasks(Runs):
             train, valid, test = self.data(task, images)
             torch.manual_seed(seed)
             model = self.networks[name](*SHAPES[task])
-            options = dict(batch_size=TASKS[task][0], every=TASKS[task][3], seed=seed)
+            options = dict(batch_size=TASKS[task][0], log_every=TASKS[task][3], seed=seed)
             history = train_classifier(model, train, valid, steps=steps, lr=lr, **options)
             model.eval()
             with torch.no_grad():

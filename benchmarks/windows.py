@@ -33,7 +33,7 @@ from attnlib import (
     windows,  # first: without a GPU it has Triton interpreted
 )
 from attnlib.attention import attention, attention_backend, register_backend
-from attnlib.flash import SHARED, triton
+from attnlib.flash import _SHARED_MEMORY, triton
 from attnlib.inference import optimize_for_inference
 from attnlib.models import create_model
 from attnlib.swin import (
@@ -522,7 +522,7 @@ def tile_of(job):
     kernel, _, dtype, width, window, _ = job
     size = getattr(torch, dtype).itemsize
     if kernel in PRODUCTS:
-        rows, _, _, warps, stages = windows.PRODUCT_TILES[size]
+        rows, _, _, warps, stages = windows._PRODUCT_TILES[size]
         return [str(rows), str(warps), str(stages)]
     found = windows.tiling(kernel, (int(window),) * 2, int(width), size)
     return [str(found[name]) for name in ("BLOCK", "num_warps", "num_stages")]
@@ -545,7 +545,7 @@ def compiled(job):
     if kernel in PRODUCTS:
         *widths, fused = PRODUCTS[kernel]
         widths = [int(width) * w for w in widths]
-        made = windows.compile_linear(capability, number, *widths, **fused)
+        made = windows._compile_linear(capability, number, *widths, **fused)
     else:
         flags = dict(shifted="s" in options, cosine="c" in options, padded="p" in options)
         made = windows.compile_for(
@@ -561,7 +561,7 @@ def compiled(job):
 def floor(row):
     """The registers below which a thread cannot hold its share of the sums in float32."""
     if row["kernel"] in PRODUCTS:
-        block, lanes, *_ = windows.PRODUCT_TILES[getattr(torch, row["dtype"]).itemsize]
+        block, lanes, *_ = windows._PRODUCT_TILES[getattr(torch, row["dtype"]).itemsize]
     else:
         block = int(row["block"])
         lanes = max(16, triton.next_power_of_2(int(row["width"])))
@@ -573,7 +573,7 @@ def floor(row):
 
 def broken(row):
     """What is wrong with a kernel, in words; nothing, if nothing is."""
-    room = SHARED[int(row["gpu"][3:])] << 10
+    room = _SHARED_MEMORY[int(row["gpu"][3:])] << 10
     wrong = []
     if int(row["stack"]) > STACK:
         wrong.append(f"a stack of {row['stack']} bytes, above {STACK}")

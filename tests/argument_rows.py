@@ -16,12 +16,12 @@ from attnlib import (
     detr,
     gpt,
     models,
-    modern,
     scaling,
     spatial,
     swin,
     transformer,
     translation,
+    vit_variants,
 )
 
 
@@ -174,7 +174,7 @@ VISION = {
             norm_layer=nn.RMSNorm,
             qk_norm=True,
             init_values=0.1,
-            mlp_layer=modern.SwiGLU,
+            mlp_layer=vit_variants.SwiGLU,
         ),
         ON_IMAGES,
     ),
@@ -273,11 +273,13 @@ VISION = {
         LAYER,
         LAYER_OTHERS
         | dict(mlp_ratio=2.0, qkv_bias=False, proj_drop=0.5, attn_drop=0.5, drop_path=0.5)
-        | dict(qk_norm=True, init_values=0.1, norm_layer=nn.RMSNorm, mlp_layer=modern.SwiGLU)
+        | dict(
+            qk_norm=True, init_values=0.1, norm_layer=nn.RMSNorm, mlp_layer=vit_variants.SwiGLU
+        )
         | META,
         ON_TOKENS,
     ),
-    "modern.SwiGLU": Row(
+    "vit_variants.SwiGLU": Row(
         dict(in_features=12),
         dict(in_features=24, hidden_features=8, drop=0.5, bias=False) | META,
         ON_TOKENS,
@@ -432,7 +434,7 @@ DETECTION = {
             ),
         ),
     ),
-    "detr.PlacedAttention": Row(
+    "detr._PlacedAttention": Row(
         dict(embed_dim=12, num_heads=3),
         dict(embed_dim=24, num_heads=2, kdim=6, vdim=6, bias=False, dropout=0.5),
         trained(
@@ -514,7 +516,7 @@ SEQUENCES = {
     "gpt.MLP": Row(
         dict(config=config()), dict(config=config(mlp="gelu")), trained(numbers(2, 5, 16))
     ),
-    "gpt.make_norm": Row(
+    "gpt._make_norm": Row(
         dict(config=config()), dict(config=config(norm_eps=0.5)), trained(numbers(2, 5, 16))
     ),
     "transformer.Transformer": Row(
@@ -808,7 +810,7 @@ FUNCTIONS = {
     "attention.attention": Row(
         QKV, QKV_OTHERS | dict(mask="causal", bias=BIAS, scale=2.0, dropout_p=0.5)
     ),
-    "attention.narrow_bias": Row(
+    "attention._narrow_bias": Row(
         dict(bias=300 + BIAS, q=Q.bfloat16()), dict(bias=300 + 2 * BIAS, q=Q.half())
     ),
     "attention.fastest_backend": Row(
@@ -868,7 +870,7 @@ FUNCTIONS = {
         SEARCH_OTHERS
         | dict(beam_size=Fails(0, "beam_size"), length_penalty=-9.0, eos_id=Fails(0, "eos_id")),
     ),
-    "decoding.check_decoding": Row(
+    "decoding._check_decoding": Row(
         SEARCH | dict(bos_id=1, eos_id=2),
         dict(
             model=Fails(make_transformer(max_length=4), "max_length"),
@@ -890,12 +892,11 @@ FUNCTIONS = {
             cache=decoding.KVCache(),
         ),
     ),
-    "decoding.vocabulary_size": Row(
+    "decoding._vocabulary_size": Row(
         dict(model=make_transformer()), dict(model=transformer.Transformer(9, None, 4, 2, 0, 0))
     ),
     "decoding.top_k_filter": Row(dict(logits=LOGITS, k=2), dict(logits=-LOGITS, k=3)),
     "decoding.top_p_filter": Row(dict(logits=LOGITS, p=0.3), dict(logits=-LOGITS, p=0.9)),
-    "decoding.check_count": Row(dict(name="a", value=1), dict(value=Fails(0, "a "))),
     "decoding.beam_step": Row(
         dict(scores=numbers(2, 3), log_probs=numbers(6, 5), eos_id=2),
         dict(scores=numbers(2, 3, seed=1), log_probs=numbers(6, 5, seed=1), eos_id=0),
@@ -951,7 +952,7 @@ FUNCTIONS = {
             output_fmt="NHWC",
         ),
     ),
-    "backbone.source_grid": Row(
+    "backbone._source_grid": Row(
         dict(count=16, new_size=(2, 8)), dict(count=9, new_size=(3, 3))
     ),
     "backbone.resample_abs_pos_embed": Row(
@@ -1030,7 +1031,7 @@ FUNCTIONS = {
         LONG | dict(e=numbers(5, 16), f=numbers(5, 16)),
         LONG_OTHERS | dict(e=numbers(5, 16, seed=1), f=numbers(5, 16, seed=1)),
     ),
-    "efficient.segment_means": Row(
+    "efficient._segment_means": Row(
         dict(x=TOKENS, count=4), dict(x=2 * TOKENS, count=2, mask=torch.arange(16) < 9)
     ),
     "efficient.nystrom_attention": Row(
@@ -1060,7 +1061,7 @@ FUNCTIONS = {
     "detr.box_cxcywh_to_xyxy": Row(dict(boxes=BOXES), dict(boxes=OTHER_BOXES)),
     "detr.box_xyxy_to_cxcywh": Row(dict(boxes=BOXES), dict(boxes=OTHER_BOXES)),
     "detr.box_area": Row(dict(boxes=BOXES.cumsum(-1)), dict(boxes=OTHER_BOXES.cumsum(-1))),
-    "detr.sine_positions": Row(
+    "detr.sine_position_embedding": Row(
         dict(mask=~FILL, dim=8),
         dict(mask=(~FILL)[:, :3], dim=12, temperature=20),
     ),
@@ -1123,11 +1124,11 @@ FUNCTIONS |= {
         dict(weights=numbers(2, 5, 16).softmax(-1), masks=numbers(2, 3, 8, 8) > 0),
         dict(weights=numbers(2, 5, 16, seed=1).softmax(-1), masks=numbers(2, 3, 8, 8) < 0),
     ),
-    "spatial.reduced_channels": Row(
+    "spatial._reduced_channels": Row(
         dict(channels=64, rd_ratio=0.25, rd_divisor=8),
         dict(channels=32, rd_ratio=0.5, rd_divisor=32),
     ),
-    "spatial.check_odd": Row(dict(kernel_size=3), dict(kernel_size=Fails(4, "kernel_size"))),
+    "spatial._check_odd": Row(dict(kernel_size=3), dict(kernel_size=Fails(4, "kernel_size"))),
     "transformer.label_smoothing_loss": Row(
         CAPTIONS,
         dict(logits=numbers(3, 6, 20, seed=1), targets=PADDED.flip(1), smoothing=0.3, pad_id=7),
@@ -1144,7 +1145,7 @@ FUNCTIONS |= {
         dict(logits=3 * LOGITS, dist_logits=4 * LOGITS, teacher_logits=LOGITS.flip(0))
         | dict(labels=torch.tensor([1, 2, 4]), weight=0.2, temperature=1.0),
     ),
-    "deit.check_losses": Row(
+    "deit._check_losses": Row(
         dict(logits=LOGITS, dist_logits=LOGITS, teacher_logits=LOGITS, weight=0.5),
         dict(
             logits=Fails(LOGITS[:1], "logits"),
@@ -1176,11 +1177,11 @@ FUNCTIONS |= {
             rng=random.Random(1),
         ),
     ),
-    "beit.random_rectangle": Row(
+    "beit._random_rectangle": Row(
         dict(area=12, min_aspect=0.3, rng=random.Random(0)),
         dict(area=40, min_aspect=1.0, rng=random.Random(2)),
     ),
-    "beit.resize_beit_table": Row(
+    "beit._resize_beit_table": Row(
         dict(table=numbers(28, 2), new_window=(3, 5)),
         dict(table=numbers(28, 2, seed=1), new_window=(5, 3), old_window=(1, 13)),
     ),
@@ -1228,7 +1229,7 @@ FUNCTIONS |= {
         dict(window_size=(2, 3)),
         dict(window_size=(3, 2), table_window=(4, 4), device="meta"),
     ),
-    "swin.pad_images": Row(
+    "swin._pad_images": Row(
         dict(x=image(14), patch_size=(4, 4)),
         dict(x=2 * image(14), patch_size=(5, 5), value=0.5),
     ),
@@ -1251,7 +1252,7 @@ FUNCTIONS |= {
         dict(window_size=(3, 4)),
         dict(window_size=(4, 3), pretrained_window_size=(8, 8)) | META,
     ),
-    "swinv2.sequential_attention": Row(
+    "swinv2._sequential_attention": Row(
         WINDOWED | dict(bias=numbers(2, 16, 16), mask=torch.ones(4, 16, 16).bool().tril()),
         dict.fromkeys("qkv", numbers(2, 8, 16, 4, seed=1))
         | dict(bias=numbers(2, 16, 16, seed=1), mask=torch.ones(4, 16, 16).bool())
@@ -1299,16 +1300,16 @@ FUNCTIONS |= {
         dict(mask=HIDDEN.flatten(1)[:, :16], grid_size=(4, 4), patch_size=(2, 2)),
         dict(mask=~HIDDEN.flatten(1)[:, :16], grid_size=(2, 8), patch_size=(4, 2)),
     ),
-    "mae.pieces": Row(dict(count=2), dict(count=3, split="test", size=32, seed=1)),
-    "gpt.rotation": Row(
+    "mae.photo_crops": Row(dict(count=2), dict(count=3, split="test", size=32, seed=1)),
+    "gpt.rope_cos_sin": Row(
         dict(config=config(), positions=torch.arange(5)),
         dict(config=config(rope_base=100.0), positions=torch.arange(6), dtype=torch.float64),
     ),
-    "gpt.token_positions": Row(
+    "gpt._token_positions": Row(
         dict(n=3, past=2),
         dict(n=4, past=3, attention_mask=torch.tensor([[0, 0, 1, 1, 1]]).bool(), device="meta"),
     ),
-    "gpt.slowdown": Row(
+    "gpt.rope_scaling_factors": Row(
         dict(frequencies=torch.logspace(-5, 0, 20), rope_type="llama3", factor=4.0),
         dict(
             frequencies=torch.logspace(-4, 0, 20),
@@ -1320,11 +1321,11 @@ FUNCTIONS |= {
         ),
     ),
     "recipes.crop_and_flip": Row(dict(x=image()), dict(x=2 * image(), padding=1)),
-    "practice.mixup": Row(
+    "finetune.mixup": Row(
         dict(images=image(), targets=torch.eye(4), alpha=5.0),
         dict(images=2 * image(), targets=torch.eye(4).flip(0), alpha=0.0),
     ),
-    "practice.hide": Row(
+    "finetune.mask_patches": Row(
         dict(x=image(), rows=torch.tensor([[1]] * 4), patch_size=4),
         dict(x=2 * image(), rows=torch.tensor([[2]] * 4), patch_size=8),
     ),
@@ -1341,7 +1342,7 @@ FUNCTIONS |= {
         {key: PLANNED_OTHERS[key] for key in ("plan", "config")} | dict(batch=4),
     ),
     "scaling.seconds_of": Row(PLANNED, PLANNED_OTHERS),
-    "scaling.compute_seconds": Row(PLANNED, PLANNED_OTHERS),
+    "scaling._compute_seconds": Row(PLANNED, PLANNED_OTHERS),
     "scaling.parameters_of": Row(
         dict(config=PLANNED["config"]), dict(config=PLANNED_OTHERS["config"])
     ),
@@ -1363,7 +1364,7 @@ FUNCTIONS |= {
             efficiency=0.1,
         ),
         lambda cluster: [
-            list(scaling.possible_plans(PLANNED["config"], cluster, 64)),
+            list(scaling._possible_plans(PLANNED["config"], cluster, 64)),
             scaling.plan(PLANNED["config"], cluster, 64),
             scaling.seconds_of(**PLANNED | dict(cluster=cluster)),
         ],
@@ -1389,14 +1390,14 @@ FUNCTIONS |= {
         dict(x=TOKENS, rank=0, ranks=2),
         dict(x=2 * TOKENS, rank=1, ranks=4, dim=-1, balanced=True),
     ),
-    "scaling.chunks_of": Row(
+    "scaling.sequence_chunks": Row(
         dict(rank=0, ranks=2, balanced=True), dict(rank=1, ranks=3, balanced=False)
     ),
-    "scaling.block_weights": Row(
+    "scaling._block_weights": Row(
         dict(q=Q, k=K), dict(q=OTHER, k=OTHER, lse=numbers(2, 2, 6), causal=True)
     ),
-    "scaling.block_attention": Row(QKV, QKV_OTHERS | dict(causal=True)),
-    "scaling.visits": Row(
+    "scaling._block_attention": Row(QKV, QKV_OTHERS | dict(causal=True)),
+    "scaling.ring_schedule": Row(
         dict(rank=1, ranks=4, causal=True),
         dict(rank=2, ranks=3, causal=False, balanced=True),
         list,
@@ -1408,7 +1409,7 @@ FUNCTIONS |= {
             beta=torch.full((1, 2, 16), 0.5), state=numbers(1, 2, 4, 4), chunk=Fails(0, "chunk")
         ),
     ),
-    "efficient.iterated_inverse": Row(
+    "efficient._iterated_inverse": Row(
         dict(a=LOGITS.softmax(-1)[:, :3], steps=3), dict(a=LOGITS.softmax(-1)[:, 1:4], steps=4)
     ),
     "flash.tiled_attention": Row(QKV, QKV_OTHERS | dict(bias=BIAS, scale=2.0)),
@@ -1458,15 +1459,15 @@ FUNCTIONS |= {
             rng=random.Random(5),
         ),
     ),
-    "autoformer.sample": Row(
+    "autoformer.sample_subnet": Row(
         dict(space=SPACE, seed=0), dict(space=autoformer.Space((64,), (1,), (1,), (1,)), seed=1)
     ),
-    "autoformer.relative_index": Row(
+    "autoformer._relative_index": Row(
         dict(grid_size=(2, 3)), dict(grid_size=(3, 2), max_distance=1, device="meta")
     ),
-    "autoformer.at_places": Row(
+    "autoformer.shifted_digits": Row(
         dict(images=image(), labels=torch.arange(4)),
-        dict(images=2 * image(), labels=torch.arange(1, 5), every=4),
+        dict(images=2 * image(), labels=torch.arange(1, 5), log_every=4),
     ),
     "panoptic.dice_loss": Row(
         dict(logits=LOGITS, targets=(LOGITS > 0).float()),
@@ -1476,7 +1477,9 @@ FUNCTIONS |= {
         dict(logits=LOGITS, targets=(LOGITS > 0).float()),
         dict(logits=2 * LOGITS, targets=(LOGITS < 0).float(), alpha=0.5, gamma=1.0),
     ),
-    "panoptic.confident": Row(dict(logits=5 * LOGITS), dict(logits=LOGITS, threshold=0.1)),
+    "panoptic.confident_queries": Row(
+        dict(logits=5 * LOGITS), dict(logits=LOGITS, threshold=0.1)
+    ),
     "panoptic.panoptic_scenes": Row(dict(count=2), dict(count=3, split="test", seed=1)),
     "train.learning_rate, 2": Row(
         dict(step=3, steps=10, warmup=0, schedule="inverse_sqrt"), dict(schedule="constant")
@@ -1533,7 +1536,7 @@ def words():
 
 def found(**options):
     """Logits and boxes as a detector gives them."""
-    shape = dict(logits=numbers(1, 4, 6), boxes=numbers(1, 4, 4).sigmoid(), auxiliary=[])
+    shape = dict(logits=numbers(1, 4, 6), boxes=numbers(1, 4, 4).sigmoid(), aux_outputs=[])
     return detr.Output(**shape | options)
 
 
@@ -1549,7 +1552,7 @@ SEGMENTS = [
 OTHER_SEGMENTS = [(torch.tensor([[1, 1, 1], [1, 2, 2]]), SEGMENTS[0][1])]
 FUNCTIONS |= {
     "train.fit": Row(
-        dict(model=regressor(), loss_fn=squares, batches=pairs, steps=6, every=2, lr=0.1),
+        dict(model=regressor(), loss_fn=squares, batches=pairs, steps=6, log_every=2, lr=0.1),
         dict(
             model=regressor(5),
             loss_fn=lambda model, batch: (squares(model, batch)[0], 7),
@@ -1560,9 +1563,9 @@ FUNCTIONS |= {
             schedule="constant",
             betas=(0.5, 0.98),
             weight_decay=0.9,
-            clip=1e-9,
+            max_grad_norm=1e-9,
             evaluate=lambda model: dict(answer=42),
-            every=3,
+            log_every=3,
             stop_after=4,
             seed=1,
             lr_scale={"0.weight": 0.1},
@@ -1583,7 +1586,7 @@ FUNCTIONS |= {
             [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]],
         ],
     ),
-    "train.without_decay": Row(
+    "train._without_decay": Row(
         dict(model=regressor()),
         dict(model=models.create_model("vit_tiny_patch16_224", depth=1)),
         sorted,
@@ -1593,7 +1596,7 @@ FUNCTIONS |= {
         dict(cost_class=50, cost_box=0, cost_giou=-9),
         lambda matcher: matcher(numbers(1, 40, 6), numbers(1, 40, 4).sigmoid(), TARGETS),
     ),
-    "detr.SetLoss": Row(
+    "detr.SetCriterion": Row(
         dict(num_classes=5),
         dict(
             num_classes=Fails(6, "logits"),
@@ -1607,7 +1610,7 @@ FUNCTIONS |= {
         dict(output=found(), sizes=torch.tensor([[20, 30]])),
         dict(output=found(logits=numbers(1, 4, 6, seed=1)), sizes=torch.tensor([[30, 20]])),
     ),
-    "panoptic.merge": Row(
+    "panoptic.panoptic_postprocess": Row(
         dict(logits=SURE, masks=5 * numbers(4, 8, 8), things=[0]),
         dict(
             logits=SURE.flip(0),
@@ -1687,7 +1690,7 @@ FUNCTIONS |= {
         dict(tokenizer=words()[0], texts=["one", "two", "five", "nine", "seven"]),
         dict(texts=["six"]),
     ),
-    "autoformer.search": Row(
+    "autoformer.evolutionary_search": Row(
         dict(score=lambda subnet: sum(subnet.num_heads), supernet=autoformer.small_supernet())
         | dict(population=6, generations=2, parents=3, crossovers=2, mutations=2),
         dict(
@@ -1730,11 +1733,11 @@ FUNCTIONS |= {
         ),
         state,
     ),
-    "practice.layer_scales": Row(
+    "finetune.layer_scales": Row(
         dict(model=models.create_model("vit_tiny_patch16_224", depth=2)),
         dict(model=models.create_model("vit_tiny_patch16_224", depth=3), decay=0.5),
     ),
-    "practice.prepared": Row(
+    "finetune.normalize_for": Row(
         dict(images=image(16).sigmoid(), name="vit_tiny_patch16_224", img_size=32),
         dict(
             images=image(16).sigmoid() ** 2,
@@ -1758,7 +1761,6 @@ SAME = "the result is the same in less memory or time"
 SPARED = {  # arguments without another value here, and why
     "data.small_images": dict(folder="of files that are downloaded"),
     "decoding.beam_search": dict(use_cache=SAME),
-    "decoding.check_count": dict(name="stands in the error"),
     "decoding.greedy": dict(use_cache=SAME),
     "decoding.sample": dict(use_cache=SAME),
     "detr.DETR": dict.fromkeys(("dilation", "in_chans"), "of a ResNet, which has a row"),
@@ -1772,40 +1774,40 @@ SPARED = {  # arguments without another value here, and why
     "translation.translate": dict(tokenizer="another one has other tokens"),
     "translation.translate_numbers": dict(tokenizer="another one has other tokens"),
     "swin.padded_size": dict(name="stands in the error"),
-    "swinv2.sequential_attention": dict(windows_at_once=SAME),
+    "swinv2._sequential_attention": dict(windows_at_once=SAME),
 }
 NOT_YET = set(  # functions whose arguments have no other values here yet
     """
     attention.active_backend
     backbone.is_plain backbone.is_unchanged
-    beit.gather_rows
-    cli.beside_timm cli.print_times
-    cost.Diagnosis cost.Operator cost.Precision cost.PrecisionChoice cost.Probe cost.Saved
+    beit._gather_rows
+    cli._benchmark cli._print_times
+    cost._Diagnosis cost.Operator cost._Precision cost._PrecisionChoice cost.Probe cost._Saved
     cost.TrainingMemory
     data.cifar data.flickr8k data.multi30k
     detr.Features detr.Output
     flash.compile_for flash.compile_kernel flash.launch flash.product_precision flash.refusal
     flash.triton_mode
-    inference.FastResNet inference.can_pack_resnet inference.fuse inference.packing_pays
+    inference.FastResNet inference._can_pack_resnet inference.fuse inference.packing_pays
     models.fetch_weights
     panoptic.PanopticOutput
     plot.show
     recipes.train_processes
-    scaling.Sleeper scaling.Workers scaling.bytes_sent scaling.check_shards
-    scaling.cut_as_it_lies scaling.cut_module scaling.enter scaling.go_round
-    scaling.join_group scaling.nap_lesson scaling.reduce_lesson scaling.ring_all_reduce
-    scaling.ring_attention scaling.ring_lesson scaling.send_on scaling.stage_lesson
-    scaling.states_lesson scaling.summed scaling.tensor_lesson scaling.tensor_parallel
+    scaling.Sleeper scaling.Workers scaling.bytes_sent scaling._check_shards
+    scaling.shard_contiguous scaling.shard_module scaling.copy_to_group scaling._ring_iter
+    scaling._join_group scaling.nap_lesson scaling.reduce_lesson scaling.ring_all_reduce
+    scaling.ring_attention scaling.ring_lesson scaling._send_on scaling.stage_lesson
+    scaling.states_lesson scaling.sum_gradient scaling.tensor_lesson scaling.tensor_parallel
     spatial.Drawing
     swin.WindowLayout
-    swinv2.restore_trained_window swinv2.store_trained_window
-    train.epochs train.load_checkpoint train.machine train.prepare train.print_speed
-    train.resume train.save_checkpoint train.save_shards train.shard_blocks
-    train.share_buffers train.train_step train.write_record
-    transformer.tie transformer.tie_embeddings
-    translation.from_marian translation.keep_best translation.length_run
-    translation.load_marian translation.marian_weights translation.multi30k_run
+    swinv2._restore_trained_window swinv2._store_trained_window
+    train.shuffled_batches train.load_checkpoint train.machine train.prepare train.print_speed
+    train.resume train.save_checkpoint train._save_shards train.shard_blocks
+    train._share_buffers train.train_step train.write_record
+    transformer.tie transformer._tie_embeddings
+    translation.from_marian translation._keep_best translation.length_run
+    translation.load_marian translation._marian_weights translation.multi30k_run
     translation.number_run
-    windows.compile_for windows.compile_linear
+    windows.compile_for windows._compile_linear
     """.split()
 )

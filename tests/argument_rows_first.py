@@ -42,9 +42,9 @@ from attnlib import (
     gpt,
     mae,
     models,
-    modern,
     swin,
     vit,
+    vit_variants,
 )
 
 SMALL = dict(img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=3)
@@ -150,7 +150,7 @@ OTHER_COLLAGES = seeded(models.create_model, "vit_collages", seed=1).state_dict(
 DATA_CONFIG = models.data_config("vit_tiny_patch16_224")
 
 FIRST = {
-    "attention.SameTensors": Row(
+    "attention._SameTensors": Row(
         dict(block=linear()), dict(block=linear(12, 7)), called(TOKENS)
     ),
     "attention.attention_backend": Row(dict(name="reference"), dict(name="sdpa"), inside),
@@ -165,13 +165,13 @@ FIRST = {
         dict(name="test 2", function=two, operation="window_attention"),
         taken_back,
     ),
-    "backbone.SameParameters": Row(
+    "backbone._SameParameters": Row(
         dict(model=linear()),
         dict(model=linear(bias=False)),
         lambda hook: [name for _, name, _ in hook.owners],
     ),
     "backbone.resize": Row(
-        dict(model=small_vit(), hook=backbone.SameParameters(linear()), img_size=16),
+        dict(model=small_vit(), hook=backbone._SameParameters(linear()), img_size=16),
         dict(model=small_vit(depth=1), img_size=24),
         after=lambda arguments: [
             state(arguments["model"]),
@@ -183,7 +183,7 @@ FIRST = {
     "backbone.init_weights": Row(
         dict(module=linear()), dict(module=linear(12, 7)), after=changed("module")
     ),
-    "backbone.keep_evaluation": Row(
+    "backbone._keep_evaluation": Row(
         dict(model=linear(), mode=False),
         dict(model=linear(12, 7), mode=Fails(True, "mode", RuntimeError)),
         state,
@@ -201,7 +201,7 @@ FIRST = {
         dict(state_dict={BIAS_KEY: numbers(12)}, family="vit"),
         dict(state_dict={BIAS_KEY: numbers(12, seed=1)}, family="swinv2"),
     ),
-    "convert.drop_key_bias": Row(
+    "convert._drop_key_bias": Row(
         dict(named={BIAS_KEY: numbers(12)}), dict(named={BIAS_KEY: numbers(12, seed=1)})
     ),
     "convert.fuse_qkv": Row(
@@ -220,7 +220,7 @@ FIRST = {
     "models.check_classifies": Row(
         dict(model=small_vit()), dict(model=Fails(small_vit(num_classes=0), "classifier"))
     ),
-    "models.labels": Row(dict(name="vit_tiny_patch16_224"), dict(name="vit_collages")),
+    "models.class_names": Row(dict(name="vit_tiny_patch16_224"), dict(name="vit_collages")),
     "models.load_pretrained": Row(
         dict(model=small_vit(), source=small_vit(seed=1).state_dict()),
         dict(
@@ -257,7 +257,7 @@ FIRST = {
     "models.unwrap_state_dict": Row(
         dict(source=dict(model=dict(a=TOKENS))), dict(source=dict(model=dict(b=TOKENS)))
     ),
-    "cli.answer": Row(
+    "cli.predict": Row(
         dict(name="vit_collages", picture=picture(), weights=COLLAGES),
         dict(
             name=Fails("tnt_collages", "missing"),
@@ -268,7 +268,7 @@ FIRST = {
         ),
     ),
     "cli.describe": Row(dict(name="vit_collages"), dict(name="tnt_collages")),
-    "cli.draw_map": Row(
+    "cli._draw_map": Row(
         dict(model=with_mean(small_vit()), x=image(n=1), path=Page()),
         dict(
             model=with_mean(small_vit(depth=1)),
@@ -277,11 +277,11 @@ FIRST = {
         ),
         after=lambda arguments: arguments["path"].getvalue(),
     ),
-    "cli.last_window": Row(
+    "cli._last_window": Row(
         dict(model=small_swin(), x=image(32, n=1)),
         dict(model=small_swin(seed=1), x=-image(32, n=1)),
     ),
-    "cli.looked_at": Row(
+    "cli._attention_map": Row(
         dict(model=small_vit().eval(), x=image(n=1)),
         dict(model=small_vit(depth=1).eval(), x=-image(n=1)),
     ),
@@ -289,7 +289,7 @@ FIRST = {
         dict(arguments=["models", "vit_collages"]),
         dict(arguments=Fails(["show", "nothing"], "nothing", SystemExit)),
     ),
-    "cli.print_classes": Row(
+    "cli._print_classes": Row(
         dict(options=SimpleNamespace(**ASKED, weights=COLLAGES)),
         dict(
             options=Fails(
@@ -297,15 +297,15 @@ FIRST = {
             )
         ),
     ),
-    "cli.print_facts": Row(
+    "cli._print_facts": Row(
         dict(options=SimpleNamespace(name="vit_collages")),
         dict(options=Fails(SimpleNamespace(name="nothing"), "nothing")),
     ),
-    "cli.print_models": Row(
+    "cli._print_models": Row(
         dict(options=SimpleNamespace(pattern="vit_c*")),
         dict(options=Fails(SimpleNamespace(pattern="nothing"), "pattern")),
     ),
-    "cli.middle": Row(dict(numbers=[1, 2, 4]), dict(numbers=[1, 3, 4], unit=2.0)),
+    "cli._median_iqr": Row(dict(numbers=[1, 2, 4]), dict(numbers=[1, 3, 4], unit=2.0)),
 }
 
 
@@ -314,7 +314,7 @@ FIRST = {
 DIGITS = image(10, 1)
 SUBNET = autoformer.Subnet(16, (1, 2), (1, 2))
 OTHER_SUBNET = autoformer.Subnet(32, (2, 1, 3), (1, 2, 2))
-DRAWN = [autoformer.sample(SPACE, seed) for seed in range(30)]
+DRAWN = [autoformer.sample_subnet(SPACE, seed) for seed in range(30)]
 LABELS = torch.tensor([1, 2, 3, 0])
 OF_SUBNET = partial(autoformer.parameter_count, autoformer.small_supernet())
 
@@ -332,7 +332,7 @@ def with_plain_norm():
 
 
 def draw_one(rng):
-    return autoformer.sample(SPACE, rng.randrange(1000))
+    return autoformer.sample_subnet(SPACE, rng.randrange(1000))
 
 
 def without_indices(layer):
@@ -381,10 +381,10 @@ FIRST |= {
         ),
         lambda fits: [fits(one) for one in DRAWN],
     ),
-    "autoformer.check_elastic": Row(
+    "autoformer._check_elastic": Row(
         dict(supernet=supernet()), dict(supernet=Fails(with_plain_norm(), "norm", TypeError))
     ),
-    "autoformer.chosen": Row(
+    "autoformer.best_subnet": Row(
         dict(scores={SUBNET: 1.0, OTHER_SUBNET: 2.0}, limits=dict(max_params=9)),
         dict(scores={SUBNET: 3.0, OTHER_SUBNET: 2.0}),
     ),
@@ -396,7 +396,7 @@ FIRST |= {
             rng=random.Random(2),
         ),
     ),
-    "autoformer.draw": Row(
+    "autoformer.sample_distinct": Row(
         dict(make=partial(draw_one, random.Random(0)), count=3, seen=[])
         | dict(fits=lambda subnet: subnet.depth == 1),
         dict(
@@ -412,7 +412,7 @@ FIRST |= {
         dict(supernet=supernet(seed=1), subnet=OTHER_SUBNET),
         state,
     ),
-    "autoformer.first_outputs": Row(
+    "autoformer._first_outputs": Row(
         dict(layer=seeded(autoformer.Linear, 12, 6), x=TOKENS, count=4, full=6),
         dict(
             layer=seeded(autoformer.Linear, 12, 6, seed=1),
@@ -429,10 +429,10 @@ FIRST |= {
         dict(model=supernet(), subnet=SUBNET),
         dict(model=supernet(img_size=12), subnet=OTHER_SUBNET),
     ),
-    "autoformer.random_subnet": Row(
+    "autoformer._random_subnet": Row(
         dict(space=SPACE), dict(space=autoformer.Space((64,), (1,), (1,), (1,)))
     ),
-    "autoformer.renew_grid": Row(
+    "autoformer._renew_grid": Row(
         dict(layer=elastic_attention()),
         dict(layer=elastic_attention((5, 3))),
         after=buffers_of("layer"),
@@ -441,7 +441,7 @@ FIRST |= {
         dict(supernet=supernet(), images=DIGITS, labels=LABELS),
         dict(supernet=supernet(seed=1), images=2 * DIGITS, labels=LABELS + 1),
     ),
-    "autoformer.scores_of": Row(
+    "autoformer._scores_of": Row(
         dict(subnets=[SUBNET], score=OF_SUBNET),
         dict(subnets=[OTHER_SUBNET], score=lambda subnet: -1.0),
     ),
@@ -498,25 +498,25 @@ FIRST |= {
         ),
         trained(image()),
     ),
-    "beit.adapt_tables": Row(
+    "beit._adapt_tables": Row(
         dict(state_dict=ROWS, model=small_beit()),
         dict(state_dict=OTHER_ROWS, model=small_beit(img_size=24), old_grid=(2, 14)),
     ),
     "beit.bias_table": Row(
         dict(window_size=(3, 5), num_heads=2), dict(window_size=(5, 5), num_heads=3) | META
     ),
-    "beit.check_mask": Row(
+    "beit._check_mask": Row(
         dict(mask=HIDDEN, shape=(2, 16)),
         dict(mask=Fails(emptied(HIDDEN, 1), "hide"), shape=Fails((2, 15), "shape")),
     ),
-    "beit.check_masked": Row(
+    "beit._check_masked": Row(
         dict(num_masked=3, num_patches=16),
         dict(num_masked=Fails(16, "num_masked"), num_patches=Fails(3, "num_masked")),
     ),
-    "beit.check_vocabulary": Row(
+    "beit._check_vocabulary": Row(
         dict(num_embeddings=3), dict(num_embeddings=Fails(1, "num_embeddings"))
     ),
-    "beit.hide_rectangle": Row(
+    "beit._mask_rectangle": Row(
         dict(mask=torch.zeros(6, 6, dtype=torch.bool), height=2, width=3, most=9)
         | dict(rng=random.Random(0)),
         dict(
@@ -528,7 +528,7 @@ FIRST |= {
         ),
         after=changed("mask"),
     ),
-    "beit.init_beit": Row(
+    "beit._init_beit": Row(
         dict(model=small_beit()), dict(model=small_beit(depth=1)), after=changed("model")
     ),
     "beit.masked_loss": Row(
@@ -544,12 +544,12 @@ FIRST |= {
         dict(table=numbers(9, 2), index=torch.arange(9).view(3, 3)),
         dict(table=numbers(9, 2, seed=1), index=torch.arange(8, -1, -1).view(3, 3)),
     ),
-    "beit.renew_index": Row(
+    "beit._renew_index": Row(
         dict(module=beit_attention()),
         dict(module=beit_attention((5, 5))),
         after=buffers_of("module"),
     ),
-    "beit.without_pretraining": Row(
+    "beit._without_pretraining": Row(
         dict(state_dict=small_masked().state_dict(), model=small_beit()),
         dict(state_dict=small_masked(seed=1).state_dict(), model=small_beit(depth=1)),
     ),
@@ -557,10 +557,10 @@ FIRST |= {
         dict(options=dict(depth=2), trained=dict(depth=2)),
         dict(options=Fails(dict(depth=3), "depth"), trained=Fails(dict(depth=3), "depth")),
     ),
-    "mae.check_hidden": Row(
+    "mae._check_masked_ratio": Row(
         dict(mask_ratio=0.1, hidden=1, count=9), dict(hidden=Fails(0, "mask_ratio"))
     ),
-    "mae.check_noise": Row(
+    "mae._check_noise": Row(
         dict(noise=NOISE, shape=(4, 16)),
         dict(noise=Fails(NOISE[1:], "noise"), shape=Fails((4, 15), "noise")),
     ),
@@ -588,7 +588,7 @@ FIRST |= {
     "mae.normalized": Row(dict(patches=TOKENS), dict(patches=TOKENS.square())),
     "mae.stack": Row(
         dict(depth=2, dim=12, num_heads=3),
-        dict(depth=1, dim=24, num_heads=2, mlp_layer=modern.SwiGLU),
+        dict(depth=1, dim=24, num_heads=2, mlp_layer=vit_variants.SwiGLU),
         ON_TOKENS,
     ),
     "mae.unpatchify": Row(
@@ -636,7 +636,7 @@ FIRST |= {
             num_classes=Fails(2, "num_classes"),
         ),
     ),
-    "detr.check_values": Row(
+    "detr._check_values": Row(
         dict(name="target", labels=torch.tensor([1, 2]), boxes=BOXES, num_classes=3),
         dict(
             labels=Fails(torch.tensor([1, 3]), "labels"),
@@ -644,22 +644,22 @@ FIRST |= {
             num_classes=Fails(2, "labels"),
         ),
     ),
-    "detr.frozen_conv": Row(
+    "detr._frozen_conv": Row(
         dict(conv=conv(), norm=frozen_norm(), x=image()),
         dict(conv=conv(stride=2), norm=frozen_norm(2.0), x=2 * image()),
     ),
-    "detr.pad_targets": Row(
+    "detr._pad_targets": Row(
         dict(targets=TARGETS, like=BOXES),
         dict(
             targets=[*TARGETS, dict(labels=torch.tensor([1]), boxes=BOXES[:1])],
             like=BOXES.double(),
         ),
     ),
-    "detr.residual_block": Row(
+    "detr._residual_block": Row(
         dict(block=residual(), x=numbers(1, 64, 8, 8)),
         dict(block=residual(1), x=numbers(1, 64, 8, 8, seed=1)),
     ),
-    "detr.safe_ratio": Row(
+    "detr._safe_ratio": Row(
         dict(part=torch.tensor([1.0, 0.0]), whole=torch.tensor([2.0, 0.0])),
         dict(part=torch.tensor([2.0, 0.0]), whole=torch.tensor([4.0, 0.0])),
     ),
@@ -675,7 +675,7 @@ FIRST |= {
 # --- texts ------------------------------------------------------------------------------------
 
 MASK = torch.tensor([[0, 1, 1, 1, 1, 1]]).repeat(3, 1)
-TURN = gpt.rotation(config(), torch.arange(1, 6))
+TURN = gpt.rope_cos_sin(config(), torch.arange(1, 6))
 TEXTS = ["one two three", "three four five two", "four five six"]
 TEXT = "one two three four five"
 HERE = Path(__file__)
@@ -761,11 +761,11 @@ FIRST |= {
         SEARCH | dict(choose=most_probable),
         SEARCH_OTHERS | dict(choose=least_probable, eos_id=Fails(0, "eos_id")),
     ),
-    "efficient.check_grid": Row(
+    "efficient._check_grid": Row(
         dict(x=TOKENS, grid=(4, 4)),
         dict(x=Fails(TOKENS[:, 1:], "grid"), grid=Fails((4, 5), "grid")),
     ),
-    "efficient.check_lengths": Row(
+    "efficient._check_lengths": Row(
         dict(q=TOKENS, k=TOKENS, v=TOKENS),
         dict(
             q=Fails(TOKENS[:, 1:], "equally many"),
@@ -774,13 +774,13 @@ FIRST |= {
         ),
     ),
     "efficient.elu_features": Row(dict(x=TOKENS), dict(x=2 * TOKENS)),
-    "gpt.boolean_mask": Row(
+    "gpt._boolean_mask": Row(
         dict(attention_mask=MASK), dict(attention_mask=Fails(2 * MASK, "attention_mask"))
     ),
-    "gpt.check_config": Row(
+    "gpt._check_config": Row(
         dict(config=config()), dict(config=Fails(wrong(n_embd=17), "n_embd"))
     ),
-    "gpt.check_prompt": Row(
+    "gpt._check_prompt": Row(
         dict(tokens=tokens(), attention_mask=MASK, config=config()),
         dict(
             tokens=Fails(tokens(low=20, high=21), "tokens"),
@@ -790,7 +790,7 @@ FIRST |= {
             more=Fails(3, "block_size"),
         ),
     ),
-    "gpt.check_prompts": Row(
+    "gpt._check_prompts": Row(
         dict(tokens=tokens(), max_new_tokens=2, attention_mask=MASK, config=config()),
         dict(
             tokens=Fails(tokens(low=20, high=21), "tokens"),
@@ -800,28 +800,30 @@ FIRST |= {
             eos_id=Fails(20, "eos_id"),
         ),
     ),
-    "gpt.check_published": Row(
+    "gpt._check_published": Row(
         dict(source=published(), n_layer=(1, 2)),
         dict(source=Fails(published(n_layer=3), "n_layer"), n_layer=Fails((2,), "n_layer")),
     ),
-    "gpt.config_of": Row(dict(source=published()), dict(source=published(n_layer=2)), vars),
-    "gpt.for_groups": Row(
+    "gpt.config_from_transformers": Row(
+        dict(source=published()), dict(source=published(n_layer=2)), vars
+    ),
+    "gpt._for_groups": Row(
         dict(x=numbers(2, 4, 1, 6), groups=2), dict(x=numbers(2, 4, 1, 6, seed=1), groups=4)
     ),
     "gpt.init_weights": Row(
         dict(model=small_gpt()), dict(model=small_gpt(n_layer=1)), after=changed("model")
     ),
     "gpt.layer_inputs": Row(
-        dict(config=config(), x=numbers(2, 5, 16), turn=None, mask="causal", past=2),
+        dict(config=config(), x=numbers(2, 5, 16), rope=None, mask="causal", past=2),
         dict(
             config=config(rope_base=100.0),
             x=numbers(2, 4, 16),
-            turn=TURN,
+            rope=TURN,
             mask=None,
             past=3,
         ),
     ),
-    "gpt.read_transformers": Row(
+    "gpt._read_transformers": Row(
         dict(source=of_transformers()),
         dict(source=of_transformers(seed=1)),
         lambda pair: [vars(pair[0]), pair[1]],
@@ -830,7 +832,7 @@ FIRST |= {
         dict(model=small_gpt(), batch=(tokens(),)),
         dict(model=small_gpt(n_layer=1), batch=(tokens().flip(1),)),
     ),
-    "gpt.tie_weights": Row(
+    "gpt._tie_weights": Row(
         dict(model=untied()), dict(model=small_gpt(vocab_size=21)), after=changed("model")
     ),
 }
@@ -838,13 +840,13 @@ FIRST |= {
 HOOK = "PyTorch passes it to a hook, which does not use it"
 ERROR = "stands in the error"
 SPARED_FIRST = {  # arguments without another value here, and why
-    "autoformer.chosen": dict(limits=ERROR),
-    "autoformer.renew_grid": dict(incompatible_keys=HOOK),
+    "autoformer.best_subnet": dict(limits=ERROR),
+    "autoformer._renew_grid": dict(incompatible_keys=HOOK),
     "backbone.resize": dict(hook="it forgets what it has known"),
-    "beit.renew_index": dict(incompatible_keys=HOOK),
+    "beit._renew_index": dict(incompatible_keys=HOOK),
     "data.text_corpus": dict(folder="of files that are downloaded"),
     "decoding.generate": dict(use_cache=SAME),
-    "detr.check_values": dict(name=ERROR),
-    "gpt.tie_weights": dict(incompatible_keys=HOOK),
-    "mae.check_hidden": dict(mask_ratio=ERROR, count=ERROR),
+    "detr._check_values": dict(name=ERROR),
+    "gpt._tie_weights": dict(incompatible_keys=HOOK),
+    "mae._check_masked_ratio": dict(mask_ratio=ERROR, count=ERROR),
 }

@@ -135,7 +135,7 @@ SECOND = {
         dict(name="medium"),
         within(torch.get_float32_matmul_precision),
     ),
-    "cost.measure_precisions": Row(
+    "cost._measure_precisions": Row(
         dict(device="cpu", shapes=[(8, 8, 8)], repeats=1),
         dict(device=NOWHERE, shapes=[(8, 32, 8)], repeats=Fails(0, "empty")),
         lambda pair: pair[1],
@@ -295,10 +295,10 @@ SECOND |= {
             residual=numbers(4, 16, 6),
         ),
     ),
-    "windows.can_fuse": Row(
+    "windows._can_fuse": Row(
         dict(block=seeded(swin.SwinBlock, **SWIN_BLOCK)), dict(block=nn.Linear(2, 2))
     ),
-    "windows.can_fuse_merging": Row(
+    "windows._can_fuse_merging": Row(
         dict(module=swin.PatchMerging(12)), dict(module=swinv2.PatchMergingV2(12))
     ),
     "windows.FusedBlock": Row(
@@ -339,15 +339,15 @@ ASKED |= dict(directions=[("en", "de"), ("de", "en")])
 
 SECOND |= {
     "transformer.can_read": Row(dict(x=TOKENS), dict(x=TOKENS.to("meta"))),
-    "transformer.check_padding": Row(
+    "transformer._check_padding": Row(
         dict(name="src", tokens=PADDED, pad_id=0),
         dict(tokens=Fails(WRONG_PADDING, "padding"), pad_id=Fails(int(PADDED[0, 0]), "src")),
     ),
-    "transformer.check_rows": Row(
+    "transformer._check_rows": Row(
         dict(tgt=PADDED, memory=numbers(3, 6, 12)),
         dict(tgt=Fails(PADDED[:2], "2 rows"), memory=Fails(TOKENS, "4 sources")),
     ),
-    "transformer.check_settings": Row(
+    "transformer._check_settings": Row(
         dict(pad_id=0, dropout=0.1, vocabularies=dict(src_vocab=5), layers=dict(depth=2)),
         dict(
             pad_id=Fails(5, "pad_id"),
@@ -391,7 +391,7 @@ SECOND |= {
         ),
         lambda model: [state(model), model.pad_id],
     ),
-    "transformer.layer_from_torch": Row(
+    "transformer._layer_from_torch": Row(
         dict(layer=torch_layer()), dict(layer=torch_layer(1), rotary=True), frozen(TOKENS)
     ),
     "translation.answer_kind": Row(
@@ -406,7 +406,7 @@ SECOND |= {
         ANSWER | dict(text="een", source="de", languages=("de",)),
         dict(source="nl", languages=("de", "nl")),
     ),
-    "translation.check_side": Row(dict(tag_on="source"), dict(tag_on=Fails("left", "tag_on"))),
+    "translation._check_side": Row(dict(tag_on="source"), dict(tag_on=Fails("left", "tag_on"))),
     "translation.direction_accuracy": Row(
         ASKED,
         dict(
@@ -425,19 +425,19 @@ SECOND |= {
             tag_on=Fails("left", "tag_on"),
         ),
     ),
-    "translation.is_in": Row(
+    "translation._is_in": Row(
         dict(text="twenty-one", language="en"), dict(text="ein Haus", language="de")
     ),
-    "translation.lowest_row": Row(
+    "translation._lowest_row": Row(
         dict(history=[dict(valid=2.0), dict(valid=1.0)]), dict(history=[dict(valid=2.0)])
     ),
-    "translation.number_pieces": Row(dict(language="de"), dict(language="en"), sorted),
+    "translation._number_pieces": Row(dict(language="de"), dict(language="en"), sorted),
     "translation.number_tokenizer": Row(
         dict(numbers=range(50), vocab_size=100),
         dict(numbers=range(20, 90), vocab_size=120, languages=("en", "de")),
         lambda tokenizer: sorted(tokenizer.get_vocab()),
     ),
-    "translation.own_tokens": Row(
+    "translation._own_tokens": Row(
         dict(tokenizer=words()[0], languages=("en", "de")),
         dict(languages=("en", "nl")),
         lambda found: {language: sorted(own) for language, own in found.items()},
@@ -446,7 +446,7 @@ SECOND |= {
         dict(model=make_transformer(), batch=(PADDED, PADDED)),
         dict(model=make_transformer(norm_first=True), batch=(PADDED, PADDED.flip(0))),
     ),
-    "translation.trim": Row(dict(tokens=PADDED[1:]), dict(tokens=PADDED)),
+    "translation._trim": Row(dict(tokens=PADDED[1:]), dict(tokens=PADDED)),
 }
 
 # --- faster layers ----------------------------------------------------------------------------
@@ -492,18 +492,18 @@ OTHER_NORM.running_mean.add_(1)
 WINDOW_PAIR = layers(swin.WindowAttention, 12, 3, (4, 4))
 
 SECOND |= {
-    "inference.FastBlock": of_two("block", layers(Residual), image(8)),
-    "inference.FastCausalAttention": of_two(
+    "inference._FastBlock": of_two("block", layers(Residual), image(8)),
+    "inference._FastCausalAttention": of_two(
         "layer", layers(gpt.CausalSelfAttention, config()), numbers(2, 5, 16)
     ),
-    "inference.FastCrossAttention": of_two(
+    "inference._FastCrossAttention": of_two(
         "layer", layers(transformer.CrossAttention, 12, 3), TOKENS, TOKENS.flip(1)
     ),
-    "inference.FastSelfAttention": of_two(
+    "inference._FastSelfAttention": of_two(
         "layer", layers(transformer.SelfAttention, 12, 3), TOKENS
     ),
     "inference.FastWindowAttention": of_two("layer", WINDOW_PAIR, MAP),
-    "inference.PackedConv": Row(
+    "inference._PackedConv": Row(
         dict(conv=CONV, norm=NORM),
         dict(conv=seeded(nn.Conv2d, 3, 4, 3, seed=1), norm=OTHER_NORM, relu=False),
         frozen(image(8)),
@@ -513,13 +513,13 @@ SECOND |= {
         dict(weight=numbers(7, 12), bias=numbers(6), activation="gelu"),
         frozen(TOKENS),
     ),
-    "inference.attend": Row(QKV, QKV_OTHERS | dict(mask=MASK, bias=BIAS, scale=2.0)),
-    "inference.can_pack": Row(dict(dtype=torch.float32), dict(dtype=torch.float64)),
-    "inference.can_replace": Row(
+    "inference.fast_attention": Row(QKV, QKV_OTHERS | dict(mask=MASK, bias=BIAS, scale=2.0)),
+    "inference._can_pack": Row(dict(dtype=torch.float32), dict(dtype=torch.float64)),
+    "inference._can_replace": Row(
         dict(module=transformer.SelfAttention(12, 3)), dict(module=nn.Conv2d(2, 2, 1))
     ),
-    "inference.can_shorten": Row(dict(model=VIT), dict(model=POOLED_VIT)),
-    "inference.check_packed": Row(
+    "inference._can_shorten": Row(dict(model=VIT), dict(model=POOLED_VIT)),
+    "inference._check_packed": Row(
         dict(x=TOKENS, weight=numbers(6, 12), channels=12, axis=-1),
         dict(
             x=Fails(TOKENS.double(), "dtype", TypeError),
@@ -531,7 +531,7 @@ SECOND |= {
     "inference.devices": Row(
         dict(model=nn.Linear(2, 2)), dict(model=nn.Linear(2, 2, device="meta"))
     ),
-    "inference.first_tokens": Row(
+    "inference._first_tokens": Row(
         dict(attn=seeded(vit.Attention, 12, 3), x=TOKENS, count=1),
         dict(attn=seeded(vit.Attention, 12, 3, seed=1), x=2 * TOKENS, count=2),
     ),
@@ -549,15 +549,15 @@ SECOND |= {
         dict(layer=seeded(nn.Linear, 12, 6, seed=1), activation="relu"),
         frozen(TOKENS),
     ),
-    "inference.pack_all": of_two("model", (VIT, OTHER_VIT), PICTURES),
-    "inference.pack_feed_forward": of_two(
+    "inference._pack_all": of_two("model", (VIT, OTHER_VIT), PICTURES),
+    "inference._pack_feed_forward": of_two(
         "layer", layers(transformer.FeedForward, 12, 24), TOKENS
     ),
-    "inference.pack_gpt_mlp": of_two(
+    "inference._pack_gpt_mlp": of_two(
         "layer", layers(gpt.MLP, config(mlp="gelu")), numbers(2, 5, 16)
     ),
-    "inference.pack_mlp": of_two("layer", layers(vit.Mlp, 12), TOKENS),
-    "inference.replace": Row(
+    "inference._pack_mlp": of_two("layer", layers(vit.Mlp, 12), TOKENS),
+    "inference.replace_module": Row(
         dict(module=transformer.SelfAttention(12, 3)),
         dict(module=nn.Sequential(vit.Mlp(12))),
         classes,
@@ -586,7 +586,7 @@ def with_window(*window):
 
 
 SECOND |= {
-    "modern.RotaryAttention": Row(
+    "vit_variants.RotaryAttention": Row(
         dict(
             patch_embed=vit.PatchEmbed(16, 4, 3, 12),
             num_prefix_tokens=0,
@@ -601,7 +601,7 @@ SECOND |= {
         ),
         ON_TOKENS,
     ),
-    "modern.apply_rotary_2d": Row(
+    "vit_variants.apply_rotary_2d": Row(
         dict(x=numbers(2, 6, 8), rows=torch.arange(6), columns=torch.arange(6) % 3),
         dict(
             x=numbers(2, 6, 8, seed=1),
@@ -610,13 +610,13 @@ SECOND |= {
             base=10.0,
         ),
     ),
-    "modern.use_rotary": of_two("model", (VIT, OTHER_VIT), PICTURES),
+    "vit_variants.use_rotary": of_two("model", (VIT, OTHER_VIT), PICTURES),
     "swin.SwinStage": Row(
         dict(downsample=nn.Identity(), blocks=stage()),
         dict(downsample=nn.Sequential(swin.PatchMerging(6)), blocks=stage(2)),
         state,
     ),
-    "swin.block_shift": Row(
+    "swin._block_shift": Row(
         dict(number=1, window_size=(4, 4)), dict(number=2, window_size=(7, 4))
     ),
     "swin.cyclic_shift": Row(dict(x=MAP, layout=LAYOUT), dict(x=2 * MAP, layout=PLAIN_LAYOUT)),
@@ -628,12 +628,12 @@ SECOND |= {
         dict(model=TINY_SWIN, x=image(16), pixel=(3, 4)),
         dict(model=OTHER_SWIN, x=2 * image(16), pixel=(4, 3)),
     ),
-    "swin.resample_tables": Row(
+    "swin._resample_tables": Row(
         dict(state_dict={TABLE_NAME: numbers(49, 3)}, model=with_window(4, 4)),
         dict(state_dict={TABLE_NAME: numbers(49, 3, seed=1)}, model=with_window(5, 5)),
     ),
-    "swin.resampling_matrix": Row(dict(old=7, new=9), dict(old=5, new=11)),
-    "swin.source_window": Row(
+    "swin._resampling_matrix": Row(dict(old=7, new=9), dict(old=5, new=11)),
+    "swin._source_window": Row(
         dict(rows=49, new_window=(5, 5)), dict(rows=25, new_window=(1, 25))
     ),
     "swin.stage_windows": Row(
@@ -652,7 +652,7 @@ SECOND |= {
             small_maps="pad",
         ),
     ),
-    "swin.token_map": Row(
+    "swin._token_map": Row(
         dict(weights=map_weights(), layout=LAYOUT, token=(3, 4)),
         dict(weights=map_weights(seed=1), layout=PLAIN_LAYOUT, token=(4, 3)),
     ),
@@ -660,7 +660,7 @@ SECOND |= {
         dict(windows=numbers(2, 8, 16, 4), window_size=(4, 4), size=(8, 8)),
         dict(windows=numbers(2, 8, 16, 5), window_size=(2, 8), size=(4, 16)),
     ),
-    "swinv2.check_pretrained_window": Row(dict(window_size=3), dict(window_size=(3, 4))),
+    "swinv2._check_pretrained_window": Row(dict(window_size=3), dict(window_size=(3, 4))),
     "tnt.Block": Row(
         TNT_BLOCK,
         dict(dim=16, dim_out=24, num_pixel=8, num_heads_in=4, num_heads_out=2, mlp_ratio=2.0)
@@ -686,11 +686,11 @@ SECOND |= {
             img_size=Fails((9, 9), "img_size"),
         ),
     ),
-    "vit.learned_tokens": Row(dict(count=2, dim=12), dict(count=3, dim=8) | META),
+    "vit._learned_tokens": Row(dict(count=2, dim=12), dict(count=3, dim=8) | META),
     "vit.patch_shares": Row(
         dict(model=VIT, x=PICTURES), dict(model=POOLED_VIT, x=2 * PICTURES)
     ),
-    "spatial.check_captions": Row(
+    "spatial._check_captions": Row(
         dict(tokens=PADDED, count=3, vocab_size=20, pad_id=0),
         dict(
             tokens=Fails(0 * PADDED, "padding"),
@@ -698,7 +698,7 @@ SECOND |= {
             vocab_size=Fails(4, "numbers"),
         ),
     ),
-    "spatial.check_captions, 2": Row(
+    "spatial._check_captions, 2": Row(
         dict(tokens=torch.full((2, 3), 7), count=2, vocab_size=20, pad_id=0),
         dict(pad_id=Fails(7, "padding")),
     ),
@@ -749,22 +749,22 @@ SECOND |= {
         of_panoptic,
     ),
     "panoptic.small_panoptic": Row(dict(), dict(joint_softmax=True), of_panoptic),
-    "panoptic.bounds": Row(dict(masks=BANDS), dict(masks=~BANDS)),
-    "panoptic.check_masks": Row(
+    "panoptic.masks_to_boxes": Row(dict(masks=BANDS), dict(masks=~BANDS)),
+    "panoptic._check_masks": Row(
         dict(targets=MASKED), dict(targets=Fails([dict(MASKED[0], masks=SPOTS)], "masks"))
     ),
-    "panoptic.check_merge": Row(
+    "panoptic._check_merge": Row(
         dict(logits=SURE, masks=numbers(4, 8, 8), kept=torch.ones(4) > 0),
         dict(
             logits=Fails(SURE[:3], "logits"),
             masks=Fails(numbers(3, 8, 8), "masks"),
         ),
     ),
-    "panoptic.check_merge, 2": Row(
+    "panoptic._check_merge, 2": Row(
         dict(logits=SURE, masks=torch.full((4, 8, 8), -torch.inf), kept=torch.ones(4) < 0),
         dict(kept=Fails(torch.ones(4) > 0, "-inf")),
     ),
-    "panoptic.check_segments": Row(
+    "panoptic._check_segments": Row(
         dict(name="a", segments=PREDICTION[0], infos=INFOS),
         dict(
             segments=Fails(PREDICTION[0] + 1, "the map has"),
@@ -774,7 +774,7 @@ SECOND |= {
     "panoptic.cut_padding": Row(
         dict(maps=SPOTS, mask=INNER), dict(maps=2 * SPOTS, mask=INNER.T)
     ),
-    "panoptic.join_stuff": Row(
+    "panoptic._join_stuff": Row(
         dict(
             score=torch.tensor([0.5, 0.6, 0.7]),
             label=torch.tensor([1, 1, 2]),
@@ -792,7 +792,7 @@ SECOND |= {
         dict(scenes=LABELED),
         dict(scenes=LABELED | dict(label=torch.tensor([[2, 1, 0]]))),
     ),
-    "panoptic.match_segments": Row(
+    "panoptic._match_segments": Row(
         dict(prediction=PREDICTION, truth=PREDICTION),
         dict(prediction=OTHER_PREDICTION, truth=OTHER_PREDICTION),
         dict,
@@ -823,7 +823,7 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 PADDING_VIT = seeded(vit.VisionTransformer, **TINY_VIT)
 PADDING_VIT.patch_embed.proj.padding = (1, 1)
 FINE = dict(model=VIT, images=PICTURES, labels=LABELS, steps=6, lr=0.01, batch_size=2)
-FINE |= dict(evaluate=lambda model: model.head.weight.sum().item(), every=2, alpha=0.4)
+FINE |= dict(evaluate=lambda model: model.head.weight.sum().item(), log_every=2, alpha=0.4)
 RECORDS = sorted(train.find_records())
 HISTORY = [dict(step=1, loss=2.0, time=3.0), dict(step=2, loss=1.0, time=5.0)]
 
@@ -893,7 +893,7 @@ def wrong_loss(logits, dist_logits, taught, labels):
     return (logits + taught).abs().mean()
 
 
-CLASSIFY = dict(model=VIT, train=PAIR, test=PAIR, steps=4, batch_size=2, every=1)
+CLASSIFY = dict(model=VIT, train=PAIR, test=PAIR, steps=4, batch_size=2, log_every=1)
 UNTIED = gpt.GPT(config(tied=False))
 PARTS = {
     part: dict(numbers=[1, 2, 30], src=tokens(64), tgt=tokens(64, 7))
@@ -916,7 +916,7 @@ SECOND |= {
     "plot.plot_history": Row(
         dict(history=HISTORY), dict(history=HISTORY[:1], x="time", log=["loss"]), drawn
     ),
-    "practice.check_folding": Row(
+    "finetune._check_folding": Row(
         dict(model=VIT, mean=MEAN, std=STD),
         dict(
             model=Fails(PADDING_VIT, "pads"),
@@ -924,10 +924,10 @@ SECOND |= {
             std=Fails((0.5, 0.5, 0.0), "std"),
         ),
     ),
-    "practice.check_pixels": Row(
+    "finetune._check_pixels": Row(
         dict(name="train", images=IMAGES), dict(images=Fails(9 * IMAGES, "train"))
     ),
-    "practice.fine_tune": Row(
+    "finetune.fine_tune": Row(
         FINE,
         dict(
             model=OTHER_VIT,
@@ -941,34 +941,34 @@ SECOND |= {
             batch_size=3,
             seed=1,
             evaluate=lambda model: model.head.bias.sum().item(),
-            every=3,
+            log_every=3,
         ),
         of_fine_tuning,
     ),
-    "practice.fold_normalization": Row(
+    "finetune.fold_normalization": Row(
         dict(model=VIT, mean=MEAN, std=STD),
         dict(model=OTHER_VIT, mean=MEAN[::-1], std=STD[::-1]),
         frozen(PICTURES),
     ),
-    "practice.folded_config": Row(
+    "finetune._folded_config": Row(
         dict(config=dict(mean=MEAN, std=STD), mean=MEAN, std=STD),
         dict(config=dict(mean=STD, std=MEAN), mean=MEAN[::-1], std=STD[::-1]),
     ),
-    "practice.gradient_map": Row(
+    "finetune.gradient_map": Row(
         dict(model=VIT, x=PICTURES, patch_size=4),
         dict(model=OTHER_VIT, x=2 * PICTURES, patch_size=2),
     ),
-    "practice.layer_numbers": Row(dict(model=VIT), dict(model=TINY_SWIN)),
-    "practice.moving_average": Row(
+    "finetune.layer_numbers": Row(dict(model=VIT), dict(model=TINY_SWIN)),
+    "finetune.moving_average": Row(
         dict(model=regressor()),
         dict(model=regressor(5), decay=0.5),
         lambda average: [state(average), averaged_once(average)],
     ),
-    "practice.occlusion_map": Row(
+    "finetune.occlusion_map": Row(
         dict(model=VIT, x=PICTURES, patch_size=4),
         dict(model=OTHER_VIT, x=2 * PICTURES, patch_size=2),
     ),
-    "practice.rollout_map": Row(
+    "finetune.rollout_map": Row(
         dict(model=VIT, x=PICTURES, patch_size=4), dict(model=OTHER_VIT, x=2 * PICTURES)
     ),
     "recipes.accuracy": Row(
@@ -981,7 +981,7 @@ SECOND |= {
     ),
     "recipes.distill": Row(
         dict(student=VIT, teacher=OTHER_VIT, train=PAIR, test=PAIR, steps=3)
-        | dict(loss=loss_of_both, batch_size=2, every=1),
+        | dict(loss=loss_of_both, batch_size=2, log_every=1),
         dict(
             student=POOLED_VIT,
             teacher=VIT,
@@ -992,7 +992,7 @@ SECOND |= {
         ),
         of_training,
     ),
-    "recipes.names_right": Row(
+    "recipes.translation_accuracy": Row(
         dict(model=words()[1][0], tokenizer=words()[0], part=PARTS["train"]),
         dict(max_length=Fails(0, "max_length")),
     ),
@@ -1012,7 +1012,7 @@ SECOND |= {
             lr=0.01,
             loss=lambda model, images, labels: model(images).square().sum(),
             augment=torch.neg,
-            every=2,
+            log_every=2,
         ),
         of_training,
     ),
@@ -1022,13 +1022,13 @@ SECOND |= {
         lambda pair: state(pair[0]),
     ),
     "recipes.train_translator": Row(
-        dict(tokenizer=words()[0], parts=PARTS, steps=2, every=1, warmup=1),
+        dict(tokenizer=words()[0], parts=PARTS, steps=2, log_every=1, warmup=1),
         dict(
             parts=PARTS | dict(train=dict(PARTS["train"], tgt=tokens(64, 8))),
             steps=3,
             lr=0.1,
             seed=1,
-            every=2,
+            log_every=2,
         ),
         lambda pair: [state(pair[0]), of_training(pair[1])],
     ),
@@ -1037,16 +1037,16 @@ SECOND |= {
         dict(model=gpt.GPT(config(tied=False, n_embd=32)), stage=Fails(1, "stage"), stages=2),
         state,
     ),
-    "scaling.block_gradients": Row(
+    "scaling._block_gradients": Row(
         QKV | dict(out=OTHER, lse=numbers(2, 2, 6), grad=numbers(2, 2, 6, 4, seed=3)),
         QKV_OTHERS
         | dict(lse=numbers(2, 2, 6, seed=1), grad=numbers(2, 2, 6, 4, seed=4), out=Q)
         | dict(causal=True),
     ),
     "scaling.failure": Row(dict(future=a_future()), dict(future=a_future(KeyError("a")))),
-    "scaling.has_dropout": Row(dict(module=dropping(0.0)), dict(module=dropping(0.5))),
+    "scaling._has_dropout": Row(dict(module=dropping(0.0)), dict(module=dropping(0.5))),
     "scaling.local": Row(dict(x=TOKENS), dict(x=2 * TOKENS)),
-    "scaling.possible_plans": Row(
+    "scaling._possible_plans": Row(
         dict(config=gpt.GPTConfig(**MANY), cluster=CLUSTER, batch=8),
         dict(
             config=gpt.GPTConfig(**MANY | dict(n_layer=2, tied=False)),
@@ -1055,7 +1055,7 @@ SECOND |= {
         ),
         lambda plans: [vars(plan) for plan in plans],
     ),
-    "scaling.rank_order": Row(
+    "scaling._rank_order": Row(
         dict(units=[4, 2], rows=12, ranks=2), dict(units=[2, 4], rows=24, ranks=1)
     ),
     "scaling.unshard_sequence": Row(
@@ -1074,7 +1074,7 @@ SECOND |= {
     ),
     "train.read_record": Row(dict(name=RECORDS[0]), dict(name=RECORDS[1])),
     "train.seeded": Row(dict(seed=1), dict(seed=2), within(lambda: torch.rand(3))),
-    "train.training_state": Row(
+    "train._training_state": Row(
         dict(model=regressor(), optimizer=stepped()),
         dict(model=regressor(5), optimizer=stepped(1)),
     ),
@@ -1123,7 +1123,7 @@ def own_numbers(own):
 PHOTOS = image(32).sigmoid()
 
 SECOND |= {
-    "practice.transfer": Row(
+    "finetune.transfer": Row(
         dict(name="vit_tiny_patch16_224", img_size=32, pretrained=False)
         | dict(train=(PHOTOS, LABELS), test=(PHOTOS, LABELS), steps=2, lr=0.001, batch_size=2),
         dict(
@@ -1142,7 +1142,7 @@ SECOND |= {
         dict(data=Fails("mnist", "data"), loss=loss_of_both, steps=2),
         lambda found: [state(found[0]), state(found[1]), of_training(found[2])],
     ),
-    "scaling.OwnRandomness": Row(dict(rank=0), dict(rank=1), own_numbers),
+    "scaling._OwnRandomness": Row(dict(rank=0), dict(rank=1), own_numbers),
     "spatial.changed_attention": Row(
         dict(
             model=seeded(spatial.Captioner, 20, hidden_dim=8, max_length=8),
@@ -1164,22 +1164,22 @@ SECOND |= {
 
 UNKNOWING = "only a model that is trained for long names numbers right"
 SPARED_SECOND = {
-    "practice.transfer": dict(pretrained="downloads"),
+    "finetune.transfer": dict(pretrained="downloads"),
     "recipes.distill_small": dict(folder="of files that are downloaded"),
-    "practice.check_pixels": dict(name="stands in the error"),
-    "practice.rollout_map": dict(patch_size="not used: all maps are called alike"),
+    "finetune._check_pixels": dict(name="stands in the error"),
+    "finetune.rollout_map": dict(patch_size="not used: all maps are called alike"),
     "recipes.accuracy": dict(batch_size=SAME),
-    "recipes.names_right": dict.fromkeys(("model", "tokenizer", "part"), UNKNOWING),
+    "recipes.translation_accuracy": dict.fromkeys(("model", "tokenizer", "part"), UNKNOWING),
     "recipes.small_run": dict(folder="of files that are downloaded"),
     "recipes.train_small": dict(folder="of files that are downloaded"),
     "recipes.train_translator": dict(tokenizer=UNKNOWING),
     "translation.answer_kind": dict(tokenizer="another one has other tokens"),
     "translation.direction_accuracy": dict(model=UNKNOWING, tokenizer=UNKNOWING),
     "translation.number_scores": dict(model=UNKNOWING, tokenizer=UNKNOWING),
-    "translation.own_tokens": dict(tokenizer="another one has other tokens"),
-    "transformer.check_padding": dict(name="stands in the error"),
+    "translation._own_tokens": dict(tokenizer="another one has other tokens"),
+    "transformer._check_padding": dict(name="stands in the error"),
     "transformer.check_tokens": dict(name="stands in the error"),
-    "panoptic.check_segments": dict(name="stands in the error"),
+    "panoptic._check_segments": dict(name="stands in the error"),
 }
 ON_CPU = set(  # kernels that are interpreted without a GPU, and runs that a GPU does not repeat
     """

@@ -11,7 +11,7 @@ import torch
 from argument_rows import CLASSES, FUNCTIONS, NOT_YET, SPARED, Fails
 from argument_rows_first import FIRST, SPARED_FIRST
 from argument_rows_second import ON_CPU, SECOND, SPARED_SECOND
-from world import public_functions
+from world import function_named, public_functions
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -48,7 +48,7 @@ def result(name, arguments):
     row = TABLE[name]
     arguments = copy.deepcopy(arguments)
     torch.manual_seed(0)
-    found = public_functions()[function_of(name)](**arguments)
+    found = function_named(function_of(name))(**arguments)
     if row.after is not None:
         return seen([found if row.use is None else row.use(found), row.after(arguments)])
     return seen(found if row.use is None else row.use(found))
@@ -106,12 +106,12 @@ def names_of(function):
 
 def test_rows_have_every_argument():
     """A new argument needs a value that has an effect, or a reason why there is none."""
-    found, functions = {}, public_functions()
+    found = {}
     for name, row in TABLE.items():
         found.setdefault(function_of(name), set()).update(row.others)
     wrong = {}
     for name, others in found.items():
-        names, takes_more = names_of(functions[name])
+        names, takes_more = names_of(function_named(name))
         listed = others | SPARED.get(name, {}).keys()
         missing, unknown = names - listed, set() if takes_more else listed - names
         if missing or unknown:

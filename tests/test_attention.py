@@ -406,7 +406,7 @@ def test_backend_is_restored_even_after_an_error():
 
 @pytest.mark.parametrize("tiles", [False, True])
 def test_auto_rule(monkeypatch, tiles):
-    monkeypatch.setattr("attnlib.attention.has_amx", lambda: tiles)
+    monkeypatch.setattr("attnlib.attention._has_amx", lambda: tiles)
     slow = "sdpa" if tiles else "reference"
     short, long = (torch.zeros(n, 8, dtype=torch.bfloat16) for n in (4, 600))
     assert fastest_backend(short, short) == slow

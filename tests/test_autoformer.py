@@ -26,15 +26,15 @@ from attnlib.autoformer import (
     Space,
     Subnet,
     SuperTransformer,
+    _relative_index,
     crossover,
+    evolutionary_search,
     extract,
     mutate,
     operations,
     parameter_count,
     random_search,
-    relative_index,
-    sample,
-    search,
+    sample_subnet,
 )
 from attnlib.cost import count_operations
 from attnlib.models import create_model, load_pretrained
@@ -89,7 +89,7 @@ def numel(model):
     return sum(p.numel() for p in model.parameters())
 
 
-subnets = st.integers(0, 10**6).map(partial(sample, SPACE))
+subnets = st.integers(0, 10**6).map(partial(sample_subnet, SPACE))
 
 
 # --- counts -----------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_an_extracted_network_is_the_path_of_the_supernet(subnet, seed):
 def test_the_extracted_network_in_float32_and_the_default():
     model, x = supernet().float(), images(2, 12).float()
     for seed in range(5):
-        subnet = sample(SPACE, seed)
+        subnet = sample_subnet(SPACE, seed)
         close(extract(model, subnet)(x), model(x, subnet), 1e-6)
     close(model(x), model(x, SPACE.largest()), 0)
     assert extract(model.train(), subnet).training
@@ -316,7 +316,7 @@ def test_recorded_weights_are_those_of_the_equation():
 
 
 def test_index_of_a_grid():
-    rows, columns, places = relative_index((2, 3), 1)
+    rows, columns, places = _relative_index((2, 3), 1)
     assert rows.shape == (7, 3) and columns.shape == (7, 4) and places.shape == (7, 7)
     assert (rows[0] == 0).all() and (rows[:, 0] == 0).all() and (columns[:, 0] == 0).all()
     assert rows[1:, 1:].tolist() == [[2, 3]] * 3 + [[1, 2]] * 3
@@ -390,9 +390,13 @@ def test_export_and_compile_of_an_extracted_network():
 
 
 def test_sampling_is_seeded_and_uniform_in_each_choice():
-    assert sample(SPACE, 3) == sample(SPACE, 3) == sample(SPACE, random.Random(3))
+    assert (
+        sample_subnet(SPACE, 3)
+        == sample_subnet(SPACE, 3)
+        == sample_subnet(SPACE, random.Random(3))
+    )
     rng = random.Random(0)
-    drawn = [sample(SPACE, rng) for _ in range(3000)]
+    drawn = [sample_subnet(SPACE, rng) for _ in range(3000)]
     assert all(subnet in SPACE for subnet in drawn)
     for values in ([s.depth for s in drawn], [s.embed_dim for s in drawn]):
         for value in set(values):
@@ -423,7 +427,10 @@ def test_search_scores_legal_distinct_networks_within_limits():
 
     limits = dict(max_params=limit, min_params=4000, max_operations=80_000)
     options = dict(population=12, generations=4, parents=3, crossovers=4, mutations=4)
-    for find in (partial(search, **options), partial(random_search, evaluations=48)):
+    for find in (
+        partial(evolutionary_search, **options),
+        partial(random_search, evaluations=48),
+    ):
         best, history = find(score, model, seed=1, **limits)
         again = find(score, model, seed=1, **limits)
         assert (best, history) == again
@@ -432,7 +439,7 @@ def test_search_scores_legal_distinct_networks_within_limits():
         assert all(operations(model, subnet) <= 80_000 for subnet, _ in history)
 
 
-@pytest.mark.parametrize("find", [search, random_search])
+@pytest.mark.parametrize("find", [evolutionary_search, random_search])
 def test_a_score_that_is_no_number_does_not_win(find):
     with pytest.raises(ValueError, match=r"score returned nan for Subnet\("):
         find(lambda subnet: float("nan") if subnet.depth == 2 else subnet.depth, supernet())
@@ -441,7 +448,9 @@ def test_a_score_that_is_no_number_does_not_win(find):
 def test_search_ends_where_a_space_is_exhausted():
     space = Space((16,), (1,), (1, 2), (1, 2))
     model = SuperTransformer(space, **DIMS)
-    best, history = search(lambda s: s.num_heads[0], model, population=10, generations=3)
+    best, history = evolutionary_search(
+        lambda s: s.num_heads[0], model, population=10, generations=3
+    )
     assert len(history) == space.count() == 4 and best.num_heads == (2,)
     assert len(random_search(lambda s: 0, model, evaluations=10)[1]) == 4
 
@@ -449,7 +458,7 @@ def test_search_ends_where_a_space_is_exhausted():
 def test_evolution_finds_the_best_of_an_easy_score():
     model = supernet()
     options = dict(population=20, generations=12, parents=5, crossovers=8, mutations=8)
-    best, _ = search(partial(parameter_count, model), model, **options)
+    best, _ = evolutionary_search(partial(parameter_count, model), model, **options)
     assert best == SPACE.largest()
 
 
@@ -499,7 +508,7 @@ def test_a_subnet_outside_its_space(wrong):
         (lambda: supernet()(images(1, 16)), r"must be of the model's img_size \(12, 12\)"),
         (lambda: supernet(img_size=13), r"patch_size \(4, 4\) must divide"),
         (
-            lambda: search(len, supernet(), max_params=5),
+            lambda: evolutionary_search(len, supernet(), max_params=5),
             r"max_params \(5\) leaves no network; the space's have \d+ to \d+",
         ),
         (
@@ -507,7 +516,7 @@ def test_a_subnet_outside_its_space(wrong):
             r"min_params \(1000000000\) leaves no network",
         ),
         (
-            lambda: search(len, supernet(), max_operations=10),
+            lambda: evolutionary_search(len, supernet(), max_operations=10),
             r"max_operations \(10\) leaves no network",
         ),
         (

@@ -11,10 +11,10 @@ from attnlib.autoformer import (
     Attention,
     ClassicalSharing,
     Subnet,
-    at_places,
     extract,
     parameter_count,
     sandwich_loss,
+    shifted_digits,
     small_supernet,
     uniform_loss,
 )
@@ -37,7 +37,7 @@ def one_thread():
 
 def test_a_digit_is_at_each_of_nine_places():
     images, labels = torch.rand(5, 1, 8, 8), torch.arange(5)
-    placed, names = at_places(images, labels)
+    placed, names = shifted_digits(images, labels)
     assert (
         placed.shape == (45, 1, 10, 10)
         and names.tolist() == labels.repeat_interleave(9).tolist()
@@ -47,7 +47,7 @@ def test_a_digit_is_at_each_of_nine_places():
         found = placed[k::9]
         assert torch.allclose(found[..., y : y + 8, x : x + 8], 4 * images - 1)
         assert torch.allclose(found.sum((1, 2, 3)) + 100, 4 * images.sum((1, 2, 3)))
-    few, names = at_places(images, labels, every=4)
+    few, names = shifted_digits(images, labels, log_every=4)
     assert torch.equal(few, placed.view(5, 9, 1, 10, 10)[:, ::4].flatten(0, 1))
     assert len(names) == 15
 
@@ -70,7 +70,7 @@ def test_the_losses_are_those_of_their_subnets():
         return sum(F.cross_entropy(model(x, s), y, reduction="sum") for s in subnets)
 
     torch.manual_seed(3)
-    drawn = autoformer.sample(space, int(torch.randint(2**31, ())))
+    drawn = autoformer.sample_subnet(space, int(torch.randint(2**31, ())))
     torch.manual_seed(3)
     assert torch.allclose(uniform_loss(model, x, y), losses(drawn))
     torch.manual_seed(3)

@@ -29,10 +29,10 @@ from attnlib.backbone import (
 from attnlib.detr import DETR
 from attnlib.mae import MaskedAutoencoder
 from attnlib.models import load_pretrained
-from attnlib.modern import SwiGLU
 from attnlib.seq2seq import RecurrentDecoder, RecurrentEncoder
 from attnlib.transformer import Transformer
 from attnlib.vit import Mlp, VisionTransformer
+from attnlib.vit_variants import SwiGLU
 from helpers import BACKBONES, backbone, build, close, images
 
 TINY = dict(embed_dim=12, depth=1, num_heads=1, num_classes=2)

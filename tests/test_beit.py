@@ -23,6 +23,7 @@ from attnlib.beit import (
     FeatureEncoder,
     VectorQuantizer,
     VQAutoencoder,
+    _resize_beit_table,
     beit_position_index,
     block_mask,
     conv_decoder,
@@ -30,12 +31,11 @@ from attnlib.beit import (
     dvae_loss,
     masked_loss,
     perplexity,
-    resize_beit_table,
 )
 from attnlib.convert import rename_keys
+from attnlib.finetune import layer_scales
 from attnlib.models import create_model, list_models, load_pretrained
-from attnlib.practice import layer_scales
-from attnlib.train import epochs, fit
+from attnlib.train import fit, shuffled_batches
 from helpers import close, images
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
@@ -264,8 +264,8 @@ def test_a_constant_in_a_table_changes_nothing():
 
 def test_a_resized_table_keeps_the_rows_of_the_class_token():
     table = torch.randn(7 * 7 + 3, 2)
-    assert torch.equal(resize_beit_table(table, (6, 6))[-3:], table[-3:])
-    assert torch.equal(resize_beit_table(table, (4, 4)), table)
+    assert torch.equal(_resize_beit_table(table, (6, 6))[-3:], table[-3:])
+    assert torch.equal(_resize_beit_table(table, (4, 4)), table)
     layer = BeitAttention(8, 2, (4, 4))
     layer.set_window_size((3, 5))
     assert layer(torch.randn(1, 16, 8)).shape == (1, 16, 8)
@@ -576,8 +576,8 @@ def test_it_learns_to_guess():
     tokens, mask = kind.view(-1, 1, 1).expand(-1, 4, 4).contiguous(), some_mask(64)
     small = MASKED | dict(img_size=8, patch_size=2, in_chans=1, vocab_size=4)
     model = BeitForMaskedImageModeling(**small)
-    options = dict(steps=40, lr=1e-2, warmup=4, every=10)
-    batches = epochs(x, tokens, mask, batch_size=32)
+    options = dict(steps=40, lr=1e-2, warmup=4, log_every=10)
+    batches = shuffled_batches(x, tokens, mask, batch_size=32)
     history = fit(model, lambda m, batch: masked_loss(m, *batch), batches, **options)
     assert history[0]["loss"] > 0.3 and history[-1]["loss"] < 0.1 < math.log(4)
 

@@ -13,13 +13,13 @@ from torch import nn
 
 from attnlib import data
 from attnlib.data import (
+    _CAPTION_COLORS,
+    _PLURALS,
     BOS,
-    CAPTION_COLORS,
     CAPTION_WORDS,
     EOS,
     KINDS,
     PAD,
-    PLURALS,
     caption_scenes,
     context_scenes,
     decode_captions,
@@ -38,7 +38,7 @@ from attnlib.spatial import (
     reinforce_loss,
     weight_on_objects,
 )
-from attnlib.train import epochs, fit
+from attnlib.train import fit, shuffled_batches
 from benchmarks.spatial import loss_function
 from helpers import close
 
@@ -76,30 +76,30 @@ def test_captions_say_what_is_there(count, split, size, seed):
     assert found["image"].shape == (count, 3, size, size)
     assert 0 <= found["image"].min() and found["image"].max() <= 1
     assert (found["mask"].sum(1) <= 1).all() and found["mask"].flatten(2).any(2).all()
-    colors, kinds = list(CAPTION_COLORS), list(KINDS)
+    colors, kinds = list(_CAPTION_COLORS), list(KINDS)
     for i, caption in enumerate(decode_captions(found["caption"])):
         centers = (found["box"][i, :, :2] + found["box"][i, :, 2:]) / 2
         step = centers[1] - centers[0]
         axis = int(step.abs().argmax())
         assert step[axis] > 0 and step[axis] > 1.5 * step[1 - axis].abs()
         first, second = (
-            f"a {colors[c]} {kinds[k]}" if n == 1 else f"two {colors[c]} {PLURALS[k]}"
+            f"a {colors[c]} {kinds[k]}" if n == 1 else f"two {colors[c]} {_PLURALS[k]}"
             for c, k, n in zip(*(found[key][i] for key in ("color", "kind", "number")))
         )
         assert caption == f"{first} {('left of', 'above')[axis]} {second}"
         words = [CAPTION_WORDS[t] for t in found["caption"][i]]
         for word, which in zip(words, found["named"][i].tolist()):
-            assert (which >= 0) == (word in colors + kinds or word in PLURALS)
+            assert (which >= 0) == (word in colors + kinds or word in _PLURALS)
             if which >= 0:
                 color, kind = (found[key][i, which] for key in ("color", "kind"))
-                assert word in (colors[color], kinds[kind], PLURALS[kind])
+                assert word in (colors[color], kinds[kind], _PLURALS[kind])
     again = caption_scenes(count, split, size, seed=seed)
     assert all(torch.equal(found[key], again[key]) for key in found)
 
 
 def test_the_shape_of_an_object_has_its_color():
     found = caption_scenes(200, size=64, seed=1)
-    shades = torch.tensor(list(CAPTION_COLORS.values()))
+    shades = torch.tensor(list(_CAPTION_COLORS.values()))
     for k in (0, 1):
         mask = found["mask"][:, k, None]
         mean = (found["image"] * mask).sum((2, 3)) / mask.sum((2, 3))
@@ -438,8 +438,8 @@ def test_an_interrupted_run_goes_on_with_its_baseline(scenes, tmp_path):
             model.load_state_dict(start)  # as a new process does
             fit(
                 *(model, loss_function(baseline=model.baseline)),
-                epochs(images, scenes[1], batch_size=3),
-                **dict(steps=4, lr=0.01, every=2, stop_after=stop),
+                shuffled_batches(images, scenes[1], batch_size=3),
+                **dict(steps=4, lr=0.01, log_every=2, stop_after=stop),
                 checkpoint=tmp_path / f"run_{len(stops)}.json",
             )
         found.append(model.state_dict())

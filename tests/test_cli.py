@@ -84,20 +84,20 @@ def test_licenses_are_those_that_timm_knows():
     for name, (_, hub, _) in MODELS.items():
         if hub and hub.startswith("timm/"):
             known = timm.get_pretrained_cfg(hub.partition("/")[2]).license
-            found = next(own for pattern, own in cli.LICENSES if cli.fnmatch(hub, pattern))
+            found = next(own for pattern, own in cli._LICENSES if cli.fnmatch(hub, pattern))
             assert found.lower() == known, name
 
 
 def test_an_accuracy_belongs_to_weights_that_classify():
-    for name in cli.TOP1:
+    for name in cli._TOP1:
         weights = timm.get_pretrained_cfg(MODELS[name][1].partition("/")[2])
         assert weights.num_classes == 1000, name
-    assert set(cli.REPORTED) <= set(MODELS)
+    assert set(cli._REPORTED) <= set(MODELS)
 
 
 def test_what_is_not_known_is_not_invented():
     facts = cli.describe("mae_vit_base_patch16")
-    assert facts["accuracy"] == facts["license"] == cli.UNKNOWN
+    assert facts["accuracy"] == facts["license"] == cli._UNKNOWN
     assert cli.describe("autoformer_tiny")["weights"] == "none are published"
 
 
@@ -114,7 +114,7 @@ def test_a_picture_is_named_and_the_map_written(capsys, picture, tmp_path):
 @pytest.mark.parametrize("name", COLLAGES)
 def test_the_map_is_brightest_on_the_digit_that_is_named(name, picture, tmp_path):
     """The digit covers the upper middle; the orange there is more than elsewhere."""
-    cli.answer(name, picture, map=tmp_path / "map.png")
+    cli.predict(name, picture, map=tmp_path / "map.png")
     drawn = np.asarray(Image.open(tmp_path / "map.png")).astype(float)
     orange = drawn[..., 0] - drawn[..., 2]  # 0 in gray
     inside = np.zeros((64, 64), bool)
@@ -126,11 +126,11 @@ def test_shares_add_up_to_one():
     """Of a ViT's patches and its class token, of a Swin's last window alone."""
     x = torch.randn(1, 3, 64, 64)
     vit, swin = (create_model(f"{name}_collages").eval() for name in ("vit", "swin"))
-    assert cli.looked_at(vit, x).shape == (8, 8) and cli.looked_at(vit, x).sum() < 1
-    torch.testing.assert_close(cli.looked_at(swin, x).sum(), torch.tensor(1.0))
-    token = cli.looked_at(vit, x)
+    assert cli._attention_map(vit, x).shape == (8, 8) and cli._attention_map(vit, x).sum() < 1
+    torch.testing.assert_close(cli._attention_map(swin, x).sum(), torch.tensor(1.0))
+    token = cli._attention_map(vit, x)
     vit.set_pool("avg")  # another reader, other rows
-    assert not torch.allclose(token, cli.looked_at(vit, x), rtol=0.01)
+    assert not torch.allclose(token, cli._attention_map(vit, x), rtol=0.01)
 
 
 def test_shares_in_several_windows_are_refused():
@@ -138,14 +138,14 @@ def test_shares_in_several_windows_are_refused():
     swin = create_model("swin_collages").eval()
     x = torch.randn(1, 3, 128, 128)
     with pytest.raises(ValueError, match="model has 4 windows of 16 tokens in its last block"):
-        cli.looked_at(swin, x)
+        cli._attention_map(swin, x)
 
 
 def test_shares_of_a_model_without_class_token():
     model = VisionTransformer(
         32, 8, embed_dim=12, depth=2, num_heads=2, class_token=False, global_pool="avg"
     )
-    shares = cli.looked_at(model.eval(), torch.randn(1, 3, 32, 32))
+    shares = cli._attention_map(model.eval(), torch.randn(1, 3, 32, 32))
     assert shares.shape == (4, 4)
     torch.testing.assert_close(shares.sum(), torch.tensor(1.0))
 
@@ -166,7 +166,7 @@ class Mismatched(MetaPathFinder):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: cli.beside_timm("vit_tiny_patch16_224"),
+        lambda: cli._benchmark("vit_tiny_patch16_224"),
         lambda: create_model("detr_resnet50"),
         lambda: DETR(91),
         lambda: cifar(),
@@ -187,7 +187,7 @@ def test_weights_of_a_file_are_used(picture, tmp_path):
     tensors = unwrap_state_dict("attnlib/vit_collages")
     tensors["head.bias"] = tensors["head.bias"] + 100 * torch.eye(10)[7]
     save_file(tensors, tmp_path / "other.safetensors")
-    (best, p), *_ = cli.answer("vit_collages", picture, tmp_path / "other.safetensors")
+    (best, p), *_ = cli.predict("vit_collages", picture, tmp_path / "other.safetensors")
     assert best == "seven" and p > 0.99
 
 
@@ -262,7 +262,7 @@ def test_both_take_turns_and_are_compared(capsys, monkeypatch):
     cls, hub, config = MODELS["vit_tiny_patch16_224"]
     monkeypatch.setitem(MODELS, "vit_tiny_patch16_224", (cls, hub, config | {"depth": 1}))
     monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=1))
-    measured = cli.beside_timm("vit_tiny_patch16_224", rounds=2)
+    measured = cli._benchmark("vit_tiny_patch16_224", rounds=2)
     assert {name: len(each) for name, each in measured.items()} == {"attnlib": 2, "timm": 2}
     monkeypatch.setattr(cli, "beside_timm", lambda *_: times)
     *_, ours, theirs, ratio = said(capsys, "bench", "vit_tiny_patch16_224").splitlines()
@@ -276,4 +276,4 @@ def test_another_model_is_not_timed(monkeypatch):
     cls, hub, config = MODELS["vit_tiny_patch16_224"]
     monkeypatch.setitem(MODELS, "vit_tiny_patch16_224", (cls, hub, config | {"num_heads": 6}))
     with pytest.raises(ValueError, match="logits differ"):
-        cli.beside_timm("vit_tiny_patch16_224", rounds=2)
+        cli._benchmark("vit_tiny_patch16_224", rounds=2)

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnlib.attention import attention, attention_backend
 from attnlib.cost import (
+    _REGIMES,
     GPUS,
     GROUP_NAMES,
-    REGIMES,
     OperationCount,
     Operator,
     Probe,
@@ -34,7 +34,7 @@ from attnlib.cost import (
     take_turns,
     training_memory,
 )
-from attnlib.inference import PackedConv, PackedLinear
+from attnlib.inference import PackedLinear, _PackedConv
 from attnlib.models import create_model
 from attnlib.train import memory_levels, peak_memory
 from attnlib.vit import Block, VisionTransformer
@@ -112,7 +112,7 @@ def test_overhead_is_paid_for_each_operator():
 )
 def test_diagnosis(counts, regime, parts):
     found = diagnose(Roofline(100.0, 20.0, 0.5), *counts)
-    assert found.regime == regime in REGIMES and found[2:] == parts
+    assert found.regime == regime in _REGIMES and found[2:] == parts
     assert found.seconds == sum(parts)
 
 
@@ -133,11 +133,11 @@ def test_the_diagnosis_of_a_model_is_the_sum_over_its_operators():
     machine = Roofline(100.0, 20.0, 0.5)
     count = OperationCount(Operator("any", *pair) for pair in pairs)
     found, each = count.diagnose(machine), [diagnose(machine, *pair) for pair in pairs]
-    for name in REGIMES:
+    for name in _REGIMES:
         assert math.isclose(getattr(found, name), sum(getattr(one, name) for one in each))
     assert math.isclose(found.seconds, count.time(machine)) and found.regime == "memory"
     empty = OperationCount().diagnose(machine)
-    assert empty.seconds == 0 and empty.regime in REGIMES
+    assert empty.seconds == 0 and empty.regime in _REGIMES
 
 
 @pytest.mark.parametrize("name", ["flops", "bytes", "operators"])
@@ -326,7 +326,7 @@ def test_packed_layers_are_counted(monkeypatch):
     counted = count_operations(layer, x)
     assert counted.flops == 2 * 5 * 4 * 6 and counted.uncounted == []
     assert counted.bytes == 4 * (5 * 4 + 6 * 4 + 6 + 5 * 6)
-    conv = PackedConv(nn.Conv2d(3, 4, 3).eval(), nn.BatchNorm2d(4).eval())
+    conv = _PackedConv(nn.Conv2d(3, 4, 3).eval(), nn.BatchNorm2d(4).eval())
     x, shortcut = torch.randn(1, 3, 8, 8), torch.randn(1, 4, 6, 6)
     for inputs in ((x,), (x, shortcut)):
         assert count_operations(conv, *inputs).flops == 2 * 36 * 9 * 3 * 4
@@ -566,7 +566,7 @@ def test_choice_needs_a_gain_and_the_precision(monkeypatch, speeds, errors, chos
     names = ("highest", "high", "medium")
     times = {name: 1 / speed for name, speed in zip(names, speeds)}
     measured = times, dict(zip(names, errors))
-    monkeypatch.setattr("attnlib.cost.measure_precisions", lambda *arguments: measured)
+    monkeypatch.setattr("attnlib.cost._measure_precisions", lambda *arguments: measured)
     assert fastest_float32("cpu").name == chosen
 
 

@@ -256,7 +256,7 @@ def test_multi30k_unknown_split():
 
 
 def test_multi30k_table_is_complete():
-    for _, name, sources in data.MULTI30K.values():
+    for _, name, sources in data._MULTI30K.values():
         assert name.endswith(".tar.gz") and len(sources) == 2
         assert all(len(checksum) == 64 and int(checksum, 16) for checksum in sources.values())
 

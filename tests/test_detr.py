@@ -19,7 +19,7 @@ from transformers.loss.loss_for_object_detection import ImageLoss
 
 from attnlib import detr
 from attnlib.convert import convert_state_dict
-from attnlib.detr import DETR, HungarianMatcher, Output, ResNet, SetLoss
+from attnlib.detr import DETR, HungarianMatcher, Output, ResNet, SetCriterion
 from attnlib.inference import optimize_for_inference
 from attnlib.models import create_model, load_pretrained
 from benchmarks import detr as runs
@@ -96,7 +96,7 @@ def some_output(layers=3, batch=2, queries=9, num_classes=7, seed=1):
         logits = torch.randn(batch, queries, num_classes + 1, **options)
         boxes = torch.randn(batch, queries, 4, **options).sigmoid()
         made.append(Output(logits.requires_grad_(), boxes.requires_grad_(), []))
-    return made[-1]._replace(auxiliary=made[:-1])
+    return made[-1]._replace(aux_outputs=made[:-1])
 
 
 # --- transformers: outputs, gradients, loss ---------------------------------------------------
@@ -157,26 +157,26 @@ def test_what_does_not_belong_to_the_loss_is_refused():
         with pytest.raises(
             ValueError, match=rf"output has 8 logits; for num_classes \({count}"
         ):
-            SetLoss(count)(output, targets)
+            SetCriterion(count)(output, targets)
     with pytest.raises(ValueError, match=r"weights \('bbox'\) must be for 'class', 'box' or"):
-        SetLoss(7, weights={"bbox": 100})
-    assert SetLoss(7, weights={"box": 100}).weights == {"class": 1, "box": 100, "giou": 2}
+        SetCriterion(7, weights={"bbox": 100})
+    assert SetCriterion(7, weights={"box": 100}).weights == {"class": 1, "box": 100, "giou": 2}
 
 
 @pytest.mark.parametrize("counts", [(3, 0), (0, 0), (9, 2), (1, 4)])
 def test_loss_is_transformers(counts):
     output, targets = some_output(), some_targets(counts)
-    found = SetLoss(7)(output, targets)
+    found = SetCriterion(7)(output, targets)
     matcher = TheirMatcher(class_cost=1, bbox_cost=5, giou_cost=2)
     theirs = ImageLoss(matcher, 7, 0.1, ["labels", "boxes"]).double()
     total, labels = 0, [dict(class_labels=t["labels"], boxes=t["boxes"]) for t in targets]
-    for i, layer in enumerate([*output.auxiliary, output]):
+    for i, layer in enumerate([*output.aux_outputs, output]):
         wanted = theirs(dict(logits=layer.logits, pred_boxes=layer.boxes), labels)
         for name, other in dict(class_="ce", box="bbox", giou="giou").items():
             close(found[name.rstrip("_")][i].double(), wanted[f"loss_{other}"].double(), 1e-6)
         total += wanted["loss_ce"] + 5 * wanted["loss_bbox"] + 2 * wanted["loss_giou"]
     close(found["total"].double(), total.double(), 1e-5)
-    inputs = [x for layer in [*output.auxiliary, output] for x in layer[:2]]
+    inputs = [x for layer in [*output.aux_outputs, output] for x in layer[:2]]
     found = torch.autograd.grad(found["total"], inputs)
     for a, b in zip(found, torch.autograd.grad(total, inputs, allow_unused=True), strict=True):
         close(a, torch.zeros_like(a) if b is None else b, 1e-6)
@@ -184,7 +184,7 @@ def test_loss_is_transformers(counts):
 
 def test_loss_divides_by_the_boxes_it_is_told():
     output, targets = some_output(), some_targets()
-    own, other = SetLoss(7)(output, targets), SetLoss(7)(output, targets, num_boxes=6)
+    own, other = SetCriterion(7)(output, targets), SetCriterion(7)(output, targets, num_boxes=6)
     close(own["box"], 2 * other["box"])
     close(own["class"], other["class"])
 
@@ -273,7 +273,7 @@ def test_shapes():
     model, x = small(), images(2, (48, 64))
     output, features = model(x), model.forward_features(x)
     assert output.logits.shape == (2, 9, 8) and output.boxes.shape == (2, 9, 4)
-    assert len(output.auxiliary) == 2 and output.auxiliary[0].logits.shape == (2, 9, 8)
+    assert len(output.aux_outputs) == 2 and output.aux_outputs[0].logits.shape == (2, 9, 8)
     assert features.decoded.shape == (3, 2, 9, 32) and features.memory.shape == (2, 32, 6, 8)
     maps = model.attention_maps(x)
     assert [m.shape for m in maps] == [(2, 4, 9, 6, 8)] * 3
@@ -329,7 +329,7 @@ def test_the_matching_is_the_cheapest(seed, queries, objects):
     objects = min(objects, queries)
     output = some_output(1, 1, queries, seed=seed)
     targets, matcher = some_targets((objects,), seed=seed), HungarianMatcher()
-    labels, boxes = detr.pad_targets(targets, output.boxes)
+    labels, boxes = detr._pad_targets(targets, output.boxes)
     cost = matcher.cost(output.logits, output.boxes, labels, boxes)[0].detach()
     ((i, j),) = matcher(output.logits, output.boxes, targets)
     assert sorted(j.tolist()) == list(range(objects)) and len(set(i.tolist())) == objects
@@ -342,8 +342,8 @@ def test_the_matching_is_the_cheapest(seed, queries, objects):
 
 def test_ties_and_layers():
     output, targets = some_output(), some_targets((4, 2))
-    logits = torch.stack([layer.logits for layer in [*output.auxiliary, output]])
-    boxes = torch.stack([layer.boxes for layer in [*output.auxiliary, output]])
+    logits = torch.stack([layer.logits for layer in [*output.aux_outputs, output]])
+    boxes = torch.stack([layer.boxes for layer in [*output.aux_outputs, output]])
     matcher = HungarianMatcher()
     together = matcher(logits, boxes, targets)
     for layer, one in enumerate(together):
@@ -363,9 +363,11 @@ def test_loss_does_not_know_the_order(seed):
     for target in targets:
         own = torch.randperm(len(target["labels"]))
         turned.append({key: x[own] for key, x in target.items()})
-    layers = [Output(x.logits[:, order], x.boxes[:, order], []) for x in output.auxiliary]
+    layers = [Output(x.logits[:, order], x.boxes[:, order], []) for x in output.aux_outputs]
     other = Output(output.logits[:, order], output.boxes[:, order], layers)
-    close(SetLoss(7)(other, turned)["total"], SetLoss(7)(output, targets)["total"], 1e-9)
+    close(
+        SetCriterion(7)(other, turned)["total"], SetCriterion(7)(output, targets)["total"], 1e-9
+    )
 
 
 # --- boxes ------------------------------------------------------------------------------------
@@ -437,7 +439,7 @@ def test_the_loss_in_half_precision(side):
     for terms, dtype in ((found, torch.float16), (wanted, torch.float64)):
         x = logits.to(dtype, copy=True).requires_grad_()
         y = boxes.to(dtype, copy=True).requires_grad_()
-        terms |= SetLoss(7)(Output(x, y, []), targets)
+        terms |= SetCriterion(7)(Output(x, y, []), targets)
         terms["total"].backward()
         terms["slopes"] = x.grad, y.grad
         assert x.grad.isfinite().all() and y.grad.isfinite().all()
@@ -452,11 +454,11 @@ def test_the_loss_in_half_precision(side):
 def test_weights_of_zero_make_a_loss_of_zero():
     """With `no_object` = 0, images without objects have nothing that counts."""
     output, none = some_output(2, 2), some_targets((0, 0))
-    loss = SetLoss(7, no_object=0.0)(output, none)
+    loss = SetCriterion(7, no_object=0.0)(output, none)
     assert loss["class"].tolist() == [0, 0] and loss["total"] == 0
     loss["total"].backward()
     assert (output.logits.grad == 0).all() and (output.boxes.grad == 0).all()
-    some = SetLoss(7, no_object=0.0)(output, some_targets((3, 0)))["class"][-1]
+    some = SetCriterion(7, no_object=0.0)(output, some_targets((3, 0)))["class"][-1]
     matched = HungarianMatcher()(output.logits, output.boxes, some_targets((3, 0)))[0]
     label = some_targets((3, 0))[0]["labels"][matched[1]]
     close(some, nn.functional.cross_entropy(output.logits[0, matched[0]], label))
@@ -505,15 +507,19 @@ def test_postprocess():
 def test_positions_are_transformers(twins):
     ours, theirs = twins
     _, mask = padded()
-    found = detr.sine_positions(mask[:, ::32, ::32], 32)
+    found = detr.sine_position_embedding(mask[:, ::32, ::32], 32)
     their_positions = theirs.model.position_embedding
     small_mask = mask[:, ::32, ::32]
     shape = torch.Size((2, 32, *small_mask.shape[1:]))
     wanted = their_positions(shape, mask.device, torch.float64, small_mask)
     close(found, wanted.flatten(2).mT if wanted.ndim == 4 else wanted, 1e-6)
-    row = detr.sine_positions(torch.ones(1, 25, 34, dtype=torch.bool), 256)[0, 0, :2]
+    row = detr.sine_position_embedding(torch.ones(1, 25, 34, dtype=torch.bool), 256)[0, 0, :2]
     close(row, torch.tensor([0.24869, 0.96858]).double(), 1e-5)
-    norms = detr.sine_positions(torch.ones(1, 5, 7, dtype=torch.bool), 256).square().sum(-1)
+    norms = (
+        detr.sine_position_embedding(torch.ones(1, 5, 7, dtype=torch.bool), 256)
+        .square()
+        .sum(-1)
+    )
     close(norms, torch.full_like(norms, 128))
 
 
@@ -549,12 +555,12 @@ def target(labels, boxes):
 def test_bad_targets_are_named(targets, message):
     output = some_output(2, 1)
     with pytest.raises(ValueError, match=message):
-        SetLoss(7)(output, targets)
+        SetCriterion(7)(output, targets)
 
 
 def test_no_objects_at_all():
     output, none = some_output(), some_targets((0, 0))
-    terms = SetLoss(7)(output, none)
+    terms = SetCriterion(7)(output, none)
     assert terms["box"].sum() == terms["giou"].sum() == 0 and terms["class"].min() > 0
     gradients = torch.autograd.grad(terms["total"], [output.logits, output.boxes])
     assert all(g.isfinite().all() for g in gradients)
@@ -601,7 +607,7 @@ def test_bad_input_is_named(call, message):
 
 
 def test_a_few_steps_reduce_the_loss():
-    model, loss = small().float().train(), SetLoss(7)
+    model, loss = small().float().train(), SetCriterion(7)
     x, targets = images(2, 48).float(), some_targets((2, 1), dtype=torch.float32)
     optimizer, found = torch.optim.AdamW(model.parameters(), 1e-3), []
     for _ in range(30):

@@ -16,13 +16,13 @@ from attnlib.detr import (
     DETR,
     AnchorDETR,
     BoxQueryDETR,
-    InOrder,
-    SetLoss,
+    IdentityMatcher,
+    SetCriterion,
     SmallBackbone,
     anchor_sines,
     box_cxcywh_to_xyxy,
     noised_targets,
-    sine_positions,
+    sine_position_embedding,
     small_detr,
 )
 from attnlib.models import load_pretrained
@@ -141,7 +141,7 @@ def test_the_small_detectors_have_the_shapes_they_say():
     for detector in DETR, BoxQueryDETR:
         output = small_detr(4, detector)(torch.rand(2, 3, 48, 48))
         assert output.logits.shape == (2, 10, 5) and output.boxes.shape == (2, 10, 4)
-        assert len(output.auxiliary) == 2
+        assert len(output.aux_outputs) == 2
 
 
 def test_the_first_answer_is_the_anchor_and_layers_refine():
@@ -149,11 +149,11 @@ def test_the_first_answer_is_the_anchor_and_layers_refine():
     model, images = small_detr(4, BoxQueryDETR, 20).eval(), torch.rand(2, 3, 48, 48)
     anchors = model.query_embed.weight.sigmoid()
     output = model(images)
-    for layer in (*output.auxiliary, output):  # the heads' last layers are zero
+    for layer in (*output.aux_outputs, output):  # the heads' last layers are zero
         assert torch.allclose(layer.boxes, anchors.expand(2, -1, -1), atol=1e-6)
     model.bbox_embed[-1].bias.data = torch.tensor([0.1, -0.2, 0.3, 0.4])
     output = model(images)
-    for i, layer in enumerate((*output.auxiliary, output)):  # each adds the same step
+    for i, layer in enumerate((*output.aux_outputs, output)):  # each adds the same step
         wanted = (anchors.logit() + (i + 1) * model.bbox_embed[-1].bias).sigmoid()
         assert torch.allclose(layer.boxes, wanted.expand(2, -1, -1), atol=2e-3)
 
@@ -162,7 +162,7 @@ def test_no_gradient_passes_from_a_layers_boxes_to_those_before():
     torch.manual_seed(0)
     model = small_detr(4, BoxQueryDETR, 20)
     output = model(torch.rand(1, 3, 48, 48))
-    for boxes, reached in ((output.auxiliary[0].boxes, True), (output.boxes, False)):
+    for boxes, reached in ((output.aux_outputs[0].boxes, True), (output.boxes, False)):
         (found,) = torch.autograd.grad(
             boxes.sum(), model.query_embed.weight, retain_graph=True, allow_unused=True
         )
@@ -201,7 +201,9 @@ def test_box_queries_have_all_that_a_detr_has(anchored):
         assert torch.equal(
             features.anchors[0], model.query_embed.weight.sigmoid().expand(2, -1, -1)
         )
-        for i, layer in enumerate(output.auxiliary):  # a layer starts where the last one ended
+        for i, layer in enumerate(
+            output.aux_outputs
+        ):  # a layer starts where the last one ended
             assert torch.allclose(features.anchors[i + 1], layer.boxes, atol=1e-6)
         restored = model.forward_features(images, noised=noised)
         assert restored.decoded.shape[2] == 10 + noised["labels"][0].numel()
@@ -262,7 +264,9 @@ def test_the_former_name_still_works():
 
 def test_anchors_have_the_sines_of_the_places():
     """A box at the center of a place, counted as the memory counts, has that place's sines."""
-    places = sine_positions(torch.ones(1, 6, 6, dtype=torch.bool), 64, 20)  # rows from 1 to 6
+    places = sine_position_embedding(
+        torch.ones(1, 6, 6, dtype=torch.bool), 64, 20
+    )  # rows from 1 to 6
     y, x = 1 + torch.cartesian_prod(torch.arange(6), torch.arange(6)).T
     boxes = torch.stack([x / 6, y / 6, x / 6, y / 6], 1)[None]
     found = anchor_sines(boxes, 64, 20)
@@ -295,7 +299,7 @@ def test_an_image_without_objects_is_trained():
     for targets in ([empty, one], [empty, empty]):
         noised, wanted = noised_targets(targets, 4)
         _, restored = small_detr(4, BoxQueryDETR)(torch.rand(2, 3, 48, 48), noised=noised)
-        total = SetLoss(4, matcher=InOrder())(restored, wanted)["total"]
+        total = SetCriterion(4, matcher=IdentityMatcher())(restored, wanted)["total"]
         total.backward()
         assert torch.isfinite(total)
 

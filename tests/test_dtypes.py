@@ -27,7 +27,6 @@ from attnlib import (
     gpt,
     mae,
     models,
-    modern,
     panoptic,
     position,
     scaling,
@@ -38,6 +37,7 @@ from attnlib import (
     train,
     transformer,
     vit,
+    vit_variants,
 )
 from attnlib.attention import AdditiveAttention, attention, attention_backend
 from helpers import BACKBONES, build, close, exact_log_coordinates, images
@@ -138,7 +138,7 @@ LLAMA = dict(
 def rotation():
     shape = dict(vocab_size=9, block_size=32, n_layer=1, n_head=1, n_embd=8)
     config = gpt.GPTConfig(**shape, rope_base=100.0, rope_scaling=LLAMA)
-    return torch.stack(gpt.rotation(config, torch.arange(9), F64))
+    return torch.stack(gpt.rope_cos_sin(config, torch.arange(9), F64))
 
 
 def slow_rotation():
@@ -212,10 +212,10 @@ POSITIONS = {
         lambda: turned(q, range(16), halves=True),
     ),
     "rotate_pairs": (turn_pairs, lambda: turned(q, range(16))),
-    "apply_rotary_2d": (lambda: modern.apply_rotary_2d(q, ROWS, COLUMNS), turned_2d),
+    "apply_rotary_2d": (lambda: vit_variants.apply_rotary_2d(q, ROWS, COLUMNS), turned_2d),
     "rotation": (rotation, slow_rotation),
     "sine_positions": (
-        lambda: detr.sine_positions(torch.ones(1, 3, 5, dtype=torch.bool), 8)[0],
+        lambda: detr.sine_position_embedding(torch.ones(1, 3, 5, dtype=torch.bool), 8)[0],
         detr_sines,
     ),
     "anchor_sines": (lambda: detr.anchor_sines(BOXES, 8, 20.0), box_sines),
@@ -233,7 +233,7 @@ TABLE = numbers(7 * 7 + 3, 2, seed=3)
 
 def resampled_table():
     """Linear in both axes, between the places that timm chooses."""
-    rows, columns = (array(swin.resampling_matrix(7, new)) for new in (11, 9))
+    rows, columns = (array(swin._resampling_matrix(7, new)) for new in (11, 9))
     grid = array(TABLE[:49]).reshape(7, 7, 2)
     return np.einsum("ya,xb,abh->yxh", rows, columns, grid).reshape(-1, 2)
 
@@ -257,7 +257,7 @@ RESAMPLED = {
         resampled_table,
     ),
     "resize_beit_table": (
-        lambda: beit.resize_beit_table(TABLE, (6, 5), (4, 4)),
+        lambda: beit._resize_beit_table(TABLE, (6, 5), (4, 4)),
         lambda: np.concatenate([resampled_table(), array(TABLE[49:])]),
     ),
     "resample_abs_pos_embed": (positions_to_resample, resampled_positions),
@@ -370,7 +370,7 @@ def history(dtype=F64):
         return 0.1 + 0 * model(batch[0]).sum(), 0.3
 
     batch = (torch.ones(1, 1, dtype=dtype),)
-    found = train.fit(weight, loss, lambda step: batch, steps=4, every=2)
+    found = train.fit(weight, loss, lambda step: batch, steps=4, log_every=2)
     return torch.tensor([row["loss"] for row in found], dtype=F64)
 
 
@@ -530,15 +530,15 @@ ATTENTION = {
         delta_rule,
     ),
     "segment_means": (
-        lambda: efficient.segment_means(v, 5)[0],
+        lambda: efficient._segment_means(v, 5)[0],
         lambda: np.stack([x.mean(-2) for x in np.split(array(v), [4, 7, 10, 13], -2)], -2),
     ),
     "block_attention": (
-        lambda: scaling.block_attention(*QKV)[0],
+        lambda: scaling._block_attention(*QKV)[0],
         lambda: attended(SCORES / math.sqrt(8), v),
     ),
     "its log-sum-exp": (
-        lambda: scaling.block_attention(*QKV)[1],
+        lambda: scaling._block_attention(*QKV)[1],
         lambda: logsumexp(SCORES / math.sqrt(8), -1),
     ),
     "AdditiveAttention": (lambda: additive()[1], tanh_scores),
@@ -613,7 +613,7 @@ def segment_scores():
     """Four queries that are sure of their class and one that is not."""
     logits = 9 * F.one_hot(torch.arange(5) % 4, 5).double() * torch.arange(5)[:, None]
     masks = 5 * F.one_hot(torch.arange(36).view(6, 6) % 5, 5).double().permute(2, 0, 1)
-    infos = panoptic.merge(logits, masks, range(4), threshold=0.5, smallest=0)[1]
+    infos = panoptic.panoptic_postprocess(logits, masks, range(4), threshold=0.5, smallest=0)[1]
     return torch.tensor([info["score"] for info in infos], dtype=F64)
 
 
@@ -713,7 +713,7 @@ def written(**options):
 
 def rotary():
     model = build("vit", num_heads=2)
-    modern.use_rotary(model)
+    vit_variants.use_rotary(model)
     return model, (images(),)
 
 
@@ -852,7 +852,7 @@ def test_nothing_hidden_leaves_images_in_half_precision(dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_means_of_long_runs_in_half_precision(dtype):
     x = (20 * numbers(1, 4096, 8) + 40).to(dtype)
-    found, wanted = (efficient.segment_means(y, 2)[0] for y in (x, x.double()))
+    found, wanted = (efficient._segment_means(y, 2)[0] for y in (x, x.double()))
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)
 

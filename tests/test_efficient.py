@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from attnlib.attention import attention, causal_mask, padding_mask
 from attnlib.efficient import (
+    _iterated_inverse,
     axial_attention,
     delta_attention,
     elu_features,
-    iterated_inverse,
     linear_attention,
     linformer_attention,
     local_attention,
@@ -292,7 +292,7 @@ def test_the_iteration_obeys_its_law():
     one = torch.eye(2, dtype=a.dtype)
     for steps in range(3):
         before, after = (
-            torch.linalg.eigvals(one - a @ iterated_inverse(a, n)).real.sort().values
+            torch.linalg.eigvals(one - a @ _iterated_inverse(a, n)).real.sort().values
             for n in (steps, steps + 1)
         )
         close((before**3 * (3 + before) / 4).sort().values, after, 1e-9)

@@ -19,12 +19,12 @@ from attnlib import (
     deit,
     detr,
     efficient,
+    finetune,
     inference,
     mae,
     models,
     panoptic,
     position,
-    practice,
     seq2seq,
     spatial,
     swin,
@@ -48,30 +48,30 @@ from attnlib.decoding import top_p_filter
 from attnlib.gpt import (
     GPT,
     GPTConfig,
-    boolean_mask,
+    _boolean_mask,
+    _token_positions,
     decoder_mask,
     grouped_attention,
     min_p_filter,
     next_token,
     pad_left,
-    slowdown,
+    rope_scaling_factors,
     text_batches,
     text_bits,
-    token_positions,
 )
-from attnlib.modern import SwiGLU
 from attnlib.multihead import MultiHeadAttention
 from attnlib.recipes import distill_small, train_small
-from attnlib.train import epochs, fit, learning_rate, save_checkpoint
+from attnlib.train import fit, learning_rate, save_checkpoint, shuffled_batches
 from attnlib.transformer import (
     Positions,
     Transformer,
-    check_padding,
-    check_rows,
+    _check_padding,
+    _check_rows,
+    _layer_from_torch,
     from_torch,
-    layer_from_torch,
 )
 from attnlib.translation import direction_accuracy, number_scores, translate_numbers
+from attnlib.vit_variants import SwiGLU
 
 q = torch.zeros(2, 3, 4, 8)
 k = torch.zeros(2, 3, 5, 8)
@@ -109,7 +109,7 @@ def backend(name):
 
 
 def transfer(train, test):
-    return practice.transfer("vit_collages", train, test, pretrained=False, steps=1, lr=0.1)
+    return finetune.transfer("vit_collages", train, test, pretrained=False, steps=1, lr=0.1)
 
 
 def linear():
@@ -151,7 +151,9 @@ def reinforce_loss(baseline):
 
 
 def merge(**options):
-    return panoptic.merge(9 * torch.eye(2, 3), torch.zeros(2, 4, 4), {0}, **options)
+    return panoptic.panoptic_postprocess(
+        9 * torch.eye(2, 3), torch.zeros(2, 4, 4), {0}, **options
+    )
 
 
 def with_adapter():
@@ -166,7 +168,7 @@ def frozen():
 
 def packed_conv(x, **options):
     conv, norm = nn.Conv2d(3, 4, 1).eval(), nn.BatchNorm2d(4).eval()
-    return inference.PackedConv(conv, norm)(x, **options)
+    return inference._PackedConv(conv, norm)(x, **options)
 
 
 def fused_linear(x, layer=None, grad=False, **options):
@@ -244,9 +246,9 @@ GENERATION = [
     ),
     (lambda: pad_left([[1], []]), ValueError, "prompts"),
     (lambda: text_batches(torch.arange(4), 4, 1), ValueError, "tokens"),
-    (lambda: boolean_mask(torch.tensor([[0, 2]])), ValueError, "attention_mask"),
+    (lambda: _boolean_mask(torch.tensor([[0, 2]])), ValueError, "attention_mask"),
     (
-        lambda: token_positions(2, 0, torch.tensor([[0, 2]])),
+        lambda: _token_positions(2, 0, torch.tensor([[0, 2]])),
         ValueError,
         "attention_mask",
     ),
@@ -266,8 +268,8 @@ TRANSLATION = [
         ValueError,
         "src",
     ),
-    (lambda: check_padding("src", torch.tensor([[0, 4]]), 0), ValueError, "src"),
-    (lambda: check_rows(torch.ones(2, 1), torch.ones(3, 4, 8)), ValueError, "tgt"),
+    (lambda: _check_padding("src", torch.tensor([[0, 4]]), 0), ValueError, "src"),
+    (lambda: _check_rows(torch.ones(2, 1), torch.ones(3, 4, 8)), ValueError, "tgt"),
     (
         lambda: Positions("sinusoidal", 8, 2, 10).add(torch.zeros(1, 3, 8), 9),
         ValueError,
@@ -280,7 +282,7 @@ TRANSLATION = [
         TypeError,
         "norm_first",
     ),
-    (lambda: layer_from_torch(nn.Linear(8, 8)), TypeError, "layer"),
+    (lambda: _layer_from_torch(nn.Linear(8, 8)), TypeError, "layer"),
     (lambda: translate_numbers(None, None, "one", "de"), TypeError, "texts"),
     (lambda: translate_numbers(None, None, ["one", "two"], ["de"]), ValueError, "language"),
     (lambda: translate_numbers(None, None, ["one"], "de", tag_on="both"), ValueError, "tag_on"),
@@ -296,24 +298,28 @@ TRANSLATION = [
     ),
 ]
 VISION = [
-    (lambda: practice.check_pixels("images", bytes_of_images), TypeError, "images"),
-    (lambda: practice.check_pixels("images", images + 9), ValueError, "images"),
-    (lambda: practice.prepared(bytes_of_images, "vit_collages"), TypeError, "images"),
-    (lambda: practice.prepared(images + 9, "vit_collages"), ValueError, "images"),
+    (lambda: finetune._check_pixels("images", bytes_of_images), TypeError, "images"),
+    (lambda: finetune._check_pixels("images", images + 9), ValueError, "images"),
+    (lambda: finetune.normalize_for(bytes_of_images, "vit_collages"), TypeError, "images"),
+    (lambda: finetune.normalize_for(images + 9, "vit_collages"), ValueError, "images"),
     (lambda: transfer((bytes_of_images, labels), (images, labels)), TypeError, "train"),
     (lambda: transfer((images, labels), (images + 9, labels)), ValueError, "test"),
     (lambda: models.open_picture(Image.new("F", (4, 4))), ValueError, "picture"),
     (lambda: models.open_picture(Image.new("I", (4, 4))), ValueError, "picture"),
     (lambda: models.open_picture(np.zeros((4, 4))), ValueError, "picture"),
-    (lambda: detr.SetLoss(3, weights={"bbox": 100}), ValueError, "weights"),
+    (lambda: detr.SetCriterion(3, weights={"bbox": 100}), ValueError, "weights"),
     (
-        lambda: detr.SetLoss(3).class_loss(
+        lambda: detr.SetCriterion(3).class_loss(
             torch.zeros(1, 1, 2, 6), torch.zeros(1, 1, 2, dtype=torch.long), 1
         ),
         ValueError,
         "num_classes",
     ),
-    (lambda: autoformer.search(nan, autoformer.small_supernet()), ValueError, "score"),
+    (
+        lambda: autoformer.evolutionary_search(nan, autoformer.small_supernet()),
+        ValueError,
+        "score",
+    ),
     (lambda: autoformer.random_search(nan, autoformer.small_supernet()), ValueError, "score"),
     (lambda: mae.check_encoder_options(dict(depth=3), dict(depth=2)), ValueError, "depth"),
     (lambda: mae.load_encoder(nn.Linear(2, 2), {}), ValueError, "options"),
@@ -352,10 +358,14 @@ TRAINING = [
     (lambda: fit(linear(), loss, batches, steps=0), ValueError, "steps"),
     (lambda: fit(linear(), loss, batches, steps=1, lr=0.0), ValueError, "lr"),
     (lambda: fit(linear(), loss, batches, steps=1, warmup=2), ValueError, "warmup"),
-    (lambda: fit(linear(), loss, batches, steps=1, clip=-1.0), ValueError, "clip"),
-    (lambda: fit(linear(), loss, batches, steps=1, every=0), ValueError, "every"),
     (
-        lambda: fit(linear(), loss, batches, steps=9, every=2, stop_after=3),
+        lambda: fit(linear(), loss, batches, steps=1, max_grad_norm=-1.0),
+        ValueError,
+        "max_grad_norm",
+    ),
+    (lambda: fit(linear(), loss, batches, steps=1, log_every=0), ValueError, "log_every"),
+    (
+        lambda: fit(linear(), loss, batches, steps=9, log_every=2, stop_after=3),
         ValueError,
         "stop_after",
     ),
@@ -373,7 +383,7 @@ TRAINING = [
     ),
     (lambda: fit(linear(), loss, batches, steps=1, checkpoint="a.txt"), ValueError, "path"),
     (lambda: save_checkpoint("a.txt", {}, {"step": 1}), ValueError, "path"),
-    (lambda: epochs(torch.zeros(3), batch_size=4), ValueError, "batch_size"),
+    (lambda: shuffled_batches(torch.zeros(3), batch_size=4), ValueError, "batch_size"),
     (
         lambda: learning_rate(0, steps=1, warmup=0, schedule="linear"),
         ValueError,
@@ -461,11 +471,11 @@ MODELS = [
     (lambda: classify(names=["one"]), ValueError, "names"),
     (lambda: classify(k=0), ValueError, "k"),
     (
-        lambda: practice.rollout_map(tiny_swin(), torch.zeros(1, 3, 16, 16), 4),
+        lambda: finetune.rollout_map(tiny_swin(), torch.zeros(1, 3, 16, 16), 4),
         ValueError,
         "model",
     ),
-    (lambda: practice.rollout_map(linear(), images, 4), TypeError, "model"),
+    (lambda: finetune.rollout_map(linear(), images, 4), TypeError, "model"),
     (lambda: vit.attention_rollout([]), ValueError, "maps"),
     (
         lambda: vit.attention_rollout([torch.zeros(1, 1, 3, 3), torch.zeros(1, 1, 4, 4)]),
@@ -542,7 +552,7 @@ TASKS = [
         "subnet",
     ),
     (lambda: autoformer.extract(autoformer.small_supernet(), None), ValueError, "subnet"),
-    (lambda: autoformer.check_elastic(with_adapter()), TypeError, "fc1"),
+    (lambda: autoformer._check_elastic(with_adapter()), TypeError, "fc1"),
     (lambda: autoformer.extract(with_adapter(), None), TypeError, "fc1"),
     (lambda: detr.DETR(3, backbone=linear()), TypeError, "backbone"),
     (
@@ -597,7 +607,7 @@ SPEED = [
     (lambda: packed_conv(images, shortcut=images), TypeError, "x"),
     (lambda: packed_conv(images.clone().requires_grad_()), RuntimeError, "x"),
     (
-        lambda: inference.PackedConv(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4).eval()),
+        lambda: inference._PackedConv(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4).eval()),
         ValueError,
         "conv",
     ),
@@ -626,8 +636,8 @@ EFFICIENT = [
         ValueError,
         "f",
     ),
-    (lambda: efficient.segment_means(q, 0), ValueError, "count"),
-    (lambda: efficient.iterated_inverse(torch.eye(2), -1), ValueError, "steps"),
+    (lambda: efficient._segment_means(q, 0), ValueError, "count"),
+    (lambda: efficient._iterated_inverse(torch.eye(2), -1), ValueError, "steps"),
     (lambda: efficient.nystrom_attention(q, q, q, 5), ValueError, "landmarks"),
     (lambda: efficient.nystrom_attention(q, q, q, 2, iterations=-1), ValueError, "iterations"),
     (lambda: efficient.random_features(0, 4), ValueError, "m"),
@@ -643,7 +653,7 @@ EFFICIENT = [
     (lambda: efficient.lsh_attention(q, q, q, 3), ValueError, "buckets"),
     (lambda: efficient.lsh_attention(q, q, q, 2.0), ValueError, "buckets"),
     (lambda: efficient.lsh_attention(q, q, q, 2, mask=torch.ones(4, 4)), TypeError, "mask"),
-    (lambda: slowdown(torch.ones(4), "yarn", 2.0), ValueError, "rope_type"),
+    (lambda: rope_scaling_factors(torch.ones(4), "yarn", 2.0), ValueError, "rope_type"),
     (lambda: decoder_mask(3, 4, window=0), ValueError, "window"),
     (lambda: pad_left([[1], [2, 3]], pad_id=1.5), ValueError, "pad_id"),
     (lambda: text_batches(torch.arange(9), 4, 0), ValueError, "batch_size"),

@@ -17,16 +17,16 @@ from attnlib.gpt import (
     GPT,
     PUBLISHED,
     GPTConfig,
+    _token_positions,
     decoder_mask,
     grouped_attention,
     min_p_filter,
     next_token,
     pad_left,
-    rotation,
-    slowdown,
+    rope_cos_sin,
+    rope_scaling_factors,
     text_bits,
     text_loss,
-    token_positions,
 )
 from attnlib.inference import optimize_for_inference
 from attnlib.position import apply_rotary
@@ -144,7 +144,7 @@ class Angles(torch.nn.Module):
         self.config = config
 
     def forward(self, x, position_ids):
-        cos, sin = rotation(self.config, position_ids[0], torch.float64)
+        cos, sin = rope_cos_sin(self.config, position_ids[0], torch.float64)
         return cos.repeat(1, 2)[None], sin.repeat(1, 2)[None]
 
 
@@ -169,7 +169,7 @@ def test_angles_are_theirs(name):
         theirs, positions = peer(name), torch.arange(64)
         config = GPT.from_pretrained(theirs).config
         wanted = theirs.model.rotary_emb(torch.zeros(1), positions[None])
-        for ours, both in zip(rotation(config, positions), wanted):
+        for ours, both in zip(rope_cos_sin(config, positions), wanted):
             close(ours, both[0, :, : config.head_width // 2], 1e-5)
 
 
@@ -282,10 +282,10 @@ def test_a_block_alone_has_its_window_and_its_positions(option):
         (fast.h[0], None, 1e-4),
     ):
         x, cache = torch.randn(2, 9, 32, dtype=dtype), KVCache()
-        turn = None
+        rope = None
         if config.position == "rotary":
-            turn = rotation(config, torch.arange(9), x.dtype)
-        wanted = block(x, turn, decoder_mask(9, 9, config.window))
+            rope = rope_cos_sin(config, torch.arange(9), x.dtype)
+        wanted = block(x, rope, decoder_mask(9, 9, config.window))
         close(block(x), wanted, tolerance)
         parts = [block(part, cache=cache) for part in x.split([1, 4, 1, 3], dim=1)]
         close(torch.cat(parts, dim=1), wanted, tolerance)
@@ -312,7 +312,7 @@ def test_masks_that_are_not_0_or_1(value):
         lambda: model(tokens, mask),
         lambda: model.generate(tokens, 2, attention_mask=mask),
         lambda: decoder_mask(5, 5, attention_mask=mask),
-        lambda: token_positions(5, 0, mask),
+        lambda: _token_positions(5, 0, mask),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r"attention_mask holds .*; it must be boolean"):
@@ -410,7 +410,9 @@ def test_layouts_of_rotary_positions():
 
 def test_slower_rotations():
     frequencies = torch.tensor([1.0, 0.01, 1e-5], dtype=torch.float64)
-    kept = slowdown(frequencies, **{k: v for k, v in LONGER.items() if k != "rope_theta"})
+    kept = rope_scaling_factors(
+        frequencies, **{k: v for k, v in LONGER.items() if k != "rope_theta"}
+    )
     close(kept, torch.tensor([1.0, 1 / 8, 1 / 8], dtype=torch.float64), 1e-12)
 
 

@@ -68,8 +68,8 @@ def test_needs_go_back_and_agree_with_the_imports():
     [
         ("32_swin", dict(needs=["33_swinv2"]), "33_swinv2 comes later"),
         ("32_swin", dict(needs=[]), "its module imports 30_vit"),
-        ("24_gpt", dict(ahead=[]), "its module imports 35_modern"),
-        ("12_position", dict(ahead=["35_modern"]), "35_modern is not ahead"),
+        ("24_gpt", dict(ahead=[]), "its module imports 35_vit_variants"),
+        ("12_position", dict(ahead=["35_vit_variants"]), "35_vit_variants is not ahead"),
     ],
 )
 def test_a_wrong_entry_is_found(name, change, said):

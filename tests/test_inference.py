@@ -21,15 +21,15 @@ from torch.nn.utils import prune
 from attnlib import inference
 from attnlib.decoding import KVCache, beam_search, greedy, sample
 from attnlib.detr import DETR, FrozenBatchNorm2d, ResNet
-from attnlib.gpt import GPT, OF_2019, GPTConfig
+from attnlib.gpt import GPT, GPT2_STYLE, GPTConfig
 from attnlib.inference import PackedLinear, optimize_for_inference
 from attnlib.mae import MaskedAutoencoder
-from attnlib.modern import use_rotary
 from attnlib.swin import SwinTransformer, WindowAttention
 from attnlib.swinv2 import SwinTransformerV2
 from attnlib.tnt import TNT
 from attnlib.transformer import CrossAttention, Transformer
 from attnlib.vit import Mlp, VisionTransformer
+from attnlib.vit_variants import use_rotary
 from helpers import BACKBONES, build
 
 SIZES = dict(
@@ -182,7 +182,7 @@ def test_float32_is_packed_where_it_pays(widest, pays, monkeypatch):
     assert (packed.packed is not None) == pays
     with torch.no_grad():
         same(packed(x), F.gelu(layer(x)))
-    if inference.can_pack(torch.bfloat16):
+    if inference._can_pack(torch.bfloat16):
         assert PackedLinear(layer.weight.bfloat16()).packed is not None
 
 
@@ -198,7 +198,7 @@ def test_without_an_undocumented_function(missing, monkeypatch):
     conv, norm = nn.Conv2d(3, 5, 3).eval(), nn.BatchNorm2d(5).eval()
     x = torch.randn(1, 3, 8, 8)
     with torch.no_grad():
-        same(inference.PackedConv(conv, norm)(x), norm(conv(x)).relu())
+        same(inference._PackedConv(conv, norm)(x), norm(conv(x)).relu())
 
 
 @pytest.mark.parametrize("activation", inference.FUNCTIONS)
@@ -479,7 +479,7 @@ def detector():
 
 def language_model(**options):
     sizes = dict(vocab_size=30, block_size=16, n_layer=2, n_head=4, n_embd=16)
-    return GPT(GPTConfig(**OF_2019 | sizes | options))
+    return GPT(GPTConfig(**GPT2_STYLE | sizes | options))
 
 
 MODERN = dict(norm="rms", position="rotary", mlp="swiglu", n_kv_head=2, qk_norm=True)
@@ -787,7 +787,7 @@ def test_a_copy_in_another_dtype_or_place_is_refused(name):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_packed_convolution_refuses_what_it_cannot_take(groups):
     conv, norm = nn.Conv2d(4, 6, 3, padding=1, groups=groups), noisy(nn.BatchNorm2d(6))
-    packed, x = inference.PackedConv(conv.eval(), norm), torch.randn(2, 4, 5, 7)
+    packed, x = inference._PackedConv(conv.eval(), norm), torch.randn(2, 4, 5, 7)
     with torch.no_grad():
         same(packed(x), norm(conv(x)).relu())
         same(packed(x, x[:, :1].expand(-1, 6, -1, -1)), (norm(conv(x)) + x[:, :1]).relu())
@@ -807,7 +807,7 @@ def test_a_convolution_with_another_padding(options):
     conv, norm = nn.Conv2d(3, 4, 3, **dict(padding=1) | options), noisy(nn.BatchNorm2d(4))
     x = torch.randn(2, 3, 6, 6)
     with torch.no_grad():
-        same(inference.PackedConv(conv.eval(), norm)(x), norm(conv(x)).relu())
+        same(inference._PackedConv(conv.eval(), norm)(x), norm(conv(x)).relu())
 
 
 @pytest.mark.parametrize("name", ["swin", "swinv2"])

@@ -25,12 +25,12 @@ from attnlib.mae import (
     masked_loss,
     normalized,
     patchify,
-    pieces,
+    photo_crops,
     random_masking,
     unpatchify,
 )
 from attnlib.models import create_model, load_pretrained
-from attnlib.train import epochs, find_records, fit, read_record
+from attnlib.train import find_records, fit, read_record, shuffled_batches
 from attnlib.vit import VisionTransformer
 from benchmarks import hidden, mae
 from benchmarks.runner import tune
@@ -349,8 +349,8 @@ def test_it_learns():
     history = fit(
         model,
         masked_loss,
-        epochs(x, batch_size=64),
-        **dict(steps=60, lr=3e-3, warmup=5, every=20),
+        shuffled_batches(x, batch_size=64),
+        **dict(steps=60, lr=3e-3, warmup=5, log_every=20),
     )
     assert history[-1]["loss"] < 0.8 < history[0]["loss"]
     assert torch.equal(model.pos_embed, MaskedAutoencoder(**mae.SHAPE, **mae.DECODER).pos_embed)
@@ -437,7 +437,7 @@ def test_what_does_not_fit():
     with pytest.raises(ValueError, match=r"patches of shape \(1, 2, 1\) must have at least"):
         normalized(torch.ones(1, 2, 1))
     with pytest.raises(ValueError, match=r"split \('dev'\) must be 'train' or 'test'"):
-        pieces(2, "dev")
+        photo_crops(2, "dev")
 
 
 # --- the experiments --------------------------------------------------------------------------
@@ -445,10 +445,10 @@ def test_what_does_not_fit():
 
 def test_pieces_are_repeatable_and_of_their_split():
     for split in ("train", "test"):
-        x = pieces(20, split, 32, seed=3)
+        x = photo_crops(20, split, 32, seed=3)
         assert x.shape == (20, 3, 32, 32) and 0 <= x.min() and x.max() <= 1
-        assert torch.equal(x[:5], pieces(5, split, 32, seed=3))
-    assert not torch.equal(x, pieces(20, "train", 32, seed=3))
+        assert torch.equal(x[:5], photo_crops(5, split, 32, seed=3))
+    assert not torch.equal(x, photo_crops(20, "train", 32, seed=3))
 
 
 def test_the_parts_of_the_digits():
@@ -550,7 +550,7 @@ def test_the_stored_weights_give_the_recorded_error():
     record = read_record("mae_photographs")
     assert find_records()["mae_photographs"].with_suffix(".safetensors").stat().st_size < 2e6
     model = create_model("mae_photographs", pretrained=True)
-    test = mae.prepared(pieces(100, "test", seed=1), "mae_photographs")
+    test = mae.prepared(photo_crops(100, "test", seed=1), "mae_photographs")
     found = mae.errors(model, test)
     for name, errors in record["runs"][0]["test"].items():
         np.testing.assert_allclose(found[name], errors, rtol=0.2)

@@ -793,10 +793,10 @@ def test_pictures_are_upright(tmp_path, orientation):
 
 
 def test_labels():
-    names = models.labels(NAME)
+    names = models.class_names(NAME)
     assert len(set(names)) == 1000 and names[0] == "tench" and names[999] == "toilet tissue"
     with pytest.raises(ValueError, match="nearest names"):
-        models.labels("vit_tiny_patch16_223")
+        models.class_names("vit_tiny_patch16_223")
 
 
 def test_classify_refuses_a_model_that_classifies_nothing():

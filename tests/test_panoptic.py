@@ -17,13 +17,13 @@ from attnlib.panoptic import (
     AttentionMaps,
     MaskHead,
     PanopticDETR,
-    confident,
+    confident_queries,
     cut_padding,
     dice_loss,
     focal_loss,
     mask_loss,
     matched_queries,
-    merge,
+    panoptic_postprocess,
     panoptic_quality,
 )
 from helpers import close, images
@@ -297,21 +297,21 @@ def sky():
 
 
 def test_stuff_is_one_segment():
-    segments, infos = merge(*sky(), things={0})
+    segments, infos = panoptic_postprocess(*sky(), things={0})
     assert [(i["id"], i["category_id"], i["isthing"], i["area"]) for i in infos] == [
         (1, 1, False, 138),
         (2, 0, True, 6),
     ]
     assert segments.unique().tolist() == [1, 2] and (segments == 2).sum() == 6
-    two = merge(*sky(), things={0, 1})[1]  # and things are not joined
+    two = panoptic_postprocess(*sky(), things={0, 1})[1]  # and things are not joined
     assert [i["area"] for i in two] == [68, 70, 6]
 
 
 def test_small_segments_go_and_leave_their_pixels():
     logits, masks = sky()
-    segments, infos = merge(logits, masks, things={0}, smallest=6)
+    segments, infos = panoptic_postprocess(logits, masks, things={0}, smallest=6)
     assert len(infos) == 1 and (segments == 1).all()
-    segments, infos = merge(logits, masks, things={0}, smallest=144)
+    segments, infos = panoptic_postprocess(logits, masks, things={0}, smallest=144)
     assert infos == [] and (segments == 0).all() and segments.shape == (12, 12)
 
 
@@ -328,18 +328,18 @@ def in_a_padded_batch():
 
 def test_padding_is_not_stretched_into_the_image():
     logits, masks, mask = in_a_padded_batch()
-    stretched = merge(logits, masks, {0, 1, 2}, (40, 60))[1]
+    stretched = panoptic_postprocess(logits, masks, {0, 1, 2}, (40, 60))[1]
     assert [info["area"] for info in stretched] == [500, 444, 1456]  # the padding is the third
     for size in (40, 60), None:
-        segments, infos = merge(logits, masks, {0, 1, 2}, size, mask=mask)
+        segments, infos = panoptic_postprocess(logits, masks, {0, 1, 2}, size, mask=mask)
         assert [info["area"] for info in infos] == [1280, 1120]
         assert (segments[:, :32] == 1).all() and (segments[:, 32:] == 2).all()
     # PostProcessSegm of the authors' code: to the padded size, cut, to the image's own size
     large = F.interpolate(masks[None], (64, 96), mode="bilinear")[..., :40, :60]
     wanted = F.interpolate(large, (80, 90), mode="bilinear")[0].argmax(0)
-    segments, _ = merge(logits, masks, {0, 1, 2}, (80, 90), mask=mask)
+    segments, _ = panoptic_postprocess(logits, masks, {0, 1, 2}, (80, 90), mask=mask)
     assert torch.equal(segments, wanted + 1)
-    none, infos = merge(0 * logits, masks, {0}, mask=mask)
+    none, infos = panoptic_postprocess(0 * logits, masks, {0}, mask=mask)
     assert infos == [] and none.shape == (40, 60)
 
 
@@ -357,7 +357,7 @@ def test_cut_maps_line_up_with_the_image():
 def test_nothing_found_is_legal():
     logits, masks = sky()
     for size in None, (20, 30):
-        segments, infos = merge(0 * logits, masks, {0}, size)
+        segments, infos = panoptic_postprocess(0 * logits, masks, {0}, size)
         assert infos == [] and segments.shape == (size or (12, 12)) and (segments == 0).all()
     truth = torch.ones(12, 12, dtype=torch.long), [dict(id=1, category_id=1)]
     assert panoptic_quality([(segments[:12, :12], [])], [truth])["all"]["pq"] == 0
@@ -368,7 +368,9 @@ def test_nothing_found_is_legal():
 def test_segments_and_infos_agree(seed):
     torch.manual_seed(seed)
     logits, masks = 6 * torch.randn(8, 5), torch.randn(8, 5, 6)
-    segments, infos = merge(logits, masks, {0, 1}, (9, 11), threshold=0.5, smallest=6)
+    segments, infos = panoptic_postprocess(
+        logits, masks, {0, 1}, (9, 11), threshold=0.5, smallest=6
+    )
     numbers, areas = segments.unique(return_counts=True)
     if infos:
         assert [i["id"] for i in infos] == numbers.tolist() == list(range(1, len(infos) + 1))
@@ -377,7 +379,7 @@ def test_segments_and_infos_agree(seed):
         assert len(stuff) == len(set(stuff))
         assert all(i["score"] > 0.5 for i in infos)
     order = torch.randperm(8)  # the order of the queries changes numbers only
-    again, others = merge(logits[order], masks[order], {0, 1}, (9, 11), 0.5, 6)
+    again, others = panoptic_postprocess(logits[order], masks[order], {0, 1}, (9, 11), 0.5, 6)
     kind = torch.tensor([-1] + [i["category_id"] for i in infos])
     other_kind = torch.tensor([-1] + [i["category_id"] for i in others])
     assert torch.equal(kind[segments], other_kind[again])
@@ -504,26 +506,34 @@ ONE = (MAP, [dict(id=1, category_id=0)])
     "call, message",
     [
         (lambda: MaskHead(64, 8, [32, 16], 16), r"num_groups \(16\) must divide every width"),
-        (lambda: confident(torch.zeros(3, 4), 1.5), r"threshold \(1.5\) must be in \[0, 1\)"),
         (
-            lambda: merge(torch.zeros(3, 4), torch.zeros(2, 4, 4), {0}),
+            lambda: confident_queries(torch.zeros(3, 4), 1.5),
+            r"threshold \(1.5\) must be in \[0, 1\)",
+        ),
+        (
+            lambda: panoptic_postprocess(torch.zeros(3, 4), torch.zeros(2, 4, 4), {0}),
             r"\(3, 4\) and masks \(2",
         ),
-        (lambda: merge(torch.zeros(1, 3, 4), torch.zeros(3, 4, 4), {0}), "one image, the same"),
         (
-            lambda: merge(*sky(), {0}, mask=torch.ones(12, 12)),
+            lambda: panoptic_postprocess(torch.zeros(1, 3, 4), torch.zeros(3, 4, 4), {0}),
+            "one image, the same",
+        ),
+        (
+            lambda: panoptic_postprocess(*sky(), {0}, mask=torch.ones(12, 12)),
             r"mask of dtype torch.float32 and shape \(12, 12\) must be torch.bool and \(H, W\)",
         ),
         (
-            lambda: merge(*sky(), {0}, mask=torch.eye(12).bool()),
+            lambda: panoptic_postprocess(*sky(), {0}, mask=torch.eye(12).bool()),
             r"mask is True at 12 pixels of \(12, 12\); it must be True in one rectangle",
         ),
         (
-            lambda: merge(*sky(), {0}, mask=torch.zeros(12, 12).bool()),
+            lambda: panoptic_postprocess(*sky(), {0}, mask=torch.zeros(12, 12).bool()),
             "mask is True at 0 pixels",
         ),
         (
-            lambda: merge(9 * torch.eye(2, 3), torch.full((2, 4, 4), -torch.inf), {0}),
+            lambda: panoptic_postprocess(
+                9 * torch.eye(2, 3), torch.full((2, 4, 4), -torch.inf), {0}
+            ),
             "masks of queries above the threshold are -inf",
         ),
         (lambda: panoptic_quality([ONE], []), r"predictions \(1\) must be as many as truths"),

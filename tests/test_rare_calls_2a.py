@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from attnlib.cost import count_operations, saved_activations, training_memory
-from attnlib.transformer import layer_from_torch
+from attnlib.transformer import _layer_from_torch
 
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -16,25 +16,25 @@ LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 @pytest.mark.parametrize("training", (True, False))
 def test_a_layer_from_torch_has_the_mode_of_that_layer(layer_class, training):
     theirs = layer_class(8, 2, 16, activation=nn.PReLU(), batch_first=True).train(training)
-    ours = layer_from_torch(theirs)
+    ours = _layer_from_torch(theirs)
     assert {part.training for part in ours.modules()} == {training}
 
 
 def test_a_layer_from_torch_in_evaluation_drops_nothing():
     theirs = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True).eval()
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(layer_from_torch(theirs)(x), theirs(x))
+    torch.testing.assert_close(_layer_from_torch(theirs)(x), theirs(x))
 
 
 @pytest.mark.parametrize("layer_class", LAYERS)
 def test_what_is_frozen_in_a_torch_layer_stays_frozen(layer_class):
     theirs = layer_class(8, 2, 16, activation=nn.PReLU(), batch_first=True)
     theirs.requires_grad_(False)
-    assert not any(p.requires_grad for p in layer_from_torch(theirs).parameters())
+    assert not any(p.requires_grad for p in _layer_from_torch(theirs).parameters())
     theirs.linear1.weight.requires_grad_(True)
     theirs.activation.requires_grad_(True)
     trained = [
-        name for name, p in layer_from_torch(theirs).named_parameters() if p.requires_grad
+        name for name, p in _layer_from_torch(theirs).named_parameters() if p.requires_grad
     ]
     assert trained == ["feed_forward.linear1.weight", "feed_forward.activation.weight"]
 

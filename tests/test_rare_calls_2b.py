@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from attnlib.inference import PackedConv, PackedLinear
+from attnlib.inference import PackedLinear, _PackedConv
 
 FINE = dict(rtol=1e-4, atol=1e-4)
 
@@ -32,7 +32,7 @@ def test_packed_conv_applies_relu_if_asked_and_keeps_nan(relu, with_shortcut):
     x[0, 0, 0, 0] = torch.nan
     shortcut = torch.randn(2, 8, 9, 7) if with_shortcut else None
     with torch.no_grad():
-        y = PackedConv(conv, norm, relu)(x, shortcut)
+        y = _PackedConv(conv, norm, relu)(x, shortcut)
         expected = norm(conv(x))
     if with_shortcut:
         expected = expected + shortcut

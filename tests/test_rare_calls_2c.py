@@ -91,7 +91,9 @@ def test_a_loss_of_one_entry_is_reported():
         return F.mse_loss(model(batch[0]), batch[1]).view(1), 1
 
     x, y = torch.rand(8, 3), torch.rand(8, 2)
-    history = train.fit(nn.Linear(3, 2), loss_fn, train.epochs(x, y, batch_size=4), steps=2)
+    history = train.fit(
+        nn.Linear(3, 2), loss_fn, train.shuffled_batches(x, y, batch_size=4), steps=2
+    )
     assert history[-1]["step"] == 2
 
 

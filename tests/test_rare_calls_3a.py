@@ -11,7 +11,7 @@ from attnlib.attention import attention
 from attnlib.decoding import KVCache
 from attnlib.efficient import local_attention
 from attnlib.gpt import GPT, GPTConfig
-from attnlib.scaling import Cluster, possible_plans
+from attnlib.scaling import Cluster, _possible_plans
 from attnlib.transformer import Transformer, from_torch
 
 
@@ -95,7 +95,7 @@ def test_a_model_from_torch_has_the_mode_of_the_module(training):
 
 def test_a_plan_cuts_hidden_units_evenly():
     config = GPTConfig(100, 16, n_layer=2, n_head=8, n_embd=64, n_inner=180, tied=False)
-    cuts = {plan.tensor for plan in possible_plans(config, Cluster(8), 8)}
+    cuts = {plan.tensor for plan in _possible_plans(config, Cluster(8), 8)}
     assert cuts == {1, 2, 4}  # 8 does not divide 180
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 
 from attnlib.cost import saved_activations
+from attnlib.finetune import gradient_map
 from attnlib.inference import optimize_for_inference
-from attnlib.practice import gradient_map
 from attnlib.swin import SwinTransformer
 from attnlib.tnt import TNT
 from attnlib.vit import VisionTransformer

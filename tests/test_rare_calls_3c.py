@@ -21,7 +21,7 @@ def test_a_resumed_run_draws_the_batches_of_a_whole_one(tmp_path):
                 lambda model, batch: ((model(batch[0]) - 1).square().sum(), 4),
                 lambda step: (torch.randn(4, 3),),
                 steps=4,
-                every=2,
+                log_every=2,
                 lr=0.1,
                 checkpoint=tmp_path / folder / "run.json",
                 stop_after=stop,

@@ -13,10 +13,10 @@ from attnlib.beit import Beit, BeitAttention
 from attnlib.deit import DistilledVisionTransformer
 from attnlib.mae import MaskedAutoencoder, lean_loss
 from attnlib.models import data_config, load_pretrained
-from attnlib.modern import use_rotary
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2, WindowAttentionV2
 from attnlib.vit import LayerScale, VisionTransformer, attention_rollout, patch_shares
+from attnlib.vit_variants import use_rotary
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=2)
 

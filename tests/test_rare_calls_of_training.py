@@ -81,9 +81,11 @@ def test_anchors_as_large_as_the_image_move_in_bfloat16():
 def test_objects_in_order_are_matched_with_or_without_an_axis_of_layers():
     targets = [{"labels": torch.tensor([0]), "boxes": torch.tensor([[0.5, 0.5, 0.2, 0.2]])}] * 2
     logits, boxes = torch.zeros(2, 3, 2), torch.rand(2, 3, 4)
-    plain = detr.InOrder()(logits, boxes, targets)
+    plain = detr.IdentityMatcher()(logits, boxes, targets)
     assert [tuple(map(torch.Tensor.tolist, pair)) for pair in plain] == 2 * [([0], [0])]
-    layers = detr.InOrder()(logits.expand(4, -1, -1, -1), boxes.expand(4, -1, -1, -1), targets)
+    layers = detr.IdentityMatcher()(
+        logits.expand(4, -1, -1, -1), boxes.expand(4, -1, -1, -1), targets
+    )
     assert len(layers) == 4 and all(len(images) == 2 for images in layers)
 
 
@@ -140,7 +142,7 @@ def loss_fn(model, batch):
 
 def test_a_run_leaves_no_gradients():
     model, data = nn.Linear(3, 2), (torch.randn(8, 3), torch.randint(2, (8,)))
-    train.fit(model, loss_fn, train.epochs(*data, batch_size=4), steps=3)
+    train.fit(model, loss_fn, train.shuffled_batches(*data, batch_size=4), steps=3)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -156,7 +158,7 @@ def test_a_batch_that_is_a_tensor_is_not_taken_for_its_rows():
 
 def test_a_batch_size_that_is_no_int_is_refused():
     with pytest.raises(ValueError, match=r"batch_size \(2.0\)"):
-        train.epochs(torch.arange(4), batch_size=2.0)
+        train.shuffled_batches(torch.arange(4), batch_size=2.0)
 
 
 def test_the_learning_rate_stays_at_zero_behind_the_end():
@@ -177,7 +179,7 @@ def test_the_commit_of_a_record_is_not_that_of_another_repository(tmp_path, monk
 def test_a_generation_is_as_large_as_its_population(options):
     """Also where it has no room for as many children as there are by default."""
     supernet = autoformer.small_supernet()
-    _, history = autoformer.search(
+    _, history = autoformer.evolutionary_search(
         lambda subnet: 0.0, supernet, population=5, generations=3, **options
     )
     assert len(history) == 15
@@ -232,6 +234,6 @@ def test_what_is_sent_and_received_is_contiguous(monkeypatch):
     )
     monkeypatch.setattr(scaling, "dist", pretended)
     x = torch.arange(6.0).view(2, 3).t()
-    received, _ = scaling.send_on(x)
+    received, _ = scaling._send_on(x)
     assert torch.equal(sent[0], x) and received is sent[1] and received.shape == x.shape
     assert all(tensor.is_contiguous() for tensor in sent)

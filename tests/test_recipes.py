@@ -58,7 +58,7 @@ def test_training_lowers_the_loss():
     torch.manual_seed(0)
     x = images(64).float()
     y = (x[:, 0, :8, :8].mean((1, 2)) > 0).long()
-    options = dict(steps=40, batch_size=32, lr=3e-3, every=20, augment=lambda x: x + 0)
+    options = dict(steps=40, batch_size=32, lr=3e-3, log_every=20, augment=lambda x: x + 0)
     history = train_classifier(build("vit", num_classes=2), (x, y), (x, y), **options)
     assert [record["step"] for record in history] == [20, 40]
     assert history[1]["loss"] < history[0]["loss"] and history[-1]["accuracy"] > 0.6
@@ -117,7 +117,9 @@ def test_rows_for_cifar_fit_its_images(name):
 def test_options_go_before_those_of_the_table_and_seeds_fix_a_run():
     def run(seed):
         torch.manual_seed(seed)
-        model, history = train_small("vit", steps=4, batch_size=8, every=2, lr=1e-4, seed=seed)
+        model, history = train_small(
+            "vit", steps=4, batch_size=8, log_every=2, lr=1e-4, seed=seed
+        )
         assert [record["step"] for record in history] == [2, 4]
         assert history[0]["lr"] <= 1e-4
         return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -218,7 +220,7 @@ def test_an_interrupted_student_has_a_teacher_that_was_trained_to_its_end():
     teachers = []
     for options in ({}, dict(stop_after=1)):
         torch.manual_seed(0)
-        student, teacher, history = distill_small(steps=4, every=1, batch_size=8, **options)
+        student, teacher, history = distill_small(steps=4, log_every=1, batch_size=8, **options)
         teachers.append(teacher.state_dict())
     assert [row["step"] for row in history] == [1]
     for name, x in teachers[0].items():
@@ -232,5 +234,5 @@ def test_a_translator_leaves_the_random_numbers_of_its_caller():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    model, _ = train_translator(tokenizer, few, steps=1, every=1, warmup=0)
+    model, _ = train_translator(tokenizer, few, steps=1, log_every=1, warmup=0)
     assert torch.equal(torch.rand(3), expected) and not model.training

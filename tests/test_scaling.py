@@ -20,17 +20,17 @@ from attnlib.scaling import (
     GPTStage,
     Plan,
     Workers,
+    _possible_plans,
     memory_of,
     operations_of,
     plan,
-    possible_plans,
     ring_all_reduce,
     ring_attention,
+    ring_schedule,
     seconds_of,
     shard_sequence,
     tensor_parallel,
     unshard_sequence,
-    visits,
 )
 from attnlib.spatial import RewardBaseline
 from attnlib.transformer import Transformer
@@ -328,9 +328,9 @@ def test_each_pair_of_chunks_meets_once():
             chunks = ranks * (1 + balanced)
             met = []
             for rank in range(ranks):
-                own = scaling.chunks_of(rank, ranks, balanced)
-                for step, pairs in enumerate(visits(rank, ranks, True, balanced)):
-                    theirs = scaling.chunks_of((rank - step) % ranks, ranks, balanced)
+                own = scaling.sequence_chunks(rank, ranks, balanced)
+                for step, pairs in enumerate(ring_schedule(rank, ranks, True, balanced)):
+                    theirs = scaling.sequence_chunks((rank - step) % ranks, ranks, balanced)
                     met += [(own[i], theirs[j], diagonal) for i, j, diagonal in pairs]
             wanted = [(a, b, a == b) for a in range(chunks) for b in range(a + 1)]
             assert sorted(met) == wanted
@@ -464,7 +464,7 @@ def test_the_plan_fits_and_no_other_that_fits_is_faster():
     assert sum(memory_of(best, LARGE, 64).values()) <= 0.9 * cluster.memory
     assert best.devices <= 64
     time_ = sum(seconds_of(best, LARGE, cluster, 64).values())
-    for other in list(possible_plans(LARGE, cluster, 64))[::17]:
+    for other in list(_possible_plans(LARGE, cluster, 64))[::17]:
         if sum(memory_of(other, LARGE, 64).values()) <= 0.9 * cluster.memory:
             assert sum(seconds_of(other, LARGE, cluster, 64).values()) >= time_
 

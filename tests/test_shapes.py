@@ -17,11 +17,11 @@ from attnlib import (
     efficient,
     gpt,
     mae,
-    modern,
     panoptic,
     seq2seq,
     spatial,
     transformer,
+    vit_variants,
 )
 from attnlib.attention import AdditiveAttention, attention, attention_backend
 from attnlib.multihead import MultiHeadAttention
@@ -283,7 +283,7 @@ def test_a_detector_without_images(detector):
     model.zero_grad()
     out = model(x)
     assert detr.postprocess(out, torch.zeros(0, 2)) == []
-    losses = detr.SetLoss(3)(out, [])
+    losses = detr.SetCriterion(3)(out, [])
     assert all(not value.any() for value in losses.values())
     losses["total"].backward()
     for p in model.class_embed.parameters():
@@ -301,7 +301,7 @@ def test_panoptic_segmentation_without_images():
 
 def rotary():
     model = build("vit", num_heads=2)
-    modern.use_rotary(model)
+    vit_variants.use_rotary(model)
     return model
 
 

@@ -370,4 +370,4 @@ def test_bad_input_is_named(call, message):
 
 
 def test_the_smallest_ratio_leaves_one_channel():
-    assert spatial.reduced_channels(8, 0.5 / 8, 1) == 1
+    assert spatial._reduced_channels(8, 0.5 / 8, 1) == 1

@@ -23,13 +23,13 @@ from attnlib.autoformer import ClassicalSharing, small_supernet
 from attnlib.beit import BeitForMaskedImageModeling
 from attnlib.train import (
     adamw,
-    epochs,
     fit,
     learning_rate,
     load_checkpoint,
     memory_levels,
     peak_memory,
     save_checkpoint,
+    shuffled_batches,
 )
 from attnlib.vit import VisionTransformer
 
@@ -88,7 +88,7 @@ def test_inverse_sqrt_is_the_schedule_of_2017():
 
 
 def test_every_pass_shows_every_row_once():
-    batches = epochs(torch.arange(12), torch.arange(12) * 2, batch_size=4, seed=3)
+    batches = shuffled_batches(torch.arange(12), torch.arange(12) * 2, batch_size=4, seed=3)
     passes = [[batches(step) for step in range(3 * e, 3 * e + 3)] for e in range(4)]
     orders = [torch.cat([x for x, _ in batches_of_pass]) for batches_of_pass in passes]
     for order in orders:
@@ -111,7 +111,7 @@ def test_every_pass_shows_every_row_once():
 )
 def test_epochs_refuses(tensors, size, message):
     with pytest.raises(ValueError, match=message):
-        epochs(*tensors, batch_size=size)
+        shuffled_batches(*tensors, batch_size=size)
 
 
 # --- the loop ---------------------------------------------------------------------------------
@@ -120,10 +120,10 @@ def test_epochs_refuses(tensors, size, message):
 def test_fit_learns_and_equals_a_plain_loop():
     """Without dropout, the loop is AdamW on the mean loss with the schedule and
     clipping, and nothing else."""
-    batches = epochs(*data(), batch_size=16)
+    batches = shuffled_batches(*data(), batch_size=16)
     model, plain = network(), network()
     model[3], plain[3] = nn.Identity(), nn.Identity()
-    history = fit(model, loss_fn, batches, steps=40, lr=1e-2, warmup=5, every=10)
+    history = fit(model, loss_fn, batches, steps=40, lr=1e-2, warmup=5, log_every=10)
     optimizer = adamw(plain, 1e-2, (0.9, 0.98), 0.01)
     for step in range(40):
         for group in optimizer.param_groups:
@@ -183,9 +183,9 @@ def test_tokens_positions_and_tables_do_not_decay_within_another_module():
 
 def test_parameters_learn_with_their_own_rates():
     """A scale of 0 leaves the weights where they are; of 2 it equals twice the rate."""
-    batches = epochs(*data(), batch_size=16)
+    batches = shuffled_batches(*data(), batch_size=16)
     scaled, twice = network(), network()
-    run = dict(steps=5, every=5, clip=None, weight_decay=0.0)
+    run = dict(steps=5, log_every=5, max_grad_norm=None, weight_decay=0.0)
     names = [name for name, _ in scaled.named_parameters()]
     before = {name: p.detach().clone() for name, p in scaled.named_parameters()}
     scale = dict.fromkeys(names[1:], 2.0) | {names[0]: 0.0}
@@ -201,8 +201,8 @@ def test_parameters_learn_with_their_own_rates():
 
 @pytest.mark.parametrize("stop", [10, 20])
 def test_resumed_run_equals_the_whole_one_bit_for_bit(tmp_path, stop):
-    batches = epochs(*data(), batch_size=16)
-    run = dict(steps=30, lr=1e-2, warmup=3, every=10, seed=5)
+    batches = shuffled_batches(*data(), batch_size=16)
+    run = dict(steps=30, lr=1e-2, warmup=3, log_every=10, seed=5)
     # the last one's weights are replaced
     whole, first, second = network(), network(), network(seed=9)
     history = fit(whole, loss_fn, batches, **run)
@@ -217,22 +217,22 @@ def test_resumed_run_equals_the_whole_one_bit_for_bit(tmp_path, stop):
 
 
 def test_finished_run_is_not_run_again(tmp_path):
-    run = dict(steps=10, every=5, checkpoint=tmp_path / "a.json")
-    history = fit(network(), loss_fn, epochs(*data(), batch_size=16), **run)
+    run = dict(steps=10, log_every=5, checkpoint=tmp_path / "a.json")
+    history = fit(network(), loss_fn, shuffled_batches(*data(), batch_size=16), **run)
     never = lambda step: pytest.fail("a batch was asked for")  # noqa: E731
     assert fit(network(), loss_fn, never, **run) == history
 
 
 def test_resuming_with_other_settings_is_refused(tmp_path):
-    run = dict(steps=10, every=5, checkpoint=tmp_path / "a.json")
-    fit(network(), loss_fn, epochs(*data(), batch_size=16), **run)
-    batches = epochs(*data(), batch_size=16)
+    run = dict(steps=10, log_every=5, checkpoint=tmp_path / "a.json")
+    fit(network(), loss_fn, shuffled_batches(*data(), batch_size=16), **run)
+    batches = shuffled_batches(*data(), batch_size=16)
     with pytest.raises(
         ValueError, match=r"lr \(0.5\) must be 0.001, as in the run that .*a.json belongs to"
     ):
         fit(network(), loss_fn, batches, **run, lr=0.5)
     for name, value in dict(
-        betas=(0.9, 0.999), weight_decay=0.1, clip=None, seed=3, warmup=1
+        betas=(0.9, 0.999), weight_decay=0.1, max_grad_norm=None, seed=3, warmup=1
     ).items():
         with pytest.raises(ValueError, match=rf"{name} \("):
             fit(network(), loss_fn, batches, **run, **{name: value})
@@ -262,7 +262,7 @@ def test_resuming_with_other_settings_is_refused(tmp_path):
 
 
 def test_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(tmp_path):
-    batches = epochs(*data(), batch_size=16)
+    batches = shuffled_batches(*data(), batch_size=16)
     calls = []
 
     def breaks(model, batch):
@@ -271,7 +271,7 @@ def test_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(tmp_path):
         return total * (math.nan if len(calls) == 8 else 1), count
 
     with pytest.raises(FloatingPointError, match="the loss is nan: a smaller lr"):
-        fit(network(), breaks, batches, steps=20, every=5, checkpoint=tmp_path / "a.json")
+        fit(network(), breaks, batches, steps=20, log_every=5, checkpoint=tmp_path / "a.json")
     assert len(calls) == 8 and load_checkpoint(tmp_path / "a.json")[1]["step"] == 5
 
 
@@ -289,9 +289,9 @@ def test_loss_that_no_step_looked_at_does_not_reach_the_checkpoint(tmp_path, mon
         fit(
             network(),
             loss_fn,
-            epochs(*data(), batch_size=16),
+            shuffled_batches(*data(), batch_size=16),
             steps=20,
-            every=5,
+            log_every=5,
             checkpoint=tmp_path / "a.json",
         )
     assert load_checkpoint(tmp_path / "a.json")[1]["step"] == 5
@@ -318,10 +318,10 @@ def test_gradient_that_is_no_number_ends_the_run_before_the_checkpoint(tmp_path)
             fit(
                 network(),
                 breaks,
-                epochs(*data(), batch_size=16),
+                shuffled_batches(*data(), batch_size=16),
                 steps=20,
-                every=5,
-                clip=clip,
+                log_every=5,
+                max_grad_norm=clip,
                 checkpoint=path,
             )
         assert len(calls) == 10 and load_checkpoint(path)[1]["step"] == 5
@@ -330,7 +330,7 @@ def test_gradient_that_is_no_number_ends_the_run_before_the_checkpoint(tmp_path)
 def test_no_clipping_leaves_the_gradient_as_it_is():
     model, other = network(), network()
     for one, clip in ((model, None), (other, 1e9)):
-        fit(one, loss_fn, epochs(*data(), batch_size=16), steps=3, clip=clip)
+        fit(one, loss_fn, shuffled_batches(*data(), batch_size=16), steps=3, max_grad_norm=clip)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
 
 
@@ -340,7 +340,12 @@ def test_evaluation_sees_the_model_in_evaluation_mode():
         return {"answer": 42}
 
     history = fit(
-        network(), loss_fn, epochs(*data(), batch_size=16), steps=4, every=2, evaluate=evaluate
+        network(),
+        loss_fn,
+        shuffled_batches(*data(), batch_size=16),
+        steps=4,
+        log_every=2,
+        evaluate=evaluate,
     )
     assert [record["answer"] for record in history] == [42, 42]
 
@@ -350,23 +355,23 @@ def test_evaluation_sees_the_model_in_evaluation_mode():
     [
         (dict(steps=0), r"steps \(0\) must be an integer of at least 1"),
         (dict(steps=2.5), r"steps \(2.5\) must be an integer"),
-        (dict(steps=5, every=0), r"every \(0\) must be an integer of at least 1"),
+        (dict(steps=5, log_every=0), r"every \(0\) must be an integer of at least 1"),
         (dict(steps=5, warmup=6), r"warmup \(6\) must be at most steps \(5\)"),
         (dict(steps=5, lr=0.0), r"lr \(0.0\) must be positive"),
-        (dict(steps=5, clip=-1.0), r"clip \(-1.0\) must be positive, or None"),
+        (dict(steps=5, max_grad_norm=-1.0), r"clip \(-1.0\) must be positive, or None"),
         (
             dict(steps=5, schedule="linear"),
             r"schedule \('linear'\) must be 'cosine', 'inverse_sqrt' or 'constant'",
         ),
         (
-            dict(steps=50, every=10, stop_after=15),
+            dict(steps=50, log_every=10, stop_after=15),
             r"stop_after \(15\) must be a multiple of every \(10\)",
         ),
     ],
 )
 def test_bad_arguments(wrong, message):
     with pytest.raises(ValueError, match=message):
-        fit(network(), loss_fn, epochs(*data(), batch_size=16), **wrong)
+        fit(network(), loss_fn, shuffled_batches(*data(), batch_size=16), **wrong)
 
 
 # --- checkpoints ------------------------------------------------------------------------------
@@ -613,7 +618,7 @@ def test_what_evaluate_may_return(found):
         fit(
             network(),
             loss_fn,
-            epochs(*data(), batch_size=16),
+            shuffled_batches(*data(), batch_size=16),
             steps=1,
             evaluate=lambda model: found,
         )
@@ -624,7 +629,7 @@ def test_a_batch_of_nothing():
         fit(
             network(),
             lambda model, batch: (model(batch[0]).sum() * 0, 0),
-            epochs(*data(), batch_size=16),
+            shuffled_batches(*data(), batch_size=16),
             steps=1,
         )
 
@@ -635,7 +640,7 @@ def test_a_checkpoint_is_json(tmp_path):
             fit(
                 network(),
                 loss_fn,
-                epochs(*data(), batch_size=16),
+                shuffled_batches(*data(), batch_size=16),
                 steps=1,
                 checkpoint=tmp_path / name,
             )
@@ -662,8 +667,8 @@ def test_a_loss_that_asks_for_the_step_receives_it(tmp_path):
         assert step == 7
         return loss_fn(model, batch)
 
-    batches = epochs(*data(), batch_size=16)
-    run = dict(steps=6, every=2, checkpoint=tmp_path / "a.json")
+    batches = shuffled_batches(*data(), batch_size=16)
+    run = dict(steps=6, log_every=2, checkpoint=tmp_path / "a.json")
     fit(network(), asks, batches, **run, stop_after=4)
     fit(network(), asks, batches, **run)
     assert seen == [0, 1, 2, 3, 4, 5]
@@ -676,10 +681,10 @@ def test_random_numbers_go_on_as_if_there_had_been_no_run():
     torch.manual_seed(3)
     model = nn.Linear(5, 3)
     state = torch.get_rng_state()
-    fit(model, loss_fn, epochs(*data(), batch_size=16), steps=3, seed=1)
+    fit(model, loss_fn, shuffled_batches(*data(), batch_size=16), steps=3, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(3)
-    fit(model, loss_fn, epochs(*data(), batch_size=16), steps=3, seed=1)
+    fit(model, loss_fn, shuffled_batches(*data(), batch_size=16), steps=3, seed=1)
     assert torch.equal(torch.rand(4), expected)
 
 
@@ -689,7 +694,7 @@ def test_networks_made_after_runs_differ():
     for _ in range(4):
         model = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.3), nn.Linear(16, 3))
         first_weights.append(model[0].weight.detach().clone())
-        fit(model, loss_fn, epochs(*data(), batch_size=16), steps=2)
+        fit(model, loss_fn, shuffled_batches(*data(), batch_size=16), steps=2)
     for i, weights in enumerate(first_weights):
         assert not any(torch.equal(weights, other) for other in first_weights[:i])
 
@@ -700,8 +705,8 @@ def test_modes_are_as_before(evaluate, training):
     model = network().train(training)
     model[3].train(not training)
     modes = [module.training for module in model.modules()]
-    batches = epochs(*data(), batch_size=16)
-    fit(model, loss_fn, batches, steps=2, every=1, evaluate=evaluate)
+    batches = shuffled_batches(*data(), batch_size=16)
+    fit(model, loss_fn, batches, steps=2, log_every=1, evaluate=evaluate)
     assert [module.training for module in model.modules()] == modes
 
     def fails(model, batch):
@@ -724,8 +729,8 @@ def test_frozen_parts_stay_in_evaluation_mode():
         modes.append([module.training for module in model.modules()])
         return loss_fn(model, batch)
 
-    batches = epochs(*data(), batch_size=16)
-    run = dict(steps=4, every=2, evaluate=lambda model: {"answer": 42})
+    batches = shuffled_batches(*data(), batch_size=16)
+    run = dict(steps=4, log_every=2, evaluate=lambda model: {"answer": 42})
     fit(model, looks, batches, **run)
     for name, x in frozen.state_dict().items():
         assert torch.equal(x, before[name])
@@ -758,7 +763,7 @@ def test_half_precision_ends_with_the_run():
     """Neither the model, nor the next run, nor the next accelerator stays in autocast."""
     model = network().eval()
     names = set(vars(model))
-    batches = epochs(*data(), batch_size=16)
+    batches = shuffled_batches(*data(), batch_size=16)
     x = data()[0]
     kinds = []
 
@@ -786,21 +791,21 @@ def test_half_precision_ends_with_the_run():
 
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_the_next_accelerator_may_have_another_precision():
-    fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=1)
+    fit(network(), loss_fn, shuffled_batches(*data(), batch_size=16), steps=1)
     assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_an_earlier_accelerator_keeps_its_accumulation():
     earlier = Accelerator(gradient_accumulation_steps=8)
-    fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=1)
+    fit(network(), loss_fn, shuffled_batches(*data(), batch_size=16), steps=1)
     assert earlier.gradient_accumulation_steps == 8
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_fit_ignores_an_unfinished_accumulation():
     """Accelerate's optimizers do nothing in the midst of one, for all accelerators."""
-    batches = epochs(*data(), batch_size=16)
+    batches = shuffled_batches(*data(), batch_size=16)
     earlier = Accelerator(gradient_accumulation_steps=2)
     other = network()
     earlier.prepare(other)
@@ -850,7 +855,7 @@ def test_settings_of_an_accelerator_that_fit_does_not_follow(options, message):
         fit(
             model,
             loss_fn,
-            epochs(*data(), batch_size=16),
+            shuffled_batches(*data(), batch_size=16),
             steps=3,
             accelerator=Accelerator(**options),
         )
@@ -877,7 +882,7 @@ def test_settings_of_an_accelerator_that_fit_does_not_follow(options, message):
 def test_kinds_of_accelerators_that_fit_does_not_follow(monkeypatch, name, value, message):
     """These need packages or processes that a test does not have."""
     monkeypatch.setattr(Accelerator, name, value)
-    batches = epochs(*data(), batch_size=16)
+    batches = shuffled_batches(*data(), batch_size=16)
     with pytest.raises(ValueError, match=message):
         fit(network(), loss_fn, batches, steps=3, accelerator=Accelerator())
 
@@ -885,7 +890,7 @@ def test_kinds_of_accelerators_that_fit_does_not_follow(monkeypatch, name, value
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_settings_of_loaders_and_schedulers_change_nothing():
     """`fit` has neither."""
-    batches = epochs(*data(), batch_size=16)
+    batches = shuffled_batches(*data(), batch_size=16)
     found = []
     for options in (
         {},
@@ -953,7 +958,7 @@ def test_a_checkpoint_deletes_nothing_that_a_foreign_file_names(tmp_path, name):
 )
 def test_what_a_loss_may_return(loss, message):
     with pytest.raises(TypeError, match=message):
-        fit(network(), loss, epochs(*data(), batch_size=16), steps=1)
+        fit(network(), loss, shuffled_batches(*data(), batch_size=16), steps=1)
 
 
 @pytest.mark.parametrize(
@@ -968,10 +973,10 @@ def test_batches_are_a_function_of_the_step(batches):
 
 
 def test_a_finished_run_says_how_to_train_for_longer(tmp_path):
-    run = dict(every=5, checkpoint=tmp_path / "a.json")
-    fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=5, **run)
+    run = dict(log_every=5, checkpoint=tmp_path / "a.json")
+    fit(network(), loss_fn, shuffled_batches(*data(), batch_size=16), steps=5, **run)
     with pytest.raises(
         ValueError,
         match=r"steps \(10\) must be 5, .*; for another run, take another",
     ):
-        fit(network(), loss_fn, epochs(*data(), batch_size=16), steps=10, **run)
+        fit(network(), loss_fn, shuffled_batches(*data(), batch_size=16), steps=10, **run)

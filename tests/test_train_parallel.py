@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 # --- the run ----------------------------------------------------------------------------------
 
-RUN = dict(steps=20, lr=1e-2, warmup=2, every=5, seed=3)
+RUN = dict(steps=20, lr=1e-2, warmup=2, log_every=5, seed=3)
 
 
 def model_of(seed=0, **changes):

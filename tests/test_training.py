@@ -9,13 +9,13 @@ from accelerate import Accelerator
 from processes import SHARDED, together
 
 from attnlib.beit import VectorQuantizer
-from attnlib.practice import fine_tune
+from attnlib.finetune import fine_tune
 from attnlib.train import fit, load_checkpoint
 from helpers import build
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-RUN = dict(steps=12, lr=1e-2, warmup=2, every=4, seed=3)
+RUN = dict(steps=12, lr=1e-2, warmup=2, log_every=4, seed=3)
 
 
 class Tokenizer(nn.Module):
@@ -158,7 +158,7 @@ def test_fine_tuning_leaves_frozen_parts_in_evaluation_mode():
     model.blocks[1].register_forward_hook(lambda part, *_: modes.append(part.training))
     flags = [part.training for part in model.modules()]
     images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    run = dict(steps=3, lr=1e-2, batch_size=3, alpha=0.2, evaluate=lambda m: 0, every=2)
+    run = dict(steps=3, lr=1e-2, batch_size=3, alpha=0.2, evaluate=lambda m: 0, log_every=2)
     averaged, _ = fine_tune(model, images, torch.arange(6) % 5, **run)
     assert modes == [False, True] * 3
     assert [part.training for part in model.modules()] == flags

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attnlib.attention import attention_backend, causal_mask
 from attnlib.decoding import KVCache, greedy
-from attnlib.train import epochs, fit
+from attnlib.train import fit, shuffled_batches
 from attnlib.transformer import (
     POSITIONS,
     CrossAttention,
@@ -627,11 +627,11 @@ def test_it_learns_to_copy():
     history = fit(
         model,
         loss_fn,
-        epochs(words, tgt, batch_size=64),
+        shuffled_batches(words, tgt, batch_size=64),
         steps=150,
         lr=5e-3,
         warmup=20,
-        every=50,
+        log_every=50,
     )
     assert history[-1]["loss"] < 0.5 < 1 < history[0]["loss"]
 

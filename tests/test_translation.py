@@ -23,10 +23,11 @@ from attnlib.transformer import POSITIONS, Transformer
 from attnlib.translation import (
     DIRECTIONS,
     HELD_OUT,
+    _is_in,
+    _trim,
     answer_kind,
     direction_accuracy,
     direction_batches,
-    is_in,
     length_run,
     load_marian,
     multi30k_run,
@@ -38,7 +39,6 @@ from attnlib.translation import (
     tag,
     translate,
     translate_numbers,
-    trim,
 )
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -145,8 +145,8 @@ def test_a_table_of_some_languages_is_that_of_all_elsewhere_padding(tokenizer):
     whole = number_table(tokenizer, [12, 345])
     part = number_table(tokenizer, [12, 345], ("de", "fi"))
     for i, language in enumerate(LANGUAGES):
-        own = trim(whole[i]) if language in ("de", "fi") else torch.zeros(2, 0)
-        assert torch.equal(trim(part[i]), own.long())
+        own = _trim(whole[i]) if language in ("de", "fi") else torch.zeros(2, 0)
+        assert torch.equal(_trim(part[i]), own.long())
 
 
 # --- kinds of answers -------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_a_table_of_some_languages_is_that_of_all_elsewhere_padding(tokenizer):
 @given(st.integers(0, 10**9 - 1), st.sampled_from(LANGUAGES))
 def test_a_name_is_in_its_language(number, language):
     (name,) = number_words([number], language)
-    assert is_in(name, language) and not is_in(name + "x", language)
+    assert _is_in(name, language) and not _is_in(name + "x", language)
 
 
 def test_a_name_of_a_large_number_is_not_in_another_language():
@@ -164,7 +164,7 @@ def test_a_name_of_a_large_number_is_not_in_another_language():
     for number in draw_numbers(60, 10**9, seed=5):
         for a in four if number else ():
             (name,) = number_words([number], a)
-            assert [b for b in four if is_in(name, b)] == [a]
+            assert [b for b in four if _is_in(name, b)] == [a]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_answers_above_a_million_are_sorted():
 
 
 def test_trim():
-    assert trim(torch.tensor([[1, 5, 2, 0, 0], [1, 2, 0, 0, 0]])).tolist() == [
+    assert _trim(torch.tensor([[1, 5, 2, 0, 0], [1, 2, 0, 0, 0]])).tolist() == [
         [1, 5, 2],
         [1, 2, 0],
     ]
@@ -288,7 +288,7 @@ def test_number_run_partitions_directions_and_records_its_settings():
         d_model=16,
         layers=1,
         batch_size=8,
-        every=2,
+        log_every=2,
     )
     assert set(record["supervised"]["directions"]) == {"en-de", "de-en", "en-es"}
     assert set(record["zero_shot"]["directions"]) == {"de-es", "es-de", "es-en"}
@@ -489,7 +489,7 @@ PAIRS = {"a man": "ein mann", "two dogs": "zwei hunde", "a book": "ein buch"}
 def write_archives(folder, monkeypatch):
     """Three sentences in archives of the published format, and their checksums in the table."""
     known = {}
-    for split, (stem, name, sources) in data.MULTI30K.items():
+    for split, (stem, name, sources) in data._MULTI30K.items():
         with tarfile.open(folder / name, "w:gz") as tar:
             for ending, lines in (("en", PAIRS), ("de", PAIRS.values())):
                 text = "\n".join(lines).encode() + b"\n"
@@ -504,7 +504,7 @@ def write_archives(folder, monkeypatch):
 def test_multi30k_run_reads_the_archives_and_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
     write_archives(tmp_path, monkeypatch)
     sizes = dict(
-        steps=6, vocab_size=60, d_model=16, layers=1, batch_size=3, every=2, beam_size=1
+        steps=6, vocab_size=60, d_model=16, layers=1, batch_size=3, log_every=2, beam_size=1
     )
     model, _, record = multi30k_run(tmp_path, **sizes)
     path = tmp_path / "runs" / "multi30k.json"
@@ -519,7 +519,7 @@ def test_multi30k_run_reads_the_archives_and_goes_on_from_a_checkpoint(tmp_path,
 
 def test_two_runs_in_one_folder_keep_their_own_weights(tmp_path, monkeypatch):
     write_archives(tmp_path, monkeypatch)
-    sizes = dict(vocab_size=60, d_model=16, layers=1, batch_size=3, every=2, beam_size=1)
+    sizes = dict(vocab_size=60, d_model=16, layers=1, batch_size=3, log_every=2, beam_size=1)
     alone, _, record = multi30k_run(tmp_path, steps=2, seed=1, **sizes)
     runs = tmp_path / "runs"
     multi30k_run(tmp_path, steps=16, lr=2e-2, checkpoint=runs / "a.json", **sizes)  # is better
@@ -545,20 +545,20 @@ def test_a_loss_that_is_nan_is_replaced(tmp_path, monkeypatch):
         lambda *_: (torch.tensor(next(losses)), torch.tensor(1)),
     )
     path, src = tmp_path / "best.json", torch.ones(1, 3, dtype=torch.int64)
-    look, kept, rows = translation.keep_best(path, src, src), [], []
+    look, kept, rows = translation._keep_best(path, src, src), [], []
     model = small_model(30)
     for step in range(5):
         rows.append({"step": step} | look(model))
         kept.append(translation.load_checkpoint(path)[1]["loss"])
     assert math.isnan(kept[0]) and kept[1:] == [3.0, 3.0, 2.0, 2.0]
-    assert translation.lowest_row(rows)["step"] == 3
-    assert translation.lowest_row(rows[:1])["step"] == 0
+    assert translation._lowest_row(rows)["step"] == 3
+    assert translation._lowest_row(rows[:1])["step"] == 0
 
 
 def test_the_weights_with_the_lowest_validation_loss_are_kept(tmp_path):
     tokenizer = train_bpe([*PAIRS, *PAIRS.values()], 60)
     pair = (encode(tokenizer, list(PAIRS)), encode(tokenizer, list(PAIRS.values())))
-    look = translation.keep_best(tmp_path / "best.json", *pair, batch_size=2)
+    look = translation._keep_best(tmp_path / "best.json", *pair, batch_size=2)
     losses, kept = [], []
     for seed in (3, 4, 5, 6):
         torch.manual_seed(seed)
@@ -629,8 +629,8 @@ def test_the_committed_record_is_the_run_that_the_chapter_describes():
 
 def test_trim_looks_for_the_last_token():
     for row, columns in (([5, 0, 0, 6], 4), ([0, 5, 6], 3), ([5, 6, 0, 0], 2), ([0, 0], 0)):
-        assert translation.trim(torch.tensor([row])).shape == (1, columns)
-    assert translation.trim(torch.zeros(0, 3, dtype=torch.long)).shape == (0, 0)
+        assert translation._trim(torch.tensor([row])).shape == (1, columns)
+    assert translation._trim(torch.zeros(0, 3, dtype=torch.long)).shape == (0, 0)
 
 
 def test_translate_wants_a_list():

@@ -14,6 +14,7 @@ from torch.nn.modules import module as nn_module
 
 import attnlib
 from attnlib import attention
+from attnlib._renamed import MODULES
 
 CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 OTHERS = {  # variables that pytest, PyTorch's compiler and scikit-learn set for themselves
@@ -259,7 +260,7 @@ def public_functions():
     """The library's public functions and classes, {"module.name": object}."""
     found = {}
     for name in sorted(one.name for one in iter_modules(attnlib.__path__)):
-        if name.startswith("_"):
+        if name.startswith("_") or name in MODULES:  # a former name
             continue
         module = import_module(f"attnlib.{name}")
         for key in module.__all__:
@@ -267,3 +268,9 @@ def public_functions():
             if callable(one) and getattr(one, "__module__", None) == module.__name__:
                 found[f"{name}.{key}"] = one
     return found
+
+
+def function_named(name):
+    """A function or class of the library, "module.name"; it may be private."""
+    module, key = name.split(".")
+    return getattr(import_module(f"attnlib.{module}"), key)

@@ -25,8 +25,8 @@ from sklearn.datasets import load_sample_image
 from attnlib import decoding
 from attnlib.data import collages, encode, number_words
 from attnlib.decoding import beam_search, beam_step, greedy
+from attnlib.finetune import normalize_for
 from attnlib.models import create_model
-from attnlib.practice import prepared
 from attnlib.recipes import translator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,7 +72,9 @@ def patches():
     ):
         model = create_model(name, pretrained=True)
         model = (model.encoder() if name == "mae_photographs" else model).eval()
-        maps = torch.cat(model.attention_maps(prepared(image, name)))  # (blocks, heads, 65, 65)
+        maps = torch.cat(
+            model.attention_maps(normalize_for(image, name))
+        )  # (blocks, heads, 65, 65)
         picture = dict(title=title, blocks=maps.shape[0], heads=maps.shape[1])
         found.append(picture | dict(image=as_png(image[0]), maps=packed(maps)))
     return dict(pictures=found)

@@ -33,7 +33,7 @@ PARITY = {
     "tests/test_parity.py::test_outputs_features_and_gradients": [
         *("vit-{}-False", "deit-{}-False", "tnt-{}-False", "swin-{}-False", "swinv2-{}-False")
     ],
-    "tests/test_modern.py::test_outputs_and_gradients_are_timms": [],
+    "tests/test_vit_variants.py::test_outputs_and_gradients_are_timms": [],
     "tests/test_mae.py::test_loss_prediction_mask_and_gradients_are_those_of_transformers": [],
     "tests/test_beit.py::test_outputs_and_gradients_are_timms": [],
     "tests/test_detr.py::test_outputs_are_transformers": [],

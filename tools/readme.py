@@ -10,7 +10,7 @@ import runpy
 from pathlib import Path
 
 import attnlib.panoptic  # noqa: F401  which registers its models, and `attnlib` the others
-from attnlib.cli import REPORTED, TOP1
+from attnlib.cli import _REPORTED, _TOP1
 from attnlib.models import MODELS, list_models
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,8 +28,8 @@ def commands(root=ROOT):
 
 def accuracy(names):
     """The smallest and the largest published accuracy of some models."""
-    found = sorted(TOP1[name] for name in names if name in TOP1)
-    found += sorted(float(REPORTED[x][:4]) for x in names if "top-1" in REPORTED.get(x, ""))
+    found = sorted(_TOP1[name] for name in names if name in _TOP1)
+    found += sorted(float(_REPORTED[x][:4]) for x in names if "top-1" in _REPORTED.get(x, ""))
     ends = dict.fromkeys(f"{value:.1f}" for value in found[:1] + found[-1:])
     return "–".join(ends)
 

@@ -27,7 +27,8 @@ import attnlib.attention as library
 from attnlib.attention import (
     BACKENDS,
     AdditiveAttention,
-    MapRecorder,
+    _MapRecorder,
+    _narrow_bias,
     active_backend,
     attention,
     attention_backend,
@@ -40,7 +41,6 @@ from attnlib.attention import (
     combined_bias,
     current_backend,
     masked_softmax,
-    narrow_bias,
     padding_mask,
     record_attention,
     reference,
@@ -169,7 +169,7 @@ def test_dropped_weights(n, m, seed, p, data):
     weights = dense_weights(q, k, as_tensor(mask, n, m), bias)
     torch.manual_seed(seed)
     factor = F.dropout(torch.ones_like(weights), p)  # 0 or 1 / (1 - p)
-    for function in (reference, MapRecorder()):
+    for function in (reference, _MapRecorder()):
         torch.manual_seed(seed)
         out = function(q, k, v, mask, bias, None, p)
         agree(out, (weights * factor) @ v, torch.float64)
@@ -270,7 +270,7 @@ def test_a_combined_bias(batch, heads, n, m, dtype, seed, data):
     combined, found = combined_bias(mask, bias, q, k)
     assert torch.equal(found.expand(empty.shape), empty)
     assert torch.equal(combined.double().expand(shape), wanted.masked_fill(empty, 0))
-    narrow = narrow_bias(combined, q)
+    narrow = _narrow_bias(combined, q)
     assert narrow.dtype == dtype
     if m > 0:  # a row's differences are as exact as the dtype allows
         exact = wanted.masked_fill(empty, 0)
@@ -350,7 +350,7 @@ def test_a_checkpointed_block(n, seed, name, p, dtype):
 def test_the_second_computation_has_the_first_one_s_backend(name, recorded):
     outer = record_attention() if recorded else attention_backend(name)
     with outer:
-        first, second = library.checkpoint_contexts()
+        first, second = library._checkpoint_contexts()
     with attention_backend("sdpa"):
         with first:
             assert current_backend() == "sdpa"
@@ -385,7 +385,7 @@ ORACLES = {
     "combined_bias": test_a_combined_bias,
     "attention_weights": test_weights_and_their_record,
     "reference": test_attention,
-    "narrow_bias": test_a_combined_bias,
+    "_narrow_bias": test_a_combined_bias,
     "sdpa": test_attention,
     "fastest_backend": test_attention,  # each of its answers gives the same numbers
     "current_backend": test_backends_are_a_stack,
@@ -393,19 +393,21 @@ ORACLES = {
     "active_backend": test_backends_are_a_stack,
     "attention_backend": test_backends_are_a_stack,
     "attention": test_attention,
-    "MapRecorder": test_dropped_weights,
+    "_MapRecorder": test_dropped_weights,
     "record_attention": test_weights_and_their_record,
-    "SameBackend": test_the_second_computation_has_the_first_one_s_backend,
-    "checkpoint_contexts": test_the_second_computation_has_the_first_one_s_backend,
+    "_SameBackend": test_the_second_computation_has_the_first_one_s_backend,
+    "_checkpoint_contexts": test_the_second_computation_has_the_first_one_s_backend,
     "checkpoint_block": test_a_checkpointed_block,
 }
 NOT_HERE = {
     "float32_products": "reads a setting of PyTorch; tests/test_attention.py sets each",
-    "cpu_flags": "reads a file of Linux; tests/test_attention.py",
-    "has_amx": "looks a name up in cpu_flags",
-    "SameTensors": "part of checkpoint_block; tests/test_backbones.py",
+    "_cpu_flags": "reads a file of Linux; tests/test_attention.py",
+    "_has_amx": "looks a name up in cpu_flags",
+    "_SameTensors": "part of checkpoint_block; tests/test_backbones.py",
 }
 
 
 def test_nothing_is_left_out():
-    assert set(library.__all__) == ORACLES.keys() | NOT_HERE.keys()
+    assert set(library.__all__) == {
+        name for name in ORACLES.keys() | NOT_HERE.keys() if name[0] != "_"
+    }

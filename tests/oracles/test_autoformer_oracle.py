@@ -107,7 +107,7 @@ def share_of(sampled, choices):
 
 def test_samples_are_uniform():
     rng = random.Random(0)
-    every = [autoformer.sample(SPACE, rng) for _ in range(4000)]
+    every = [autoformer.sample_subnet(SPACE, rng) for _ in range(4000)]
     assert set(every) <= set(listed(SPACE))
     for choices, sampled in (
         (SPACE.depth, [s.depth for s in every]),
@@ -116,11 +116,13 @@ def test_samples_are_uniform():
         (SPACE.mlp_ratio, [r for s in every for r in s.mlp_ratio]),
     ):
         assert all(abs(share) < error for share, error in share_of(sampled, choices))
-    assert autoformer.sample(SPACE, 3) == autoformer.sample(SPACE, random.Random(3))
+    assert autoformer.sample_subnet(SPACE, 3) == autoformer.sample_subnet(
+        SPACE, random.Random(3)
+    )
     torch.manual_seed(5)
-    found = autoformer.random_subnet(SPACE)
+    found = autoformer._random_subnet(SPACE)
     torch.manual_seed(5)
-    assert found == autoformer.sample(SPACE, int(torch.randint(2**31, ())))
+    assert found == autoformer.sample_subnet(SPACE, int(torch.randint(2**31, ())))
 
 
 def test_published_networks():
@@ -148,16 +150,16 @@ def test_linear(batch, tokens, width, dtype, seed, layout, bias, whole):
         wanted[..., i] += exact.bias[i] if bias else 0
     close(found.double(), wanted, tolerance(dtype))
     plain, six = nn.Linear(6, 5), torch.ones(6)
-    assert torch.equal(autoformer.first_outputs(plain, six, 5, 5), plain(six))
+    assert torch.equal(autoformer._first_outputs(plain, six, 5, 5), plain(six))
     if not whole:
-        assert torch.equal(autoformer.first_outputs(layer, x, count, 7), found)
+        assert torch.equal(autoformer._first_outputs(layer, x, count, 7), found)
 
 
 @pytest.mark.parametrize("count", [0, -1, 6])
 def test_outputs_that_are_not_there(count):
     layer = autoformer.Linear(4, 5)
     with pytest.raises(ValueError, match=rf"count \({count}\) of outputs must be from 1 to 5"):
-        autoformer.first_outputs(layer, torch.ones(2, 4), count, 5)
+        autoformer._first_outputs(layer, torch.ones(2, 4), count, 5)
 
 
 @drawn(batches, counts, st.integers(1, 3), dtypes(), seeds, st.booleans(), st.booleans())
@@ -204,7 +206,7 @@ def places_of(grid):
 
 @drawn(map_sizes(6), st.integers(1, 7))
 def test_relative_index(grid, most):
-    rows, columns, places = autoformer.relative_index(grid, most)
+    rows, columns, places = autoformer._relative_index(grid, most)
     assert places.dtype == torch.bool
     own = places_of(grid)
     for found, axis in ((rows, 0), (columns, 1)):
@@ -223,7 +225,7 @@ def test_relative_index(grid, most):
 def test_relative_positions(grid, most, dtype, seed):
     torch.manual_seed(seed)
     module = autoformer.RelativePositions(3, most, dtype=dtype)
-    rows, columns, _ = autoformer.relative_index(grid, most)
+    rows, columns, _ = autoformer._relative_index(grid, most)
     found = module(rows, columns)
     assert found.dtype == dtype
     for n, (row, column) in enumerate(places_of(grid)):
@@ -333,7 +335,7 @@ def test_a_layer_without_indices_gets_them_with_its_weights():
     assert torch.equal(empty(x), made(x))
     for name in ("rows", "columns", "places"):
         getattr(empty, name).zero_()
-    autoformer.renew_grid(empty)
+    autoformer._renew_grid(empty)
     assert torch.equal(empty(x), made(x))
 
 
@@ -398,12 +400,12 @@ def test_classical_sharing(subnet, batch, seed, dtype):
 
 def test_layers_that_cannot_be_narrower():
     model = SuperTransformer(SPACE, **SHAPE)
-    autoformer.check_elastic(model)
+    autoformer._check_elastic(model)
     model.blocks[1].fc2 = nn.Linear(18, 12)
     with pytest.raises(
         TypeError, match=r"blocks.1.fc2 \(Linear\) must be a Linear or LayerNorm"
     ):
-        autoformer.check_elastic(model)
+        autoformer._check_elastic(model)
     with pytest.raises(ValueError, match=r"embed_dim \(0\) must be at least 12"):
         SuperTransformer(SPACE, **SHAPE, embed_dim=0)
 
@@ -427,7 +429,7 @@ def test_counted(subnet, size, num_classes):
 @drawn(spaces, seeds, st.sampled_from((0.0, 1.0, 0.3)), st.sampled_from((0.0, 1.0, 0.3)))
 def test_mutation(space, seed, mutate_prob, depth_prob):
     rng = random.Random(seed)
-    parent = autoformer.sample(space, rng)
+    parent = autoformer.sample_subnet(space, rng)
     for _ in range(20):
         child = autoformer.mutate(parent, space, mutate_prob, depth_prob, rng)
         assert child in set(listed(space))
@@ -456,7 +458,7 @@ def test_the_share_of_mutations():
 @drawn(spaces, seeds)
 def test_crossover(space, seed):
     rng = random.Random(seed)
-    one, other = autoformer.sample(space, rng), autoformer.sample(space, rng)
+    one, other = autoformer.sample_subnet(space, rng), autoformer.sample_subnet(space, rng)
     deep = max(one, other, key=lambda s: s.depth)
     seen = set()
     for _ in range(60):
@@ -478,8 +480,8 @@ def test_draw(space, count, seed, every):
     networks = listed(space)
     seen, allowed = set(networks[::every]), set(networks[1::2])
     rng = random.Random(seed)
-    found = autoformer.draw(
-        lambda: autoformer.sample(space, rng), count, allowed.__contains__, seen
+    found = autoformer.sample_distinct(
+        lambda: autoformer.sample_subnet(space, rng), count, allowed.__contains__, seen
     )
     left = allowed - seen
     assert len(found) == len(set(found)) <= count and set(found) <= left
@@ -507,7 +509,9 @@ def test_search_finds_the_best_of_what_fits(seed, ends):
     best = max(inside, key=worth.get)
     options = dict(population=15, generations=5, parents=3, crossovers=5, mutations=5)
     for find in (
-        lambda: autoformer.search(worth.get, model, seed=seed, **options, **limits),
+        lambda: autoformer.evolutionary_search(
+            worth.get, model, seed=seed, **options, **limits
+        ),
         lambda: autoformer.random_search(worth.get, model, evaluations=40, seed=seed, **limits),
     ):
         found, history = find()
@@ -521,14 +525,14 @@ def test_search_finds_the_best_of_what_fits(seed, ends):
 
 def test_scores():
     a, b, c = listed(SPACE)[:3]
-    scores = autoformer.scores_of([a, b, c], {a: 1.0, b: math.inf, c: math.inf}.get)
-    assert autoformer.chosen(scores, {}) == (b, [(a, 1.0), (b, math.inf), (c, math.inf)])
+    scores = autoformer._scores_of([a, b, c], {a: 1.0, b: math.inf, c: math.inf}.get)
+    assert autoformer.best_subnet(scores, {}) == (b, [(a, 1.0), (b, math.inf), (c, math.inf)])
     with pytest.raises(ValueError, match="score returned nan for Subnet"):
-        autoformer.scores_of([a, b], {a: 1.0, b: math.nan}.get)
+        autoformer._scores_of([a, b], {a: 1.0, b: math.nan}.get)
     with pytest.raises(ValueError, match="no network within {'max_params': 3} was found"):
-        autoformer.chosen({}, dict(max_params=3))
+        autoformer.best_subnet({}, dict(max_params=3))
     with pytest.raises(TypeError, match="max_parms"):
-        autoformer.search(len, SuperTransformer(SPACE, **SHAPE), max_parms=10**9)
+        autoformer.evolutionary_search(len, SuperTransformer(SPACE, **SHAPE), max_parms=10**9)
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -538,7 +542,7 @@ def test_scores():
 def test_places_of_digits(count, channels, size, every, dtype):
     images = normal((count, channels, *size)).sigmoid().to(dtype)
     labels = torch.arange(count)
-    found, repeated = autoformer.at_places(images, labels, every)
+    found, repeated = autoformer.shifted_digits(images, labels, every)
     corners = [(y, x) for y in range(3) for x in range(3)][::every]
     assert found.dtype == dtype
     assert found.shape == (len(corners) * count, channels, size[0] + 2, size[1] + 2)
@@ -562,7 +566,7 @@ def test_losses_of_supernets(sharing, batch, seed):
         return -sum(log_p[b, labels[b]] for b in range(batch))
 
     torch.manual_seed(seed)
-    subnet = autoformer.random_subnet(model.space)
+    subnet = autoformer._random_subnet(model.space)
     three = model.space.largest(), model.space.smallest(), subnet
     for loss, chosen in (
         (autoformer.uniform_loss, (subnet,)),
@@ -583,19 +587,19 @@ ORACLES = {
     "RELEASED": test_published_networks,
     "Subnet": test_layers_that_do_not_fit,
     "Space": test_space,
-    "sample": test_samples_are_uniform,
+    "sample_subnet": test_samples_are_uniform,
     "Linear": test_linear,
     "InterleavedLinear": test_interleaved,
     "LayerNorm": test_layer_norm,
-    "first_outputs": test_linear,
-    "relative_index": test_relative_index,
+    "_first_outputs": test_linear,
+    "_relative_index": test_relative_index,
     "RelativePositions": test_relative_positions,
     "Attention": test_attention,
-    "renew_grid": test_a_layer_without_indices_gets_them_with_its_weights,
+    "_renew_grid": test_a_layer_without_indices_gets_them_with_its_weights,
     "Block": test_block,
     "AutoFormer": test_supernet_and_extracted,
     "SuperTransformer": test_supernet_and_extracted,
-    "check_elastic": test_layers_that_cannot_be_narrower,
+    "_check_elastic": test_layers_that_cannot_be_narrower,
     "extract": test_supernet_and_extracted,
     "ClassicalSharing": test_classical_sharing,
     "parameter_count": test_counted,
@@ -603,14 +607,14 @@ ORACLES = {
     "mutate": test_mutation,
     "crossover": test_crossover,
     "budget": test_search_finds_the_best_of_what_fits,
-    "draw": test_draw,
-    "search": test_search_finds_the_best_of_what_fits,
+    "sample_distinct": test_draw,
+    "evolutionary_search": test_search_finds_the_best_of_what_fits,
     "random_search": test_search_finds_the_best_of_what_fits,
-    "scores_of": test_scores,
-    "chosen": test_scores,
-    "at_places": test_places_of_digits,
+    "_scores_of": test_scores,
+    "best_subnet": test_scores,
+    "shifted_digits": test_places_of_digits,
     "small_supernet": test_losses_of_supernets,
-    "random_subnet": test_samples_are_uniform,
+    "_random_subnet": test_samples_are_uniform,
     "uniform_loss": test_losses_of_supernets,
     "sandwich_loss": test_losses_of_supernets,
 }
@@ -618,4 +622,5 @@ NOT_HERE = {}
 
 
 def test_everything_has_an_oracle():
-    assert ORACLES.keys() | NOT_HERE.keys() == set(autoformer.__all__)
+    names = ORACLES.keys() | NOT_HERE.keys()
+    assert {name for name in names if name[0] != "_"} == set(autoformer.__all__)

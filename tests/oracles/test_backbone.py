@@ -17,9 +17,12 @@ from attnlib import backbone as module
 from attnlib.backbone import (
     Backbone,
     DropPath,
+    _source_grid,
     as_map,
     check_counts,
     check_naturals,
+    check_numbers,
+    check_positive,
     check_rates,
     check_sizes,
     classifier,
@@ -29,10 +32,10 @@ from attnlib.backbone import (
     init_weights,
     is_plain,
     is_unchanged,
+    requires,
     resample_abs_pos_embed,
     resample_parameter,
     resample_stored,
-    source_grid,
     to_2tuple,
 )
 from helpers import BACKBONES, build, close, in_float64, pair
@@ -264,12 +267,12 @@ def test_parameters_and_state_dicts_are_resampled_alike(old, new, seed):
 def test_a_grid_is_the_new_one_or_a_square(count, new):
     squares = {side * side: side for side in range(1, 7)}
     if count == math.prod(new):
-        assert source_grid(count, new) == new
+        assert _source_grid(count, new) == new
     elif count in squares:
-        assert source_grid(count, new) == (squares[count],) * 2
+        assert _source_grid(count, new) == (squares[count],) * 2
     else:
         with pytest.raises(ValueError, match=rf"old_size \(None\).* {count} positions"):
-            source_grid(count, new)
+            _source_grid(count, new)
 
 
 # --- stages, formats, depth -------------------------------------------------------------------
@@ -390,6 +393,46 @@ def test_rates_are_in_the_half_open_interval(rate):
             check_rates(other=0.5, drop=rate)
 
 
+anything = st.one_of(
+    st.integers(-2, 12), st.floats(), st.booleans(), st.none(), st.just("2"), st.just([1])
+)
+
+
+@drawn(anything)
+def test_numbers_are_real_and_may_have_to_be_positive(value):
+    is_number = isinstance(value, (int, float))
+    is_positive = is_number and 0 < value < math.inf
+    for check, allowed, error in (
+        (check_numbers, is_number, TypeError),
+        (check_positive, is_positive, ValueError),
+    ):
+        if allowed:
+            assert check(beams=value) is None
+        else:
+            with pytest.raises(error, match=r"beams \("):
+                check(beams=value)
+
+
+@drawn(st.sampled_from((ModuleNotFoundError, KeyError, RuntimeError, None)))
+def test_missing_packages_are_named(error):
+    if error is None:
+        with requires("data"):
+            pass
+        return
+    missing = error is ModuleNotFoundError
+    with pytest.raises(
+        ImportError if missing else error, match="attnlib.data" if missing else "words"
+    ):
+        with requires("data"):
+            raise error(*["num2words"], **({"name": "num2words"} if missing else {}))
+
+
+def test_a_torchvision_of_another_kind_is_an_import_error():
+    with pytest.raises(ImportError, match="torchvision does not fit"):
+        with requires("detection"):
+            raise RuntimeError("operator torchvision::nms does not exist")
+
+
 @drawn(st.integers(1, 40), st.floats(-1, 5))
 @example(3, float("nan"))
 @example(64, 8 / 3)
@@ -424,6 +467,9 @@ ORACLES = {
     DropPath: test_whole_examples_are_dropped_as_timm_does,
     as_map: test_tokens_become_maps_one_by_one,
     check_counts: test_counts_are_whole_and_large_enough,
+    check_numbers: test_numbers_are_real_and_may_have_to_be_positive,
+    check_positive: test_numbers_are_real_and_may_have_to_be_positive,
+    requires: test_missing_packages_are_named,
     check_naturals: test_counts_are_whole_and_large_enough,
     check_rates: test_rates_are_in_the_half_open_interval,
     check_sizes: test_sizes_are_one_number_or_two,
@@ -437,21 +483,21 @@ ORACLES = {
     resample_abs_pos_embed: test_positions_are_resampled_as_timm_does,
     resample_parameter: test_parameters_and_state_dicts_are_resampled_alike,
     resample_stored: test_parameters_and_state_dicts_are_resampled_alike,
-    source_grid: test_a_grid_is_the_new_one_or_a_square,
+    _source_grid: test_a_grid_is_the_new_one_or_a_square,
     to_2tuple: test_sizes_are_one_number_or_two,
 }
 NOT_HERE = {
-    "FORWARD_HOOKS": "names of PyTorch's attributes, read by is_plain",
-    "torchvision_import": "an error for another installation, tested with imports that fail",
+    "_FORWARD_HOOKS": "names of PyTorch's attributes, read by is_plain",
     "frozen_copy": "copies a model, tested with the fused ones in test_windows_fused.py",
-    "refuse_weights": "raises only, tested with the fused models",
-    "keep_evaluation": "raises only, tested with the fused models",
+    "_refuse_weights": "raises only, tested with the fused models",
+    "_keep_evaluation": "raises only, tested with the fused models",
     "guard": "makes a model refuse, tested with the fused models",
-    "SameParameters": "raises only; tests/test_transformations.py",
+    "_SameParameters": "raises only; tests/test_transformations.py",
     "resize": "set_input_size of an optimized copy; tests/test_inference.py",
 }
 
 
 def test_every_public_name_is_tested_here_or_has_a_reason():
-    assert {item.__name__ for item in ORACLES} | NOT_HERE.keys() == set(module.__all__)
+    names = {item.__name__ for item in ORACLES} | NOT_HERE.keys()
+    assert {name for name in names if name[0] != "_"} == set(module.__all__)
     assert all(inspect.isfunction(test) for test in ORACLES.values())

@@ -24,7 +24,7 @@ from attnlib.vit import VisionTransformer
 @drawn(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=9), st.sampled_from((1.0, 1e-3)))
 def test_medians_and_quartiles(numbers, unit):
     low, median, high = np.quantile(np.array(numbers) / unit, (0.25, 0.5, 0.75))
-    found = cli.middle(numbers, unit).replace("(", "").replace(")", "").replace(" to", "")
+    found = cli._median_iqr(numbers, unit).replace("(", "").replace(")", "").replace(" to", "")
     for a, b in zip(map(float, found.split()), (median, low, high), strict=True):
         assert a == pytest.approx(b, abs=0.00501, rel=1e-9)
 
@@ -92,7 +92,7 @@ def test_a_vit_looks_by_rollout(grid, depth, token, seed):
     for weights in maps:
         rolled = (weights[0].mean(0).numpy() + np.eye(len(rolled))) / 2 @ rolled
     wanted = rolled[0, 1:] if token else rolled.mean(0)
-    found = cli.looked_at(model, x)
+    found = cli._attention_map(model, x)
     assert found.shape == grid and np.allclose(found.flatten(), wanted, rtol=0, atol=1e-12)
 
 
@@ -118,13 +118,13 @@ def test_a_swin_looks_in_its_only_window(grid, window, small_maps, seed):
     one = all(n <= window if small_maps == "shrink" else n == window for n in grid)
     if not one:
         with pytest.raises(ValueError, match=rf"there must be one of {grid[0]} by {grid[1]}"):
-            cli.last_window(model, x)
+            cli._last_window(model, x)
         return
     with torch.no_grad():
         (weights,) = model.attention_maps(x)
     wanted = weights[0].mean(0).mean(0).view(grid)  # of both heads, and of all queries
-    assert torch.allclose(cli.last_window(model, x), wanted, rtol=0, atol=1e-12)
-    assert torch.equal(cli.looked_at(model, x), cli.last_window(model, x))
+    assert torch.allclose(cli._last_window(model, x), wanted, rtol=0, atol=1e-12)
+    assert torch.equal(cli._attention_map(model, x), cli._last_window(model, x))
 
 
 @drawn(map_sizes(4), seeds, st.booleans())
@@ -139,9 +139,9 @@ def test_maps_are_drawn(grid, seed, black):
         pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
     x = (torch.tensor(pixels).permute(2, 0, 1)[None] / 255 - 0.5) / 0.5
     with tempfile.TemporaryDirectory() as folder:
-        cli.draw_map(model, x, Path(folder) / "map.png")
+        cli._draw_map(model, x, Path(folder) / "map.png")
         drawn_pixels = np.asarray(Image.open(Path(folder) / "map.png")).astype(float)
-    shares = cli.looked_at(model, x).numpy()
+    shares = cli._attention_map(model, x).numpy()
     light = (shares - shares.min()) / max(shares.max() - shares.min(), 1e-12)
     light = Image.fromarray(light.astype(np.float32)).resize(size[::-1], Image.BILINEAR)
     light = 0.75 * np.asarray(light)[..., None]
@@ -156,18 +156,18 @@ def test_maps_are_drawn(grid, seed, black):
 @drawn(st.text("vitswn*?_", min_size=1, max_size=5))
 def test_names_are_listed(pattern):
     wanted = [name for name in list_models() if fnmatchcase(name, pattern)]
-    options = cli.parser().parse_args(["models", "--", pattern])
-    assert options.run is cli.print_models and options.pattern == pattern
+    options = cli._parser().parse_args(["models", "--", pattern])
+    assert options.run is cli._print_models and options.pattern == pattern
     if not wanted:
         with pytest.raises(ValueError, match="fits no name"):
-            cli.print_models(options)
+            cli._print_models(options)
     assert list_models(pattern) == wanted
 
 
 def test_the_command_prints_facts_and_names(capsys):
     cli.main(["models", "vit_coll*"])
     assert capsys.readouterr().out.split() == ["vit_collages"]
-    cli.print_facts(argparse.Namespace(name="vit_collages"))
+    cli._print_facts(argparse.Namespace(name="vit_collages"))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(maxsplit=1) for line in lines] == [
         [*item] for item in cli.describe("vit_collages").items()
@@ -175,30 +175,32 @@ def test_the_command_prints_facts_and_names(capsys):
 
 
 ORACLES = {
-    "middle": test_medians_and_quartiles,
+    "_median_iqr": test_medians_and_quartiles,
     "describe": test_facts,
-    "looked_at": test_a_vit_looks_by_rollout,
-    "last_window": test_a_swin_looks_in_its_only_window,
-    "draw_map": test_maps_are_drawn,
-    "ORANGE": test_maps_are_drawn,
-    "parser": test_names_are_listed,
-    "print_models": test_names_are_listed,
-    "print_facts": test_the_command_prints_facts_and_names,
+    "_attention_map": test_a_vit_looks_by_rollout,
+    "_last_window": test_a_swin_looks_in_its_only_window,
+    "_draw_map": test_maps_are_drawn,
+    "_ORANGE": test_maps_are_drawn,
+    "_parser": test_names_are_listed,
+    "_print_models": test_names_are_listed,
+    "_print_facts": test_the_command_prints_facts_and_names,
     "main": test_the_command_prints_facts_and_names,
 }
 NOT_HERE = {
-    "TOP1": "a table of timm's: tests/test_cli.py",
-    "REPORTED": "a table of what papers say",
-    "LICENSES": "a table of licenses: tests/test_cli.py",
-    "UNKNOWN": "a word",
-    "NAME": "a text of the help",
-    "answer": "reads recorded weights: tests/test_cli.py",
-    "beside_timm": "measures time: tests/test_cli.py",
-    "print_classes": "prints: tests/test_cli.py",
-    "print_times": "prints: tests/test_cli.py",
+    "_TOP1": "a table of timm's: tests/test_cli.py",
+    "_REPORTED": "a table of what papers say",
+    "_LICENSES": "a table of licenses: tests/test_cli.py",
+    "_UNKNOWN": "a word",
+    "_NAME": "a text of the help",
+    "predict": "reads recorded weights: tests/test_cli.py",
+    "_benchmark": "measures time: tests/test_cli.py",
+    "_print_classes": "prints: tests/test_cli.py",
+    "_print_times": "prints: tests/test_cli.py",
 }
 
 
 def test_every_public_name_is_here_or_said_to_be_elsewhere():
     assert not ORACLES.keys() & NOT_HERE.keys()
-    assert set(cli.__all__) == ORACLES.keys() | NOT_HERE.keys()
+    assert set(cli.__all__) == {
+        name for name in ORACLES.keys() | NOT_HERE.keys() if name[0] != "_"
+    }

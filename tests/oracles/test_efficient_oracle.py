@@ -24,13 +24,14 @@ from hypothesis import strategies as st
 
 import attnlib.efficient as library
 from attnlib.efficient import (
+    _check_grid,
+    _check_lengths,
+    _iterated_inverse,
+    _segment_means,
     at_least_float32,
     axial_attention,
-    check_grid,
-    check_lengths,
     delta_attention,
     elu_features,
-    iterated_inverse,
     linear_attention,
     linformer_attention,
     local_attention,
@@ -39,7 +40,6 @@ from attnlib.efficient import (
     performer_attention,
     pooled_attention,
     random_features,
-    segment_means,
     sparse_mask,
 )
 
@@ -142,26 +142,26 @@ def test_pooled_attention(n, cells, ratio, data):
 def test_what_is_no_grid(grid):
     x = torch.ones(6, 4)
     calls = (
-        partial(check_grid, x),
+        partial(_check_grid, x),
         lambda grid: axial_attention(x, x, x, grid, 0),
         lambda grid: pooled_attention(x, x, x, grid, 1),
     )
     for call in calls:
         with pytest.raises(ValueError, match=r"grid \(.*\) must be rows and columns"):
             call(grid)
-    check_grid(x, (2, 3))
+    _check_grid(x, (2, 3))
 
 
 @drawn(lengths, lengths, st.data())
 def test_lengths_that_fit(n, m, data):
     q, k, v = data.draw(tensors(n, m))
     if n == m:
-        assert check_lengths(q, k, v) == leading_of(q, k, v)
+        assert _check_lengths(q, k, v) == leading_of(q, k, v)
     else:
         with pytest.raises(ValueError, match=f"q holds {n} tokens and k {m}"):
-            check_lengths(q, k, v)
+            _check_lengths(q, k, v)
     with pytest.raises(ValueError, match=r"q \(.*\), k \(.*\), v \(.*\) must be"):
-        check_lengths(q, k, torch.ones(m + 1, 3))
+        _check_lengths(q, k, torch.ones(m + 1, 3))
 
 
 @pytest.mark.parametrize(
@@ -214,14 +214,14 @@ def test_segment_means(n, count, data):
     x, _, _ = data.draw(tensors(n))
     mask = data.draw(token_masks(x.shape[:-2], n))
     wanted, there = means_by_loops(x.double(), count, mask)
-    assert torch.equal(segment_means(x, count, mask)[1], there)
-    ours = lambda x: segment_means(x, count, mask)[0]  # noqa: E731
+    assert torch.equal(_segment_means(x, count, mask)[1], there)
+    ours = lambda x: _segment_means(x, count, mask)[0]  # noqa: E731
     compare(ours, lambda x: means_by_loops(x, count, mask)[0], [x], x.dtype, steps=4)
 
 
 def test_means_of_long_runs_in_half_precision():
     x = torch.full((2000, 1), 100, dtype=torch.float16)  # the sum is beyond its largest number
-    assert segment_means(x, 1)[0].item() == 100
+    assert _segment_means(x, 1)[0].item() == 100
 
 
 def inverse_by_steps(a, steps):
@@ -241,7 +241,7 @@ def inverse_by_steps(a, steps):
 def test_iterated_inverse(batch, m, steps, dtype, seed):
     logits = 2 * normal((batch, 2, m, m), seed=seed)
     a = logits.softmax(-1).to(dtype)
-    found, wanted = iterated_inverse(a, steps), inverse_by_steps(a.double(), steps)
+    found, wanted = _iterated_inverse(a, steps), inverse_by_steps(a.double(), steps)
     assert found.dtype == dtype
     largest = wanted.abs().max().item() if wanted.numel() else 1
     noise = 64 * m * largest * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -249,7 +249,7 @@ def test_iterated_inverse(batch, m, steps, dtype, seed):
     if dtype == torch.float64 and m < 3 and batch > 0:
         well = torch.eye(m, dtype=dtype) + 0.1 * a  # soon exact where all values are near
         well = well / well.sum(-1, keepdim=True)
-        agree(iterated_inverse(well, 12), torch.linalg.inv(well), dtype, steps=256)
+        agree(_iterated_inverse(well, 12), torch.linalg.inv(well), dtype, steps=256)
 
 
 @drawn(counts, st.integers(1, 6), st.sampled_from((None, 6)), st.data())
@@ -489,14 +489,14 @@ def test_autocast(name, seed, cast):
 
 ORACLES = {
     "sparse_mask": test_sparse_mask,
-    "check_lengths": test_lengths_that_fit,
+    "_check_lengths": test_lengths_that_fit,
     "local_attention": test_local_attention,
-    "check_grid": test_what_is_no_grid,
+    "_check_grid": test_what_is_no_grid,
     "axial_attention": test_axial_attention,
     "pooled_attention": test_pooled_attention,
     "linformer_attention": test_linformer_attention,
-    "segment_means": test_segment_means,
-    "iterated_inverse": test_iterated_inverse,
+    "_segment_means": test_segment_means,
+    "_iterated_inverse": test_iterated_inverse,
     "nystrom_attention": test_nystrom_attention,
     "random_features": test_random_features,
     "at_least_float32": test_features_and_wider_numbers,
@@ -509,4 +509,4 @@ ORACLES = {
 
 
 def test_nothing_is_left_out():
-    assert set(library.__all__) == ORACLES.keys()
+    assert set(library.__all__) == {name for name in ORACLES if name[0] != "_"}

@@ -24,7 +24,7 @@ from attnlib.flash import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-dtypes = st.sampled_from(flash.DTYPES)
+dtypes = st.sampled_from(flash._DTYPES)
 lengths = st.sampled_from((1, 2, 5, 17, 33, 0))
 widths = st.sampled_from((8, 1, 3, 16, 20))
 scales = st.sampled_from((None, 0.0, -0.7, 2.0))
@@ -333,7 +333,7 @@ def test_autocast_leaves_float64_alone_as_pytorch_does():
 @drawn(st.data(), batches, st.integers(1, 6), st.integers(1, 6))
 def test_the_backend_serves_every_dtype(data, batch, n, m):
     """What the kernels do not take goes through PyTorch, and gives the same."""
-    dtype = data.draw(st.sampled_from((torch.float64, *flash.DTYPES)))
+    dtype = data.draw(st.sampled_from((torch.float64, *flash._DTYPES)))
     q, k, v = (
         normal((batch, 2, length, 4), dtype, i, data.draw(layouts))
         for i, length in enumerate((n, m, m))
@@ -374,7 +374,7 @@ def test_products_and_their_rounding(seed, dtype, size):
     st.integers(1, 256),
     st.sampled_from((2, 4)),
     st.booleans(),
-    st.sampled_from(sorted(flash.SHARED.values())),
+    st.sampled_from(sorted(flash._SHARED_MEMORY.values())),
 )
 def test_tiles_hold_the_heads(kernel, d, d_v, size, extra, shared):
     """Each is as wide as the next power of two, at least 16, as products of tiles need."""
@@ -410,10 +410,10 @@ def test_predicted_times_are_work_over_speed(card, batch, heads, n, d, tril, bia
     assert products == pytest.approx((3 + 4 + 2 * bias) * 2 * pairs * d / speed)
 
 
-@drawn(st.sampled_from((torch.float64, torch.int32, *flash.DTYPES)), st.integers(1, 300))
+@drawn(st.sampled_from((torch.float64, torch.int32, *flash._DTYPES)), st.integers(1, 300))
 def test_what_is_supported(dtype, width):
     x = torch.empty(1, dtype=dtype)
-    wanted = dtype in flash.DTYPES and width <= 256
+    wanted = dtype in flash._DTYPES and width <= 256
     assert flash.is_supported(x.to("meta"), width) is wanted
     if flash.triton_mode("cpu") == "interpreted":
         assert flash.is_supported(x, width) is wanted and flash.refusal(x, width) is None
@@ -440,17 +440,19 @@ ORACLES = {
 NOT_HERE = {
     "compile_kernel": "compiles for a GPU in a process of its own: tests/test_kernels.py",
     "compile_for": "compiles for a GPU in a process of its own: tests/test_kernels.py",
-    "DTYPES": "a constant",
-    "OLDEST_TRITON": "a constant",
+    "_DTYPES": "a constant",
+    "_OLDEST_TRITON": "a constant",
     "LOG2E": "a constant",
     "TILES": "a table, read by `tiling`",
-    "WITH_EXTRA": "a table, read by `tiling`",
+    "_WITH_EXTRA": "a table, read by `tiling`",
     "KERNELS": "the kernels, which are run above",
-    "SHARED": "a table of what GPUs have",
+    "_SHARED_MEMORY": "a table of what GPUs have",
     "CARDS": "a table of data sheets",
 }
 
 
 def test_every_public_name_is_here_or_said_to_be_elsewhere():
     assert not ORACLES.keys() & NOT_HERE.keys()
-    assert set(flash.__all__) == ORACLES.keys() | NOT_HERE.keys()
+    assert set(flash.__all__) == {
+        name for name in ORACLES.keys() | NOT_HERE.keys() if name[0] != "_"
+    }

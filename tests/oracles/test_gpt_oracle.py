@@ -21,28 +21,28 @@ from attnlib.gpt import (
     Block,
     CausalSelfAttention,
     GPTConfig,
-    boolean_mask,
-    check_prompt,
-    check_prompts,
-    check_published,
-    config_of,
+    _boolean_mask,
+    _check_prompt,
+    _check_prompts,
+    _check_published,
+    _for_groups,
+    _make_norm,
+    _read_transformers,
+    _tie_weights,
+    _token_positions,
+    config_from_transformers,
     decoder_mask,
-    for_groups,
     grouped_attention,
     init_weights,
     layer_inputs,
-    make_norm,
     min_p_filter,
     next_token,
     pad_left,
-    read_transformers,
-    rotation,
-    slowdown,
+    rope_cos_sin,
+    rope_scaling_factors,
     text_batches,
     text_bits,
     text_loss,
-    tie_weights,
-    token_positions,
 )
 
 torch.set_num_threads(1)
@@ -290,7 +290,7 @@ def test_parts_alone_are_their_equations(config, batch, parts, seed, train):
             found = [part(piece, cache=cache) for piece in x.split(parts, dim=1)]
             close(torch.cat(found, dim=1), wanted)
     assert isinstance(block.mlp, MLP) == (config.mlp == "gelu")
-    assert type(make_norm(config)) is type(block.ln_1)
+    assert type(_make_norm(config)) is type(block.ln_1)
 
 
 # --- heads, masks, positions ------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_masks_of_groups(groups, each, batch, m, data):
     """An entry of the laid out mask is that of its head."""
     h = groups * each
     mask = data.draw(masks((batch, h, 1, m)))
-    found = for_groups(mask, groups).broadcast_to(batch, groups, each, m)
+    found = _for_groups(mask, groups).broadcast_to(batch, groups, each, m)
     wanted = mask.broadcast_to(batch, h, 1, m)
     for head in range(h):
         assert torch.equal(found[:, head // each, head % each], wanted[:, head, 0])
@@ -366,7 +366,7 @@ def test_masks_and_positions_count_tokens(batch, n, past, window, dtype, data):
     m = past + n
     kept = data.draw(st.one_of(st.none(), paddings(batch, m)))
     given = None if kept is None else kept.to(dtype)
-    positions = token_positions(n, past, given).expand(batch, n)
+    positions = _token_positions(n, past, given).expand(batch, n)
     mask = decoder_mask(n, m, window, given)
     if isinstance(mask, str):
         assert mask == "causal" and n > 1
@@ -384,19 +384,21 @@ def test_masks_and_positions_count_tokens(batch, n, past, window, dtype, data):
                 if row[at]:  # what padding sees is of no use
                     assert mask[b, 0, i, j].item() == (j <= at and row[j] and near)
     if kept is not None:
-        assert torch.equal(boolean_mask(given), kept)
+        assert torch.equal(_boolean_mask(given), kept)
 
 
 @drawn(configs(), st.integers(1, 3), st.integers(1, 4), st.integers(0, 4), st.booleans())
 def test_what_a_layer_finds_itself(config, batch, n, past, given):
     x = torch.zeros(batch, n, config.n_embd)
-    own = rotation(config, torch.arange(9)) if given and config.position == "rotary" else None
-    turn, mask = layer_inputs(config, x, own, "causal", past)
+    own = (
+        rope_cos_sin(config, torch.arange(9)) if given and config.position == "rotary" else None
+    )
+    rope, mask = layer_inputs(config, x, own, "causal", past)
     if config.position == "rotary":
-        wanted = own or rotation(config, torch.arange(past, past + n))
-        assert all(map(torch.equal, turn, wanted))
+        wanted = own or rope_cos_sin(config, torch.arange(past, past + n))
+        assert all(map(torch.equal, rope, wanted))
     else:
-        assert turn is None
+        assert rope is None
     wanted = decoder_mask(n, past + n, config.window)
     assert type(mask) is type(wanted)
     assert torch.equal(mask, wanted) if isinstance(mask, torch.Tensor) else mask == wanted
@@ -409,8 +411,8 @@ def test_rotations_are_those_of_the_equations(config, dtype, data):
     positions = torch.tensor(data.draw(st.lists(st.integers(0, 10**6), min_size=1, max_size=4)))
     angles = positions[:, None] * speeds(config)
     for found in (
-        rotation(config, positions, dtype),
-        [x[0, 0] for x in rotation(config, positions[None], dtype)],
+        rope_cos_sin(config, positions, dtype),
+        [x[0, 0] for x in rope_cos_sin(config, positions[None], dtype)],
     ):
         for ours, wanted in zip(found, (angles.cos(), angles.sin())):
             assert ours.dtype == dtype
@@ -442,7 +444,7 @@ def test_slower_frequencies_are_those_of_transformers(kind, factor, low, more, l
     )
     frequencies = 500.0 ** -(torch.arange(0, 32, 2, dtype=torch.float64) / 32)
     wanted, _ = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu")
-    found = frequencies * slowdown(frequencies, **settings)
+    found = frequencies * rope_scaling_factors(frequencies, **settings)
     torch.testing.assert_close(found.float(), wanted, rtol=1e-4, atol=0)
 
 
@@ -542,7 +544,7 @@ def test_tied_weights_are_one(config, assign):
     assert (model.lm_head.weight is model.wte.weight) == config.tied
     tokens = tokens_of(1, 4)
     close(model(tokens), other(tokens))
-    tie_weights(model)
+    _tie_weights(model)
     assert model.lm_head.weight is model.wte.weight
 
 
@@ -597,8 +599,8 @@ def published(draw):
 
 @drawn(published(), seeds)
 def test_models_of_transformers_in_other_shapes(theirs, seed):
-    config, weights = read_transformers(theirs)
-    assert config == config_of(theirs.config)
+    config, weights = _read_transformers(theirs)
+    assert config == config_from_transformers(theirs.config)
     ours, tokens = GPT.from_pretrained(theirs), tokens_of(2, 12, seed)
     assert all(torch.equal(x, weights[key]) for key, x in ours.state_dict().items())
     with torch.no_grad():
@@ -612,10 +614,10 @@ def test_entries_that_are_not_known(value, named):
     config = transformers.LlamaConfig(**HF, hidden_act="silu")
     config.hidden_act = value
     if value == "silu" or not named:
-        check_published(config, **({"hidden_act": ("silu", "relu")} if named else {}))
+        _check_published(config, **({"hidden_act": ("silu", "relu")} if named else {}))
     else:
         with pytest.raises(ValueError, match=r"hidden_act \(.*\) of llama must be one of"):
-            check_published(config, hidden_act=("silu", "relu"))
+            _check_published(config, hidden_act=("silu", "relu"))
 
 
 # --- prompts and settings ---------------------------------------------------------------------
@@ -655,10 +657,10 @@ def test_which_prompts_can_be_read(batch, n, past, new, eos_id, data):
     mask = data.draw(st.one_of(st.none(), paddings(batch, past + n)))
     fits = batch > 0 and n > 0 and past + n <= 8
     if fits:
-        check_prompt(tokens, mask, config, past)
+        _check_prompt(tokens, mask, config, past)
     else:
         with pytest.raises(ValueError, match="tokens of shape"):
-            check_prompt(tokens, mask, config, past)
+            _check_prompt(tokens, mask, config, past)
     own = None if mask is None else mask[:, past:]
     allowed = batch > 0 and n > 0 and new > 0 and n + new - 1 <= 8
     allowed = allowed and (eos_id is None or isinstance(eos_id, int) and 0 <= eos_id < VOCAB)
@@ -666,10 +668,10 @@ def test_which_prompts_can_be_read(batch, n, past, new, eos_id, data):
         for row in own.tolist():
             allowed = allowed and row[-1] and row == sorted(row)
     if allowed:
-        check_prompts(tokens, new, own, config, eos_id)
+        _check_prompts(tokens, new, own, config, eos_id)
     else:
         with pytest.raises(ValueError, match="must be|tokens of shape"):
-            check_prompts(tokens, new, own, config, eos_id)
+            _check_prompts(tokens, new, own, config, eos_id)
 
 
 @drawn(
@@ -804,38 +806,38 @@ def test_bits_are_from_as_many_tokens_before_as_promised(config, count, length, 
 
 ORACLES = {
     "GPTConfig": test_which_configurations_are_possible,
-    "check_config": test_which_configurations_are_possible,
-    "rotation": test_rotations_are_those_of_the_equations,
-    "slowdown": test_slower_frequencies_are_those_of_transformers,
-    "boolean_mask": test_masks_and_positions_count_tokens,
-    "token_positions": test_masks_and_positions_count_tokens,
+    "_check_config": test_which_configurations_are_possible,
+    "rope_cos_sin": test_rotations_are_those_of_the_equations,
+    "rope_scaling_factors": test_slower_frequencies_are_those_of_transformers,
+    "_boolean_mask": test_masks_and_positions_count_tokens,
+    "_token_positions": test_masks_and_positions_count_tokens,
     "decoder_mask": test_masks_and_positions_count_tokens,
-    "for_groups": test_masks_of_groups,
+    "_for_groups": test_masks_of_groups,
     "grouped_attention": test_groups_of_heads_are_repeated_keys,
     "layer_inputs": test_what_a_layer_finds_itself,
     "CausalSelfAttention": test_parts_alone_are_their_equations,
     "MLP": test_parts_alone_are_their_equations,
-    "make_norm": test_parts_alone_are_their_equations,
+    "_make_norm": test_parts_alone_are_their_equations,
     "Block": test_parts_alone_are_their_equations,
     "init_weights": test_weights_start_as_gpt2s_do,
-    "tie_weights": test_tied_weights_are_one,
-    "check_prompt": test_which_prompts_can_be_read,
-    "check_prompts": test_which_prompts_can_be_read,
+    "_tie_weights": test_tied_weights_are_one,
+    "_check_prompt": test_which_prompts_can_be_read,
+    "_check_prompts": test_which_prompts_can_be_read,
     "pad_left": test_prompts_with_padding_on_their_left,
     "min_p_filter": test_min_p_keeps_what_transformers_keeps,
     "next_token": test_tokens_are_those_that_transformers_draws,
-    "config_of": test_models_of_transformers_in_other_shapes,
-    "check_published": test_entries_that_are_not_known,
-    "read_transformers": test_models_of_transformers_in_other_shapes,
+    "config_from_transformers": test_models_of_transformers_in_other_shapes,
+    "_check_published": test_entries_that_are_not_known,
+    "_read_transformers": test_models_of_transformers_in_other_shapes,
     "GPT": test_any_configuration_is_its_equations,
     "text_batches": test_batches_are_pieces_of_the_text,
     "text_loss": test_the_loss_is_the_sum_of_surprises,
     "text_bits": test_bits_of_a_text,
 }
 NOT_HERE = {
-    "CHOICES": "a table of names",
-    "SCALINGS": "a table of names",
-    "OF_2019": "a table of settings",
+    "_CHOICES": "a table of names",
+    "_SCALINGS": "a table of names",
+    "GPT2_STYLE": "a table of settings",
     "LLAMA_3": "a table of settings",
     "LLAMA_31": "a table of settings",
     "QWEN": "a table of settings",
@@ -844,4 +846,4 @@ NOT_HERE = {
 
 
 def test_nothing_is_left_out():
-    assert set(gpt.__all__) == set(ORACLES) | set(NOT_HERE)
+    assert set(gpt.__all__) == {name for name in ORACLES | NOT_HERE if name[0] != "_"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnlib import inference
 from attnlib.gpt import GPT, GPTConfig
-from attnlib.inference import PackedConv, PackedLinear, optimize_for_inference
+from attnlib.inference import PackedLinear, _PackedConv, optimize_for_inference
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
 from attnlib.tnt import TNT
@@ -73,7 +73,7 @@ def test_packed_layers(data, lead, fan_in, fan_out, activation, dtype):
     with torch.no_grad():
         close(layer(x), wanted, dtype)
         close(copy.deepcopy(layer)(x), wanted, dtype)
-    assert inference.can_pack(dtype) is (layer.packed is not None)
+    assert inference._can_pack(dtype) is (layer.packed is not None)
 
 
 @drawn(
@@ -103,7 +103,7 @@ def test_packed_convolutions(data, batch, channels, groups, size, kernel, relu, 
         norm.to(dtype),
         normal((batch, channels * groups, *size), dtype, 3, data.draw(layouts)),
     )
-    packed = PackedConv(conv.eval(), norm, relu)
+    packed = _PackedConv(conv.eval(), norm, relu)
     with torch.no_grad():
         wanted = copy.deepcopy(norm).double()(copy.deepcopy(conv).double()(x.double()))
         close(packed(x), wanted.relu() if relu else wanted, dtype)
@@ -128,19 +128,19 @@ def test_attend(data, batch, n, m, dtype):
     s = s if mask is None else s.masked_fill(~mask, -torch.inf)
     empty = (s == -torch.inf).all(-1, keepdim=True)
     wanted = s.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0) @ v.double()
-    close(inference.attend(q, k, v, mask, bias, scale), wanted, dtype)
+    close(inference.fast_attention(q, k, v, mask, bias, scale), wanted, dtype)
 
 
 @drawn(st.integers(1, 3), st.integers(1, 5), dtypes, seeds)
 def test_inputs_that_do_not_fit_are_named(channels, other, dtype, seed):
     weight = torch.zeros(2, channels, dtype=dtype)
-    inference.check_packed(normal((2, channels), dtype), weight, channels, -1)
+    inference._check_packed(normal((2, channels), dtype), weight, channels, -1)
     if other != channels:
         with pytest.raises(TypeError, match=f"with {channels} channels in axis -1"):
-            inference.check_packed(normal((2, other), dtype), weight, channels, -1)
+            inference._check_packed(normal((2, other), dtype), weight, channels, -1)
     x = normal((channels,), dtype).requires_grad_()
     with pytest.raises(RuntimeError, match="requires a gradient"):
-        inference.check_packed(x, weight, channels, -1)
+        inference._check_packed(x, weight, channels, -1)
 
 
 @pytest.mark.parametrize("layout", ["strided", "expanded"])
@@ -292,44 +292,46 @@ MODELS = "inside of an optimized copy, above: tests/test_inference.py"
 ORACLES = {
     "PackedLinear": test_packed_layers,
     "pack": test_texts,
-    "can_pack": test_packed_layers,
+    "_can_pack": test_packed_layers,
     "FUNCTIONS": test_packed_layers,
-    "PackedConv": test_packed_convolutions,
-    "attend": test_attend,
-    "check_packed": test_inputs_that_do_not_fit_are_named,
+    "_PackedConv": test_packed_convolutions,
+    "fast_attention": test_attend,
+    "_check_packed": test_inputs_that_do_not_fit_are_named,
     "optimize_for_inference": test_images,
     "devices": test_images,
-    "no_maps": test_images,
+    "_refuse_maps": test_images,
     "forward_short": test_images,
-    "first_tokens": test_images,
+    "_first_tokens": test_images,
     "FastWindowAttention": test_images,
-    "FastSelfAttention": test_sentences,
-    "FastCrossAttention": test_sentences,
-    "pack_feed_forward": test_sentences,
-    "FastCausalAttention": test_texts,
-    "pack_gpt_mlp": test_texts,
-    "pack_mlp": test_images,
-    "pack_all": test_images,
-    "replace": test_images,
+    "_FastSelfAttention": test_sentences,
+    "_FastCrossAttention": test_sentences,
+    "_pack_feed_forward": test_sentences,
+    "_FastCausalAttention": test_texts,
+    "_pack_gpt_mlp": test_texts,
+    "_pack_mlp": test_images,
+    "_pack_all": test_images,
+    "replace_module": test_images,
 }
 NOT_HERE = {
-    "SMALL": "a constant",
-    "WHOLE": "a table of classes",
-    "EACH_TOKEN": "a table of classes",
-    "REPLACEMENTS": "a table of classes",
-    "NORMS": "a table of classes",
-    "PARTS": "a table of classes",
+    "_SMALL": "a constant",
+    "_WHOLE": "a table of classes",
+    "_EACH_TOKEN": "a table of classes",
+    "_REPLACEMENTS": "a table of classes",
+    "_NORMS": "a table of classes",
+    "_PARTS": "a table of classes",
     "packing_pays": "depends on the processor: tests/test_inference.py",
-    "FastBlock": MODELS,
+    "_FastBlock": MODELS,
     "FastResNet": MODELS,
-    "can_shorten": MODELS,
-    "can_replace": MODELS,
-    "can_pack_resnet": MODELS,
-    "has_global_hooks": MODELS,
+    "_can_shorten": MODELS,
+    "_can_replace": MODELS,
+    "_can_pack_resnet": MODELS,
+    "_has_global_hooks": MODELS,
     "fuse": "needs a GPU: tests/test_windows_fused.py",
 }
 
 
 def test_every_public_name_is_here_or_said_to_be_elsewhere():
     assert not ORACLES.keys() & NOT_HERE.keys()
-    assert set(inference.__all__) == ORACLES.keys() | NOT_HERE.keys()
+    assert set(inference.__all__) == {
+        name for name in ORACLES.keys() | NOT_HERE.keys() if name[0] != "_"
+    }

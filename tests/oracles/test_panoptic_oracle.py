@@ -61,7 +61,7 @@ def test_scenes(count, split, seed):
 def test_bounds(batch, count, size, seed, share):
     found = torch.rand(batch, count, *size, generator=torch.Generator().manual_seed(seed))
     mask = found < share
-    boxes = panoptic.bounds(mask)
+    boxes = panoptic.masks_to_boxes(mask)
     assert boxes.shape == (batch, count, 4) and boxes.dtype == torch.float32
     for own, box in zip(mask.flatten(0, 1), boxes.flatten(0, 1)):
         wanted = torch.zeros(4)
@@ -228,7 +228,7 @@ def test_confidence(batch, queries, dtype, seed, layout, threshold):
     if batch:
         logits = logits.clone()
         logits[0, 0, 1] = math.nan
-    found = panoptic.confident(logits, threshold)
+    found = panoptic.confident_queries(logits, threshold)
     assert found.dtype == torch.bool and found.shape == (batch, queries)
     for b in range(batch):
         for q in range(queries):
@@ -366,10 +366,10 @@ def test_mask_loss(counts, small, large, dtype, seed, num_boxes):
 )
 def test_bad_masks(target, message):
     with pytest.raises(ValueError, match=message):
-        panoptic.check_masks([target])
+        panoptic._check_masks([target])
     two = [dict(labels=[], masks=torch.zeros(0, n, 3)) for n in (2, 4)]
     with pytest.raises(ValueError, match=r"of the sizes \[\(2, 3\), \(4, 3\)\]"):
-        panoptic.check_masks(two)
+        panoptic._check_masks(two)
 
 
 # --- one map ----------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def test_merge(queries, small, size, dtype, seed, threshold, smallest, padded):
         mask[seed % 2 : 2 * small[0], : 2 * small[1] - seed % 2] = True
     things = {0, 1}
     arguments = logits, masks, things, size, threshold, smallest
-    segments, infos = panoptic.merge(*arguments, mask=mask)
+    segments, infos = panoptic.panoptic_postprocess(*arguments, mask=mask)
     owner, wanted = exact_merge(*arguments, mask)
     assert segments.dtype == torch.int64
     if owner is None:
@@ -433,7 +433,7 @@ def test_merge(queries, small, size, dtype, seed, threshold, smallest, padded):
         assert info["id"] == i and info["category_id"] == label
         assert info["isthing"] == (label in things) and info["area"] == area
         assert info["score"] == pytest.approx(score, abs=1e-6)
-    assert panoptic.check_segments("it", segments, infos).keys() == set(range(1, i + 1))
+    assert panoptic._check_segments("it", segments, infos).keys() == set(range(1, i + 1))
 
 
 @drawn(numbers, map_sizes(5), floats, seeds, st.booleans())
@@ -454,7 +454,7 @@ def test_padding_is_cut(n, small, dtype, seed, everything):
 def test_stuff_is_joined(n, size, dtype, seed):
     score, masks = normal((n,), dtype, seed).sigmoid(), normal((n, *size), dtype, seed)
     label = (normal((n,), seed=seed).abs() * 7).long() % 3
-    found = panoptic.join_stuff(score, label, masks, [0])
+    found = panoptic._join_stuff(score, label, masks, [0])
     rows = []
     for i, c in enumerate(label.tolist()):
         rows += [[i]] if c == 0 or c not in label[:i] else []
@@ -469,13 +469,13 @@ def test_stuff_is_joined(n, size, dtype, seed):
 
 def test_masks_that_were_not_asked_for():
     logits, masks = torch.zeros(2, 3), torch.zeros(2, 4, 5)
-    panoptic.check_merge(logits, masks, torch.tensor([True, False]))
+    panoptic._check_merge(logits, masks, torch.tensor([True, False]))
     masks[1] = -math.inf
-    panoptic.check_merge(logits, masks, torch.tensor([True, False]))
+    panoptic._check_merge(logits, masks, torch.tensor([True, False]))
     with pytest.raises(ValueError, match="masks of queries above the threshold are -inf"):
-        panoptic.check_merge(logits, masks, torch.tensor([True, True]))
+        panoptic._check_merge(logits, masks, torch.tensor([True, True]))
     with pytest.raises(ValueError, match=r"logits \(3,\) and masks \(2, 4, 5\) must be"):
-        panoptic.check_merge(logits[0], masks, torch.tensor([True, False]))
+        panoptic._check_merge(logits[0], masks, torch.tensor([True, False]))
 
 
 # --- its quality ------------------------------------------------------------------------------
@@ -563,7 +563,7 @@ def test_quality(count, size, data):
         predictions[i] = said, [info for info in infos if info["id"] in there]
     table = exact_quality(predictions, truths)
     if count == 1:
-        found = panoptic.match_segments(predictions[0], truths[0])
+        found = panoptic._match_segments(predictions[0], truths[0])
         found = {c: row for c, row in found.items() if any(row)}
         assert found.keys() == table.keys()
         assert all(found[c] == pytest.approx(row) for c, row in table.items())
@@ -603,7 +603,7 @@ ONES = torch.ones(2, 3).long()
 )
 def test_bad_segments(infos, message):
     with pytest.raises(ValueError, match=message):
-        panoptic.check_segments("truth", ONES, infos)
+        panoptic._check_segments("truth", ONES, infos)
     with pytest.raises(ValueError, match=message):
         panoptic.panoptic_quality([(ONES, [dict(id=1, category_id=0)])], [(ONES, infos)])
 
@@ -612,33 +612,34 @@ def test_bad_segments(infos, message):
 
 ORACLES = {
     "panoptic_scenes": test_scenes,
-    "bounds": test_bounds,
+    "masks_to_boxes": test_bounds,
     "label_maps": test_scenes,
     "small_panoptic": test_models_that_are_made,
     "AttentionMaps": test_attention_maps,
     "MaskHead": test_mask_head,
     "PanopticDETR": test_chosen_masks,
     "PanopticOutput": test_chosen_masks,
-    "confident": test_confidence,
+    "confident_queries": test_confidence,
     "matched_queries": test_queries_that_are_matched,
     "panoptic_detr": test_models_that_are_made,
     "dice_loss": test_dice,
     "focal_loss": test_focal,
     "mask_loss": test_mask_loss,
-    "check_masks": test_bad_masks,
-    "merge": test_merge,
+    "_check_masks": test_bad_masks,
+    "panoptic_postprocess": test_merge,
     "cut_padding": test_padding_is_cut,
-    "join_stuff": test_stuff_is_joined,
-    "check_merge": test_masks_that_were_not_asked_for,
+    "_join_stuff": test_stuff_is_joined,
+    "_check_merge": test_masks_that_were_not_asked_for,
     "overlaps": test_overlapping_pixels,
-    "match_segments": test_quality,
+    "_match_segments": test_quality,
     "panoptic_quality": test_quality,
     "quality": test_quality,
     "mean_quality": test_quality,
-    "check_segments": test_bad_segments,
+    "_check_segments": test_bad_segments,
 }
 NOT_HERE = {}
 
 
 def test_everything_has_an_oracle():
-    assert ORACLES.keys() | NOT_HERE.keys() == set(panoptic.__all__)
+    names = ORACLES.keys() | NOT_HERE.keys()
+    assert {name for name in names if name[0] != "_"} == set(panoptic.__all__)

@@ -22,10 +22,10 @@ from attnlib.scaling import (
     Cluster,
     GPTStage,
     Plan,
-    block_attention,
-    block_gradients,
-    block_weights,
-    possible_plans,
+    _block_attention,
+    _block_gradients,
+    _block_weights,
+    _possible_plans,
     ring_all_reduce,
     ring_attention,
     shard_sequence,
@@ -137,9 +137,9 @@ def test_what_goes_round_visits_every_rank(ranks, length):
 
     def visitors(rank):
         x = torch.full((length,), float(rank))
-        received, arrive = scaling.send_on(x)
+        received, arrive = scaling._send_on(x)
         arrive()
-        return received[0].item(), [y[0].item() for y in scaling.go_round(x)]
+        return received[0].item(), [y[0].item() for y in scaling._ring_iter(x)]
 
     for rank, (last, found) in enumerate(on_ranks(ranks, visitors)):
         assert last == (rank - 1) % ranks
@@ -186,7 +186,7 @@ def test_shards_of_several_lengths_are_named():
     def attend(rank):
         x = torch.randn(1, 2 + (rank == 1), 4)
         with pytest.raises(ValueError, match=r"rank 1 has q .*\(1, 3, 4\).* and rank 0"):
-            scaling.check_shards(x, x, x, False, None)
+            scaling._check_shards(x, x, x, False, None)
         return True
 
     assert all(on_ranks(3, attend))
@@ -205,7 +205,7 @@ def test_sequences_are_shared(ranks, each, balanced, dim, layout):
     shards = [shard_sequence(x, r, ranks, dim=dim, balanced=balanced) for r in range(ranks)]
     assert torch.equal(unshard_sequence(shards, dim=dim, balanced=balanced), x)
     for rank, shard in enumerate(shards):
-        chunks = scaling.chunks_of(rank, ranks, balanced)
+        chunks = scaling.sequence_chunks(rank, ranks, balanced)
         tokens = [c * each + i for c in chunks for i in range(each)]
         assert torch.equal(shard, x.index_select(dim, torch.tensor(tokens)))
         assert not balanced or sum(chunks) == 2 * ranks - 1  # the same work for all
@@ -215,11 +215,11 @@ def test_sequences_are_shared(ranks, each, balanced, dim, layout):
 def test_visits_join_what_may_meet(ranks, causal, balanced):
     chunks, met = ranks * (1 + balanced), []
     for rank in range(ranks):
-        steps = scaling.visits(rank, ranks, causal, balanced)
+        steps = scaling.ring_schedule(rank, ranks, causal, balanced)
         assert len(steps) == ranks
-        own = scaling.chunks_of(rank, ranks, balanced)
+        own = scaling.sequence_chunks(rank, ranks, balanced)
         for step, pairs in enumerate(steps):
-            theirs = scaling.chunks_of((rank - step) % ranks, ranks, balanced)
+            theirs = scaling.sequence_chunks((rank - step) % ranks, ranks, balanced)
             met += [(own[i], theirs[j], diagonal) for i, j, diagonal in pairs]
     pairs = itertools.product(range(chunks), repeat=2)
     assert sorted(met) == [(a, b, causal and a == b) for a, b in pairs if a >= b or not causal]
@@ -240,7 +240,7 @@ def test_rows_of_a_rank_are_whole_units(ranks, shares, width):
         if unit // shares[part] == rank
         for i in range(width)
     ]
-    assert scaling.rank_order(units, rows, ranks).tolist() == wanted
+    assert scaling._rank_order(units, rows, ranks).tolist() == wanted
 
 
 @drawn(st.data(), batches, st.integers(1, 5), st.integers(1, 5), st.booleans(), seeds)
@@ -252,15 +252,15 @@ def test_blocks_of_keys_add_up(data, batch, n, m, causal, seed):
         for i, s in enumerate(((batch, 2, n, 4), (2, m, 4), (2, m, 3)))
     )
     wanted, lse = direct(q, k, v, causal)
-    out, found = block_attention(q, k, v, causal)
+    out, found = _block_attention(q, k, v, causal)
     close(out.detach(), wanted.detach(), torch.float64)
     close(found.detach(), lse.detach(), torch.float64)
-    p, _ = block_weights(q, k, lse + 1, causal)  # of more keys: e times as much in all
+    p, _ = _block_weights(q, k, lse + 1, causal)  # of more keys: e times as much in all
     close(p.sum(-1).detach(), torch.full_like(lse, torch.e**-1).detach(), torch.float64)
     grad = normal(wanted.shape, seed=9)
     exact = torch.autograd.grad(wanted, (q, k, v), grad)
     with torch.no_grad():
-        made = block_gradients(q, k, v, wanted, lse, grad, causal)
+        made = _block_gradients(q, k, v, wanted, lse, grad, causal)
     for a, b in zip(made, exact, strict=True):
         assert a.shape == b.shape
         close(a, b, torch.float64)
@@ -322,7 +322,7 @@ def test_a_sleeper_changes_nothing(n, seed):
 def test_dropout_is_found(layer, attention, as_module):
     module = nn.Sequential(nn.Linear(1, 1), nn.Dropout(layer))
     module.attn_drop = nn.Dropout(attention) if as_module else attention
-    assert scaling.has_dropout(module) is (layer > 0 or attention > 0)
+    assert scaling._has_dropout(module) is (layer > 0 or attention > 0)
 
 
 # --- plans ------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def test_a_plan_by_its_formulas(
     work = batch * config.block_size * operations * (4 / 3 if recompute else 1)
     alone = work / (own.devices * cluster.flops * cluster.efficiency)
     alone *= depth * pipeline / config.n_layer  # all wait for the fullest stage
-    compute, share = scaling.compute_seconds(own, config, cluster, batch)
+    compute, share = scaling._compute_seconds(own, config, cluster, batch)
     assert (compute, share) == pytest.approx((alone, alone * attention / operations))
     parts = scaling.seconds_of(own, config, cluster, batch)
     assert parts["compute"] == compute and min(parts.values()) >= 0
@@ -410,7 +410,7 @@ def test_a_plan_by_its_formulas(
 def test_plans_that_are_possible(config, devices, node, batch):
     """They divide what they cut, and the shortest that fits is chosen."""
     cluster = Cluster(devices, node)
-    plans = list(possible_plans(config, cluster, batch))
+    plans = list(_possible_plans(config, cluster, batch))
     for own in plans:
         assert own.devices <= devices and own.tensor <= node
         assert batch % (own.data * own.micro) == 0
@@ -432,37 +432,37 @@ def test_plans_that_are_possible(config, devices, node, batch):
 
 ORACLES = {
     "ring_all_reduce": test_a_ring_sums,
-    "send_on": test_what_goes_round_visits_every_rank,
-    "go_round": test_what_goes_round_visits_every_rank,
+    "_send_on": test_what_goes_round_visits_every_rank,
+    "_ring_iter": test_what_goes_round_visits_every_rank,
     "ring_attention": test_ring_attention,
-    "check_shards": test_shards_of_several_lengths_are_named,
-    "chunks_of": test_sequences_are_shared,
+    "_check_shards": test_shards_of_several_lengths_are_named,
+    "sequence_chunks": test_sequences_are_shared,
     "shard_sequence": test_sequences_are_shared,
     "unshard_sequence": test_sequences_are_shared,
-    "visits": test_visits_join_what_may_meet,
-    "rank_order": test_rows_of_a_rank_are_whole_units,
-    "block_weights": test_blocks_of_keys_add_up,
-    "block_attention": test_blocks_of_keys_add_up,
-    "block_gradients": test_blocks_of_keys_add_up,
+    "ring_schedule": test_visits_join_what_may_meet,
+    "_rank_order": test_rows_of_a_rank_are_whole_units,
+    "_block_weights": test_blocks_of_keys_add_up,
+    "_block_attention": test_blocks_of_keys_add_up,
+    "_block_gradients": test_blocks_of_keys_add_up,
     "GPTStage": test_stages_one_after_the_other_are_the_model,
     "Sleeper": test_a_sleeper_changes_nothing,
-    "has_dropout": test_dropout_is_found,
+    "_has_dropout": test_dropout_is_found,
     "parameters_of": test_sizes_and_operations_are_those_of_the_model,
     "operations_of": test_sizes_and_operations_are_those_of_the_model,
     "activations_of": test_a_block_of_2019_keeps_32_numbers_a_channel,
     "Plan": test_a_plan_by_its_formulas,
     "memory_of": test_a_plan_by_its_formulas,
-    "compute_seconds": test_a_plan_by_its_formulas,
+    "_compute_seconds": test_a_plan_by_its_formulas,
     "seconds_of": test_a_plan_by_its_formulas,
-    "possible_plans": test_plans_that_are_possible,
+    "_possible_plans": test_plans_that_are_possible,
     "plan": test_plans_that_are_possible,
     "Cluster": test_plans_that_are_possible,
 }
 PROCESSES = "needs processes: tests/test_scaling.py"
 NOT_HERE = {
-    "CUTS": "a table, read by `tensor_parallel`",
-    "COUNTS": "names of attributes",
-    "join_group": PROCESSES,
+    "_SHARDED": "a table, read by `tensor_parallel`",
+    "_COUNTS": "names of attributes",
+    "_join_group": PROCESSES,
     "failure": PROCESSES,
     "Workers": PROCESSES,
     "wire_bytes": PROCESSES,
@@ -471,12 +471,12 @@ NOT_HERE = {
     "local": PROCESSES,
     "states_lesson": PROCESSES,
     "tensor_parallel": PROCESSES,
-    "LocalRows": PROCESSES,
-    "enter": PROCESSES,
-    "OwnRandomness": PROCESSES,
-    "summed": PROCESSES,
-    "cut_module": PROCESSES,
-    "cut_as_it_lies": PROCESSES,
+    "_LocalRows": PROCESSES,
+    "copy_to_group": PROCESSES,
+    "_OwnRandomness": PROCESSES,
+    "sum_gradient": PROCESSES,
+    "shard_module": PROCESSES,
+    "shard_contiguous": PROCESSES,
     "tensor_lesson": PROCESSES,
     "ring_lesson": PROCESSES,
     "nap_lesson": PROCESSES,
@@ -486,4 +486,6 @@ NOT_HERE = {
 
 def test_every_public_name_is_here_or_said_to_be_elsewhere():
     assert not ORACLES.keys() & NOT_HERE.keys()
-    assert set(scaling.__all__) == ORACLES.keys() | NOT_HERE.keys()
+    assert set(scaling.__all__) == {
+        name for name in ORACLES.keys() | NOT_HERE.keys() if name[0] != "_"
+    }

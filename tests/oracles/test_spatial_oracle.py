@@ -239,8 +239,8 @@ class Cache(SimpleNamespace):
 )
 def test_bad_captions(tokens, message):
     with pytest.raises(ValueError, match=message):
-        spatial.check_captions(tokens.long(), 2, 7, 0)
-    spatial.check_captions(torch.zeros(0, 3).long(), 0, 7, 0)  # a batch without captions
+        spatial._check_captions(tokens.long(), 2, 7, 0)
+    spatial._check_captions(torch.zeros(0, 3).long(), 0, 7, 0)  # a batch without captions
 
 
 @drawn(
@@ -569,10 +569,10 @@ def test_draw(batch, size, glimpse, steps, dtype, seed):
 def test_reduced_channels(channels, ratio, divisor):
     if int(channels * ratio + 0.5) < 1:
         with pytest.raises(ValueError, match=rf"leaves no channel of {channels}"):
-            spatial.reduced_channels(channels, ratio, divisor)
+            spatial._reduced_channels(channels, ratio, divisor)
         return
     wanted = make_divisible(channels * ratio, divisor, round_limit=0.0)
-    assert spatial.reduced_channels(channels, ratio, divisor) == wanted
+    assert spatial._reduced_channels(channels, ratio, divisor) == wanted
 
 
 def compare_gate(ours, theirs, x, dtype, seed):
@@ -632,7 +632,7 @@ def test_channels_and_places(
 @pytest.mark.parametrize("kernel_size", [2, 0, -1, 3.0])
 def test_kernels_without_a_middle(kernel_size):
     for make in (
-        lambda: spatial.check_odd(kernel_size),
+        lambda: spatial._check_odd(kernel_size),
         lambda: spatial.EfficientChannelAttention(kernel_size),
         lambda: spatial.ChannelSpatialAttention(16, kernel_size=kernel_size),
     ):
@@ -646,7 +646,7 @@ ORACLES = {
     "SoftAttention": test_soft_attention,
     "PlaceEncoder": test_place_encoder,
     "Captioner": test_captioner,
-    "check_captions": test_bad_captions,
+    "_check_captions": test_bad_captions,
     "caption_loss": test_caption_loss,
     "weight_on_objects": test_weight_on_objects,
     "HardAttention": test_hard_attention,
@@ -659,9 +659,9 @@ ORACLES = {
     "Drawing": test_draw,
     "Draw": test_draw,
     "draw_loss": test_draw,
-    "reduced_channels": test_reduced_channels,
+    "_reduced_channels": test_reduced_channels,
     "SqueezeExcite": test_squeeze_and_excite,
-    "check_odd": test_kernels_without_a_middle,
+    "_check_odd": test_kernels_without_a_middle,
     "EfficientChannelAttention": test_efficient_channel_attention,
     "ChannelSpatialAttention": test_channels_and_places,
 }
@@ -669,4 +669,5 @@ NOT_HERE = {}
 
 
 def test_everything_has_an_oracle():
-    assert ORACLES.keys() | NOT_HERE.keys() == set(spatial.__all__)
+    names = ORACLES.keys() | NOT_HERE.keys()
+    assert {name for name in names if name[0] != "_"} == set(spatial.__all__)

@@ -13,7 +13,7 @@ from draws import drawn, layouts, normal, seeds
 from hypothesis import strategies as st
 
 from attnlib import train
-from attnlib.train import epochs, fit, learning_rate, load_checkpoint, save_checkpoint
+from attnlib.train import fit, learning_rate, load_checkpoint, save_checkpoint, shuffled_batches
 
 pytestmark = pytest.mark.usefixtures("quiet")
 names = st.text("ab.", min_size=1, max_size=3)
@@ -52,7 +52,7 @@ def test_passes_show_rows_once(data, n, seed, layout):
     size = data.draw(st.integers(1, n))
     rows = torch.arange(n)
     x = normal((n, 2, 3), seed=seed, layout=layout)
-    batches = epochs(rows, x, batch_size=size, seed=seed)
+    batches = shuffled_batches(rows, x, batch_size=size, seed=seed)
     for epoch in range(2):
         steps = range(epoch * (n // size), (epoch + 1) * (n // size))
         shown = [batches(step) for step in reversed(steps)]  # in any order
@@ -68,7 +68,7 @@ def test_a_batch_has_a_number_of_rows(size):
     with pytest.raises(
         ValueError, match=rf"batch_size \({size}\) must be between 1 .* and an integer"
     ):
-        epochs(torch.zeros(3), batch_size=size)
+        shuffled_batches(torch.zeros(3), batch_size=size)
 
 
 @drawn(seeds, st.booleans())
@@ -170,7 +170,7 @@ networks = st.builds(Net, st.integers(1, 4), st.booleans(), st.booleans())
 )
 def test_each_parameter_is_in_one_group(model, weight_decay, scale):
     optimizer = train.adamw(model, 0.5, (0.9, 0.99), weight_decay, scale)
-    assert train.without_decay(nn.ModuleDict({"a": model})) == {"a.token"}
+    assert train._without_decay(nn.ModuleDict({"a": model})) == {"a.token"}
     found = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -186,7 +186,7 @@ def test_each_parameter_is_in_one_group(model, weight_decay, scale):
 
 
 @drawn(networks, st.data(), st.integers(1, 5), st.sampled_from((None, 0.05)), seeds)
-def test_fit_is_a_plain_loop(model, data, steps, clip, seed):
+def test_fit_is_a_plain_loop(model, data, steps, max_grad_norm, seed):
     """Losses, rates and weights, of float32 in the same order of operations."""
     warmup, every = data.draw(st.integers(0, steps)), data.draw(st.integers(1, 3))
     size, stop = data.draw(st.integers(1, 4)), data.draw(st.sampled_from((None, every)))
@@ -200,7 +200,7 @@ def test_fit_is_a_plain_loop(model, data, steps, clip, seed):
         not model.inner.weight.requires_grad,
     )
     plain.load_state_dict(model.state_dict())
-    batches = epochs(x, y, batch_size=size, seed=seed)
+    batches = shuffled_batches(x, y, batch_size=size, seed=seed)
 
     def loss_fn(model, batch):
         return (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
@@ -215,8 +215,8 @@ def test_fit_is_a_plain_loop(model, data, steps, clip, seed):
         steps=steps,
         lr=0.01,
         warmup=warmup,
-        clip=clip,
-        every=every,
+        max_grad_norm=max_grad_norm,
+        log_every=every,
         stop_after=stop,
         seed=seed,
         weight_decay=0.1,
@@ -242,8 +242,8 @@ def test_fit_is_a_plain_loop(model, data, steps, clip, seed):
         loss, terms = loss_fn(plain, batches(step))
         optimizer.zero_grad()
         (loss / terms).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), max_grad_norm)
         optimizer.step()
         total, count = total + loss.item(), count + terms
         if (step + 1) % every == 0 or step + 1 == steps:
@@ -259,7 +259,7 @@ def test_fit_is_a_plain_loop(model, data, steps, clip, seed):
 @drawn(networks, st.integers(1, 2), seeds)
 def test_states_are_the_weights_and_moments(model, steps, seed):
     """By the names of `training_state`, of which `resume` makes the same run."""
-    batches = epochs(normal((4, 3), torch.float32, seed), batch_size=2)
+    batches = shuffled_batches(normal((4, 3), torch.float32, seed), batch_size=2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"
         fit(
@@ -268,14 +268,14 @@ def test_states_are_the_weights_and_moments(model, steps, seed):
             batches,
             steps=steps,
             checkpoint=path,
-            every=1,
+            log_every=1,
         )
         tensors, state = load_checkpoint(path)
         optimizer = train.adamw(model, 1e-3, (0.9, 0.98), 0.01)
         optimizer.scaler = None
         step, history = train.resume(path, model, optimizer, state["settings"])
     assert step == steps == len(history)
-    again = train.training_state(model, optimizer)
+    again = train._training_state(model, optimizer)
     assert again.keys() == tensors.keys()
     assert all(torch.equal(x, tensors[name]) for name, x in again.items())
     for name, x in model.state_dict().items():
@@ -293,9 +293,9 @@ def test_a_run_does_not_stop_before_it_began():
         fit(
             nn.Linear(1, 1),
             lambda m, b: (m(b[0]).sum(), 1),
-            epochs(torch.ones(2, 1), batch_size=1),
+            shuffled_batches(torch.ones(2, 1), batch_size=1),
             steps=4,
-            every=2,
+            log_every=2,
             stop_after=-2,
         )
 
@@ -345,16 +345,16 @@ def test_records_are_found_by_name():
 
 ORACLES = {
     "learning_rate": test_rates,
-    "epochs": test_passes_show_rows_once,
+    "shuffled_batches": test_passes_show_rows_once,
     "seeded": test_seeds_hold_inside,
     "save_checkpoint": test_checkpoints_come_back,
     "load_checkpoint": test_checkpoints_come_back,
-    "without_decay": test_each_parameter_is_in_one_group,
+    "_without_decay": test_each_parameter_is_in_one_group,
     "adamw": test_each_parameter_is_in_one_group,
     "fit": test_fit_is_a_plain_loop,
     "train_step": test_fit_is_a_plain_loop,
     "prepare": test_fit_is_a_plain_loop,
-    "training_state": test_states_are_the_weights_and_moments,
+    "_training_state": test_states_are_the_weights_and_moments,
     "resume": test_states_are_the_weights_and_moments,
     "memory_levels": test_memory_is_what_lives_together,
     "peak_memory": test_memory_is_what_lives_together,
@@ -367,12 +367,14 @@ NOT_HERE = {
     "frozen_in_evaluation": "part of fit and fine_tune; tests/test_world.py",
     "modes_restored": "part of fit and fine_tune; tests/test_world.py",
     "shard_blocks": "needs processes: tests/test_train_parallel.py",
-    "share_buffers": "needs processes: tests/test_train_parallel.py",
-    "save_shards": "needs processes: tests/test_train_parallel.py",
+    "_share_buffers": "needs processes: tests/test_train_parallel.py",
+    "_save_shards": "needs processes: tests/test_train_parallel.py",
     "print_speed": "prints: tests/test_train.py",
 }
 
 
 def test_every_public_name_is_here_or_said_to_be_elsewhere():
     assert not ORACLES.keys() & NOT_HERE.keys()
-    assert set(train.__all__) == ORACLES.keys() | NOT_HERE.keys()
+    assert set(train.__all__) == {
+        name for name in ORACLES.keys() | NOT_HERE.keys() if name[0] != "_"
+    }

@@ -14,7 +14,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from attnlib import transformer
 from attnlib.decoding import KVCache
 from attnlib.transformer import (
-    ACTIVATIONS,
+    _ACTIVATIONS,
     POSITIONS,
     Decoder,
     DecoderLayer,
@@ -22,15 +22,15 @@ from attnlib.transformer import (
     EncoderLayer,
     Positions,
     Transformer,
-    check_padding,
-    check_rows,
-    check_settings,
+    _check_padding,
+    _check_rows,
+    _check_settings,
+    _layer_from_torch,
     check_tied,
     check_tokens,
     evaluation,
     from_torch,
     label_smoothing_loss,
-    layer_from_torch,
 )
 
 torch.set_num_threads(1)
@@ -100,11 +100,11 @@ def attended(x, y, part, mask=None, bias=None):
 
 
 def activated(x, activation):
-    if activation is ACTIVATIONS["relu"]:
+    if activation is _ACTIVATIONS["relu"]:
         return x.clamp(min=0)
-    if activation is ACTIVATIONS["gelu"]:
+    if activation is _ACTIVATIONS["gelu"]:
         return x * (1 + torch.erf(x / 2**0.5)) / 2
-    if activation is ACTIVATIONS["silu"]:
+    if activation is _ACTIVATIONS["silu"]:
         return x / (1 + (-x).exp())
     return x.tanh()
 
@@ -198,7 +198,7 @@ def models(draw):
         num_decoder_layers=draw(st.integers(0, 2)),
         dim_feedforward=draw(st.integers(1, 5)),
         dropout=0.0,
-        activation=draw(st.sampled_from((*ACTIVATIONS, torch.tanh))),
+        activation=draw(st.sampled_from((*_ACTIVATIONS, torch.tanh))),
         norm_first=draw(st.booleans()),
         final_norm=draw(st.sampled_from((None, True, False))),
         max_length=16,
@@ -271,7 +271,7 @@ def test_narrow_numbers_are_near_the_equations(options, lengths, dtype, autocast
 LAYER = st.tuples(
     st.sampled_from(((2, 1), (4, 2), (6, 3))),
     st.integers(1, 5),
-    st.sampled_from((*ACTIVATIONS, torch.tanh)),
+    st.sampled_from((*_ACTIVATIONS, torch.tanh)),
     st.booleans(),
     st.booleans(),
 )
@@ -367,7 +367,7 @@ def torch_layers(draw):
 def test_layers_of_torch(options, decodes, n, m, data):
     kind = nn.TransformerDecoderLayer if decodes else nn.TransformerEncoderLayer
     theirs = shaken(kind(**options), data.draw(seeds))
-    ours = layer_from_torch(theirs).eval()
+    ours = _layer_from_torch(theirs).eval()
     x, memory = (normal((2, k, options["d_model"]), seed=k) for k in (n, m))
     mask = data.draw(masks((2, options["nhead"], n, n)))
     mask = mask.broadcast_to(2, options["nhead"], n, n) | torch.eye(n, dtype=torch.bool)
@@ -538,9 +538,9 @@ def test_which_tokens_can_be_read(rows, dtype, offset, pad_id):
         row[i] != pad_id or row[i + 1] == pad_id for row in rows for i in range(longest - 1)
     )
     if rows:
-        assert passes(lambda: check_padding("src", tokens, pad_id), ValueError) == behind
+        assert passes(lambda: _check_padding("src", tokens, pad_id), ValueError) == behind
     memory = torch.zeros(2, 1, 3)
-    assert passes(lambda: check_rows(tokens, memory), ValueError) == (len(rows) == 2)
+    assert passes(lambda: _check_rows(tokens, memory), ValueError) == (len(rows) == 2)
 
 
 @drawn(
@@ -553,7 +553,7 @@ def test_which_settings_are_possible(pad_id, dropout, vocab, layers):
     allowed = 0 <= pad_id < vocab and type(layers) is int and layers >= 0
     allowed = allowed and 0 <= dropout < 1
     found = passes(
-        lambda: check_settings(pad_id, dropout, dict(v=vocab), dict(n=layers)), ValueError
+        lambda: _check_settings(pad_id, dropout, dict(v=vocab), dict(n=layers)), ValueError
     )
     assert found == allowed
     options = dict(dropout=dropout, pad_id=pad_id)
@@ -588,25 +588,25 @@ ORACLES = {
     "Encoder": test_layers_are_their_equations,
     "Decoder": test_layers_are_their_equations,
     "Positions": test_schemes_of_positions,
-    "check_settings": test_which_settings_are_possible,
+    "_check_settings": test_which_settings_are_possible,
     "check_tokens": test_which_tokens_can_be_read,
     "check_tied": test_a_tied_parameter_has_one_tensor,
-    "check_rows": test_which_tokens_can_be_read,
-    "check_padding": test_which_tokens_can_be_read,
+    "_check_rows": test_which_tokens_can_be_read,
+    "_check_padding": test_which_tokens_can_be_read,
     "evaluation": test_modes_come_back,
     "Transformer": test_any_transformer_is_its_equations,
     "label_smoothing_loss": test_the_smoothed_loss_is_its_formula,
-    "layer_from_torch": test_layers_of_torch,
+    "_layer_from_torch": test_layers_of_torch,
     "from_torch": test_transformers_of_torch,
 }
 NOT_HERE = {
     "can_read": "says whether check_tokens may look; tests/test_transformations.py",
     "tie": "part of tie_embeddings; tests/test_transformations.py",
-    "tie_embeddings": "runs after each load; tests/test_transformations.py",
-    "ACTIVATIONS": "a table of functions, each in the equations above",
+    "_tie_embeddings": "runs after each load; tests/test_transformations.py",
+    "_ACTIVATIONS": "a table of functions, each in the equations above",
     "POSITIONS": "a table of names, each in the equations above",
 }
 
 
 def test_nothing_is_left_out():
-    assert set(transformer.__all__) == set(ORACLES) | set(NOT_HERE)
+    assert set(transformer.__all__) == {name for name in ORACLES | NOT_HERE if name[0] != "_"}

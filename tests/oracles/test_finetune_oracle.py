@@ -10,21 +10,21 @@ from hypothesis import example
 from hypothesis import strategies as st
 from timm.optim._param_groups import param_groups_layer_decay
 
-from attnlib import practice as module
-from attnlib.models import data_config
-from attnlib.practice import (
-    check_pixels,
+from attnlib import finetune as module
+from attnlib.finetune import (
+    _check_pixels,
     fine_tune,
     gradient_map,
-    hide,
     layer_numbers,
     layer_scales,
+    mask_patches,
     mixup,
     moving_average,
+    normalize_for,
     occlusion_map,
-    prepared,
     rollout_map,
 )
+from attnlib.models import data_config
 from helpers import BACKBONES, build, close, pair
 
 # --- explanations -----------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def test_hidden_patches_are_zero_and_others_stay(
     x = normal((batch, 2, grid[0] * patch, grid[1] * patch), dtype, seed, layout)
     rows = torch.stack([normal((n,), seed=seed + i).argsort() for i in range(batch + 1)])
     rows = rows[:batch, : min(count, n)]
-    found = hide(x, rows, patch)
+    found = mask_patches(x, rows, patch)
     wanted = x.clone()
     for image, numbers in zip(wanted, rows.tolist(), strict=True):
         for number in numbers:
@@ -187,7 +187,7 @@ def test_fine_tuning_is_these_steps(steps, decay, seed):
     images, labels = normal((3, 1, 2, 2), seed=seed), torch.arange(3)
     averaged, history = fine_tune(
         model, images, labels, steps=steps, lr=0.1, decay=decay, batch_size=3, average=0.7,
-        evaluate=lambda m: m.head.weight.detach().clone(), every=1,
+        evaluate=lambda m: m.head.weight.detach().clone(), log_every=1,
     )  # fmt: skip
     groups = [dict(params=[weight], weight_decay=0.05), dict(params=[bias], weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.98))
@@ -221,13 +221,13 @@ def test_pixels_are_from_black_to_white(value, dtype, seed):
     x = normal((2, 3, 4, 5), dtype, seed).sigmoid()
     x[1, 2, 3, seed % 5] = value
     if -0.5 <= value <= 1.5:
-        check_pixels("these", x)
+        _check_pixels("these", x)
     else:
         with pytest.raises(ValueError, match="these has values"):
-            check_pixels("these", x)
+            _check_pixels("these", x)
     for other in (torch.uint8, torch.int64, torch.bool):
         with pytest.raises(TypeError, match="these of dtype"):
-            check_pixels("these", x.nan_to_num(0, 1).to(other))
+            _check_pixels("these", x.nan_to_num(0, 1).to(other))
 
 
 names = st.sampled_from(("deit_tiny_patch16_224", "vit_collages", "swin_collages"))
@@ -250,7 +250,7 @@ def test_images_are_scaled_and_standardized(name, size, img_size, batch, dtype, 
     wanted = F.interpolate(
         images.double(), target, mode=config["interpolation"], antialias=True
     )
-    found = prepared(images, name, img_size)
+    found = normalize_for(images, name, img_size)
     assert found.dtype == dtype and found.shape == (batch, 3, *target)
     # a place among 60 pixels is rounded like 60, in float32 at least
     limit = max(tolerance(dtype), 60 * tolerance(torch.promote_types(dtype, torch.float32)))
@@ -261,7 +261,7 @@ def test_images_are_scaled_and_standardized(name, size, img_size, batch, dtype, 
 
 
 ORACLES = {
-    "hide": test_hidden_patches_are_zero_and_others_stay,
+    "mask_patches": test_hidden_patches_are_zero_and_others_stay,
     "rollout_map": test_a_rollout_is_that_of_the_maps,
     "gradient_map": test_slopes_are_summed_over_patches,
     "occlusion_map": test_the_largest_logit_falls_by_the_difference,
@@ -270,16 +270,17 @@ ORACLES = {
     "mixup": test_images_and_targets_are_blended_alike,
     "moving_average": test_an_average_follows_the_recurrence,
     "fine_tune": test_fine_tuning_is_these_steps,
-    "check_pixels": test_pixels_are_from_black_to_white,
-    "prepared": test_images_are_scaled_and_standardized,
+    "_check_pixels": test_pixels_are_from_black_to_white,
+    "normalize_for": test_images_are_scaled_and_standardized,
 }
 NOT_HERE = {
-    "fold_normalization": "tested in test_practice.py",
-    "check_folding": "part of fold_normalization",
-    "folded_config": "part of fold_normalization",
-    "transfer": "an experiment of create_model and fine_tune, tested in test_practice.py",
+    "fold_normalization": "tested in test_finetune.py",
+    "_check_folding": "part of fold_normalization",
+    "_folded_config": "part of fold_normalization",
+    "transfer": "an experiment of create_model and fine_tune, tested in test_finetune.py",
 }
 
 
 def test_every_public_name_is_tested_here_or_has_a_reason():
-    assert ORACLES.keys() | NOT_HERE.keys() == set(module.__all__)
+    names = ORACLES.keys() | NOT_HERE.keys()
+    assert {name for name in names if name[0] != "_"} == set(module.__all__)

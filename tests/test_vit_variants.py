@@ -13,14 +13,14 @@ from torch import nn
 
 from attnlib.inference import optimize_for_inference
 from attnlib.models import create_model, list_models
-from attnlib.modern import (
+from attnlib.vit import Attention, Mlp, PatchEmbed, VisionTransformer
+from attnlib.vit_variants import (
     QuickGELU,
     RotaryAttention,
     SwiGLU,
     apply_rotary_2d,
     use_rotary,
 )
-from attnlib.vit import Attention, Mlp, PatchEmbed, VisionTransformer
 from helpers import build, close, images
 
 GATED = dict(mlp_layer=SwiGLU), dict(mlp_layer=SwiGLUPacked, act_layer=nn.SiLU)

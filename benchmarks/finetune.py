@@ -1,4 +1,4 @@
-"""What was run for 36_practice: `python -m benchmarks.practice COMMAND --out FOLDER`.
+"""What was run for 36_finetune: `python -m benchmarks.finetune COMMAND --out FOLDER`.
 
     finetune  fine-tune with few labels
     sizes     measure speed and memory of the backbones in one setting
@@ -20,8 +20,8 @@ from attnlib import (  # noqa: F401  they register their models
     vit,
 )
 from attnlib.data import describe_scenes, draw_scenes
+from attnlib.finetune import fine_tune
 from attnlib.models import create_model
-from attnlib.practice import fine_tune
 from attnlib.train import write_record
 from benchmarks.runner import (
     Commands,
@@ -98,7 +98,7 @@ class FineTuning(Runs):
             averaged, curve = fine_tune(
                 model,
                 *shapes(labels, 100 + seed),
-                **dict(steps=steps, lr=lr, seed=seed, every=max(1, steps // 4)),
+                **dict(steps=steps, lr=lr, seed=seed, log_every=max(1, steps // 4)),
                 **options,
                 evaluate=lambda model: accuracy(model, self.valid),
             )

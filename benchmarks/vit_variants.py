@@ -1,4 +1,4 @@
-"""What was run for 35_modern: `python -m benchmarks.modern COMMAND --out FOLDER`.
+"""What was run for 35_vit_variants: `python -m benchmarks.vit_variants COMMAND --out FOLDER`.
 
     options  compare a small ViT on scanned digits, plain and with each option
     rates    raise the learning rate until training fails, with and without query-key norm
@@ -15,8 +15,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attnlib.data import digits
-from attnlib.modern import SwiGLU, use_rotary
 from attnlib.vit import VisionTransformer
+from attnlib.vit_variants import SwiGLU, use_rotary
 from benchmarks.runner import Commands, logistic_regression
 
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=48, depth=4)
