@@ -364,9 +364,10 @@ def former_module(module, name):
     new_module = MODULES[module]
     if name.startswith("__"):
         raise AttributeError(f"module 'attnlib.{module}' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"attnlib.{new_module}"), name)
     warnings.warn(f"attnlib.{module} is called attnlib.{new_module} since version 0.3",
                   DeprecationWarning, stacklevel=3)
-    return getattr(importlib.import_module(f"attnlib.{new_module}"), name)
+    return found
 
 
 def former_arguments(**names):

@@ -105,6 +105,30 @@ def library(root=ROOT):
     return "\n".join([*lines, ":::"]) + "\n"
 
 
+def former_names(root=ROOT):
+    """The tables of renamed and removed names for migration.md."""
+    tree = ast.parse((root / "attnlib" / "_renamed.py").read_text(encoding="utf-8"))
+    tables = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            tables[node.targets[0].id] = ast.literal_eval(node.value)
+    lines = ["| former name | name since version 0.3 |", "|---|---|"]
+    for former, module in sorted(tables["MODULES"].items()):
+        lines.append(f"| `attnlib.{former}` (module) | `attnlib.{module}` |")
+    private = []
+    for module, names in sorted(tables["RENAMED"].items()):
+        for former, name in sorted(names.items()):
+            if name.startswith("_"):
+                private.append(f"`{module}.{former}`")
+            else:
+                lines.append(f"| `{module}.{former}` | `{module}.{name}` |")
+    lines += ["", "| removed name | instead |", "|---|---|"]
+    for module, names in sorted(tables["MOVED"].items()):
+        lines += [f"| `{module}.{name}` | {where} |" for name, where in sorted(names.items())]
+    lines += ["", "These names are private now, with an underscore before the name: "]
+    return "\n".join(lines) + ", ".join(private) + ".\n"
+
+
 def readme(root=ROOT):
     """The README's table."""
     lines = ["| chapter | module | what it holds |", "|---|---|---|"]
@@ -157,14 +181,14 @@ def write_pages(app, config):
 
 def fill_in(app, docname, source):
     """Put the chapters where a page asks for them."""
-    lists = {"book/index": first_page, f"{API}/index": library}
+    lists = {"book/index": first_page, f"{API}/index": library, "book/migration": former_names}
     if docname in lists:
         source[0] = source[0].replace(HERE, lists[docname](Path(app.srcdir)))
 
 
 def read_again(app, env, added, changed, removed):
-    """The pages that list chapters: a notebook may have another title."""
-    return {"book/index", f"{API}/index"}
+    """The pages that are filled in: a notebook may have another title."""
+    return {"book/index", f"{API}/index", "book/migration"}
 
 
 # --- from the reference to the chapters, and back ---------------------------------------------
