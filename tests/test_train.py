@@ -365,7 +365,7 @@ def test_evaluation_sees_the_model_in_evaluation_mode():
         ),
         (
             dict(steps=50, log_every=10, stop_after=15),
-            r"stop_after \(15\) must be a multiple of every \(10\)",
+            r"stop_after \(15\) must be a multiple of log_every \(10\)",
         ),
     ],
 )
