@@ -1789,27 +1789,63 @@ SPARED = {  # arguments without another value here, and why
 NOT_YET = set(  # functions whose arguments have no other values here yet
     """
     attention.active_backend
-    backbone.is_plain backbone.is_unchanged
-            cost.Operator cost.Probe     cost.TrainingMemory
-    data.cifar data.flickr8k data.multi30k
-    detr.Features detr.Output
-    flash.compile_for flash.compile_kernel flash.launch flash.product_precision flash.refusal
+    backbone.is_plain
+    backbone.is_unchanged
+    cost.Operator
+    cost.Probe
+    cost.TrainingMemory
+    data.cifar
+    data.flickr8k
+    data.multi30k
+    detr.Features
+    detr.Output
+    flash.compile_for
+    flash.compile_kernel
+    flash.launch
+    flash.product_precision
+    flash.refusal
     flash.triton_mode
-    inference.FastResNet inference.fuse inference.packing_pays
+    inference.FastResNet
+    inference.fuse
+    inference.packing_pays
     models.fetch_weights
     panoptic.PanopticOutput
     plot.show
     recipes.train_processes
-    scaling.Sleeper scaling.Workers scaling.bytes_sent     scaling.shard_contiguous scaling.shard_module scaling.copy_to_group     scaling.nap_lesson scaling.reduce_lesson scaling.ring_all_reduce
-    scaling.ring_attention scaling.ring_lesson scaling.stage_lesson
-    scaling.states_lesson scaling.sum_gradient scaling.tensor_lesson scaling.tensor_parallel
+    scaling.Sleeper
+    scaling.Workers
+    scaling.bytes_sent
+    scaling.copy_to_group
+    scaling.nap_lesson
+    scaling.reduce_lesson
+    scaling.ring_all_reduce
+    scaling.ring_attention
+    scaling.ring_lesson
+    scaling.shard_contiguous
+    scaling.shard_module
+    scaling.stage_lesson
+    scaling.states_lesson
+    scaling.sum_gradient
+    scaling.tensor_lesson
+    scaling.tensor_parallel
     spatial.Drawing
     swin.WindowLayout
-        train.shuffled_batches train.load_checkpoint train.machine train.prepare train.print_speed
-    train.resume train.save_checkpoint train.shard_blocks
-    train.train_step train.write_record
-    transformer.tie     translation.from_marian translation.length_run
-    translation.load_marian translation.multi30k_run
+    train.load_checkpoint
+    train.machine
+    train.prepare
+    train.print_speed
+    train.resume
+    train.save_checkpoint
+    train.shard_blocks
+    train.shuffled_batches
+    train.train_step
+    train.write_record
+    transformer.tie
+    translation.from_marian
+    translation.length_run
+    translation.load_marian
+    translation.multi30k_run
     translation.number_run
-    windows.compile_for     """.split()
+    windows.compile_for
+    """.split()
 )
