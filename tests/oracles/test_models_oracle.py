@@ -273,6 +273,7 @@ ORACLES = {
 NOT_HERE = {
     "MODELS": "the registry",
     "WEIGHT_FILES": "names of files",
+    "NoClassifier": "names of models: tests/test_types.py",
     "FIRST_LAYER": "a pattern of names",
     "CLASSIFIER": "a pattern of names",
     "fetch_weights": "downloads: tests/test_models.py",
