@@ -6,7 +6,7 @@
 __all__ = ['BACKENDS', 'masked_softmax', 'causal_mask', 'padding_mask', 'broadcasts', 'check_fits', 'AdditiveAttention',
            'check_attention', 'combined_bias', 'attention_weights', 'reference', 'narrow_bias', 'sdpa',
            'float32_products', 'cpu_flags', 'has_amx', 'fastest_backend', 'current_backend', 'register_backend',
-           'active_backend', 'attention_backend', 'attention', 'MapRecorder', 'record_attention', 'SameBackend',
+           'attention_backend', 'attention', 'MapRecorder', 'record_attention', 'SameBackend',
            'checkpoint_contexts', 'SameTensors', 'checkpoint_block']
 
 # %% ../nbs/10_attention.ipynb #imports
@@ -446,7 +446,7 @@ def fastest_backend(q, k, bias=None, dropout_p=0.0):
     return "sdpa"
 
 # %% ../nbs/10_attention.ipynb #backend
-BACKENDS = {("attention", "reference"): reference, ("attention", "sdpa"): sdpa}
+BACKENDS = {"reference": reference, "sdpa": sdpa}
 _local = threading.local()  # `backend` is the name of a backend, or a function
 
 
@@ -461,28 +461,17 @@ def current_backend():
     return getattr(_local, "backend", "auto")
 
 
-def register_backend(name, function, operation="attention"):
-    """Let ``attention_backend(name)`` compute an operation by a function.
+def register_backend(name, function):
+    """Let ``attention_backend(name)`` compute attention by a function.
 
     Parameters
     ----------
     name : str
     function : callable
-        For "attention" called as ``function(q, k, v, mask, bias, scale, dropout_p)``, with all
-        leading axes in q; what another operation is called with, its own module says.
-    operation : str
+        Called as ``function(q, k, v, mask, bias, scale, dropout_p)``, with all leading axes in
+        q.
     """
-    BACKENDS[operation, name] = function
-
-
-def active_backend(operation):
-    """What the backend in force has registered for an `operation`, or None.
-
-    Returns
-    -------
-    callable or None
-    """
-    return BACKENDS.get((operation, current_backend()))
+    BACKENDS[name] = function
 
 
 @contextmanager
@@ -497,8 +486,8 @@ def attention_backend(name):
     ----------
     name : {"auto", "reference", "sdpa", "triton"}, or another that is registered, or a function
         "reference" is the equation as written, "sdpa" PyTorch's fused kernels, "triton" the
-        kernels of `attnlib.flash` and `attnlib.windows` where they can serve, "auto" what was
-        measured fastest. A function is called like one that is registered.
+        kernels of `attnlib.flash` where they can serve, "auto" what was measured fastest. A
+        function is called like one that is registered.
 
     Raises
     ------
@@ -507,12 +496,9 @@ def attention_backend(name):
     ImportError
         If "triton" is asked for and the package is missing.
     """
-    if name == "triton":  # its modules register themselves
-        for operation, module in (("attention", "flash"), ("window_attention", "windows")):
-            if (operation, name) not in BACKENDS:
-                import_module(f"attnlib.{module}")
-    registered = [own for operation, own in BACKENDS if operation == "attention"]
-    names = ["auto", *registered]
+    if name == "triton" and name not in BACKENDS:
+        import_module("attnlib.flash")  # which registers it
+    names = ["auto", *BACKENDS]
     if not callable(name) and name not in names:
         raise ValueError(f"name ({name!r}) must be one of {', '.join(map(repr, names))}")
     previous = current_backend()
@@ -563,7 +549,7 @@ def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):
     backend = current_backend()
     if backend == "auto":
         backend = fastest_backend(q, k, bias, dropout_p)
-    function = backend if callable(backend) else BACKENDS["attention", backend]
+    function = backend if callable(backend) else BACKENDS[backend]
     return function(q, k, v, mask, bias, scale, dropout_p)
 
 # %% ../nbs/10_attention.ipynb #record

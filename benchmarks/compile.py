@@ -40,7 +40,6 @@ def flash_call(device, shape, kind, step):
 
 
 def windows_call(device, name, stage, shifted, kind, batch, options):
-    windows.register()
     calls, shape = windows.ways(name, stage, shifted, options, device, torch.bfloat16)
     x = torch.randn(batch, *shape, device=device, dtype=torch.bfloat16)
     x.requires_grad_(kind != "forward")
@@ -53,6 +52,8 @@ def model_call(device, name, library, kind, batch, options):
     size = vision.image_size(found[timing.OURS])
     dtype = torch.bfloat16
     model = found["timm" if library == "timm" else timing.OURS].to(device)
+    if library == timing.OPTIMIZED:
+        model = vision.with_kernels(model)
     images = itertools.repeat(torch.randn(batch, 3, size, size, device=device))
     if kind == "forward":
         call = vision.forward(torch.compile(model.to(dtype).eval()), images, dtype)
