@@ -1119,7 +1119,8 @@ def fuse_swin(model, trainable=False):
         be called under `torch.no_grad`. Training mode, `load_state_dict` and `attention_maps`
         are refused. The blocks of a Swin are five kernels each; in a Swin V2, and in a copy
         that is trainable, window attention alone is a kernel, by `fuse_attention`. A trainable
-        copy has the model's mode, and its very parameters: to train one is to train both.
+        copy has the model's mode, and its very parameters: what trains or converts them in one
+        does so in both.
 
     Raises
     ------

@@ -1776,7 +1776,6 @@ SPARED = {  # arguments without another value here, and why
 }
 NOT_YET = set(  # functions whose arguments have no other values here yet
     """
-    attention.active_backend
     backbone.is_plain backbone.is_unchanged
     beit.gather_rows
     cli.beside_timm cli.print_times

@@ -280,10 +280,19 @@ SECOND |= {
         WINDOWS | dict(qkv=numbers(1, 3, 3, 24), layout=swin.window_layout((3, 3), (2, 2))),
         dict(pad=numbers(24)),
     ),
-    "windows.window_backend": Row(
-        WINDOWS,
-        WINDOWS_OTHERS | dict(dropout_p=0.5),
-        lambda found: "not" if found is NotImplemented else found,
+    "windows.uses_kernel": Row(
+        dict(layer=windows.FusedWindowAttention(8, 1, 2, attn_drop=0.5).eval()),
+        dict(layer=windows.FusedWindowAttention(8, 1, 2, attn_drop=0.5)),
+    ),
+    "windows.fuse_attention": Row(
+        dict(layer=seeded(swin.WindowAttention, 12, 3, 2)),
+        dict(layer=seeded(swinv2.WindowAttentionV2, 12, 3, 2)),
+        frozen(MAP[:1, :4, :4]),
+    ),
+    "windows.sharing_copy": Row(
+        dict(module=seeded(nn.Linear, 12, 6)),
+        dict(module=seeded(nn.Linear, 12, 6, seed=1)),
+        frozen(MAP),
     ),
     "windows.fused_linear": Row(
         dict(x=TOKENS, layer=seeded(nn.Linear, 12, 6).requires_grad_(False)),
@@ -313,8 +322,8 @@ SECOND |= {
     ),
     "windows.fuse_swin": Row(
         dict(model=seeded(swin.SwinTransformer, **SMALL_SWIN)),
-        dict(model=seeded(swin.SwinTransformer, **SMALL_SWIN, seed=1)),
-        frozen(image(16)[:1]),
+        dict(model=seeded(swin.SwinTransformer, **SMALL_SWIN, seed=1), trainable=True),
+        lambda model: [type(model.blocks[0]).__name__, frozen(image(16)[:1])(model)],
     ),
 }
 
@@ -1187,6 +1196,6 @@ ON_CPU = set(  # kernels that are interpreted without a GPU, and runs that a GPU
     recipes.distill recipes.distill_small recipes.train_classifier recipes.train_small
     recipes.train_translator
     windows.FusedBlock windows.FusedMerging windows.fuse_swin windows.fused_linear
-    windows.not_served windows.window_attention windows.window_backend
+    windows.fuse_attention windows.not_served windows.window_attention
     """.split()
 )

@@ -614,6 +614,7 @@ ELSEWHERE = {  # functions that are called nowhere here, and why
     "windows.FusedMerging": "needs kernels",
     "windows.can_fuse": "needs kernels",
     "windows.can_fuse_merging": "needs kernels",
+    "windows.fuse_attention": "needs kernels",
     "windows.fuse_swin": "needs kernels",
     "windows.fused_linear": "needs kernels",
 }
