@@ -652,7 +652,7 @@ def window_attention(qkv, bias, layout, num_heads, *, scale=None, cosine_scale=N
 
 # %% ../nbs/52_windows.ipynb #backend
 def uses_kernel(layer):
-    """Return whether a fused window attention asks the kernel, as far as it can know before.
+    """Return whether a fused window attention is to ask the kernel.
 
     Parameters
     ----------
@@ -671,13 +671,9 @@ def uses_kernel(layer):
 class FusedWindowAttention(WindowAttention):
     """`WindowAttention` by the kernel, for training and inference.
 
-    The parameters are the same, and so is the output. What the kernel does not take, see
-    `uses_kernel` and `not_served`, is computed as `WindowAttention` does.
-
-    Parameters
-    ----------
-    *args, **options
-        As for `WindowAttention`.
+    Arguments, parameters and output are the same. What the kernel does not take, by
+    `uses_kernel` and `not_served`, is computed as `WindowAttention` does. `fuse_attention`
+    makes one of a layer.
     """
 
     def forward(self, x):
@@ -696,12 +692,9 @@ class FusedWindowAttention(WindowAttention):
 
 
 class FusedWindowAttentionV2(WindowAttentionV2):
-    """`WindowAttentionV2` by the kernel, as `FusedWindowAttention`.
+    """`WindowAttentionV2` by the kernel, as `FusedWindowAttention` is `WindowAttention`.
 
-    Parameters
-    ----------
-    *args, **options
-        As for `WindowAttentionV2`. The kernel takes all windows at once.
+    The kernel takes all windows at once, whatever `windows_at_once` is: it writes no logits.
     """
 
     def forward(self, x):

@@ -26,6 +26,7 @@ from argument_rows import (
     SEGMENTS,
     SURE,
     TOKENS,
+    WINDOW_OTHERS,
     Fails,
     Q,
     Row,
@@ -217,6 +218,9 @@ WINDOWS_OTHERS = dict(
     scale=2.0,
     cosine_scale=torch.tensor([2.0, 3.0]),
 )
+FUSED = dict(dim=12, num_heads=3, window_size=(2, 4))
+FUSED_OTHERS = WINDOW_OTHERS | dict(window_size=(2, 3), shift_size=(1, 0))
+ON_SMALL_MAP = either(MAP[:1, :4, :3], numbers(1, 4, 3, 24))
 SMALL_SWIN = dict(img_size=16, patch_size=2, num_classes=3, embed_dim=8, depths=(1, 2))
 SMALL_SWIN |= dict(num_heads=(1, 2), window_size=4)
 
@@ -281,9 +285,11 @@ SECOND |= {
         dict(pad=numbers(24)),
     ),
     "windows.uses_kernel": Row(
-        dict(layer=windows.FusedWindowAttention(8, 1, 2, attn_drop=0.5).eval()),
-        dict(layer=windows.FusedWindowAttention(8, 1, 2, attn_drop=0.5)),
+        dict(layer=swin.WindowAttention(8, 1, 2, attn_drop=0.5).eval()),
+        dict(layer=swin.WindowAttention(8, 1, 2, attn_drop=0.5)),
     ),
+    "windows.FusedWindowAttention": Row(FUSED, FUSED_OTHERS, ON_SMALL_MAP),
+    "windows.FusedWindowAttentionV2": Row(FUSED, FUSED_OTHERS, ON_SMALL_MAP),
     "windows.fuse_attention": Row(
         dict(layer=seeded(swin.WindowAttention, 12, 3, 2)),
         dict(layer=seeded(swinv2.WindowAttentionV2, 12, 3, 2)),

@@ -617,6 +617,8 @@ ELSEWHERE = {  # functions that are called nowhere here, and why
     "windows.fuse_attention": "needs kernels",
     "windows.fuse_swin": "needs kernels",
     "windows.fused_linear": "needs kernels",
+    "windows.sharing_copy": "needs kernels",
+    "windows.uses_kernel": "needs kernels",
 }
 ARGUMENTS = {"model", "module", "supernet", "student", "teacher", "detr", "backbone", "encoder"}
 ARGUMENTS |= {
