@@ -120,9 +120,9 @@ def in_sequence(q, k, v, bias, layout, call, scale):
 
 def flex(way, qkv, bias, layout, num_heads, cosine_scale=None):
     """What `attnlib.windows.window_attention` computes, by FlexAttention."""
-    scale = None
     x = cyclic_shift(qkv, layout).unflatten(-1, (3, num_heads, -1))
     q, k, v = x.unbind(-3)  # (B, H, W, h, d) each
+    scale = None
     if cosine_scale is not None:
         q = normalize(q, cosine_scale)
         k = normalize(k)

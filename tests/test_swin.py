@@ -15,7 +15,7 @@ import torchvision
 import transformers
 from timm.models.swin_transformer import get_relative_position_index
 
-from attnlib.attention import attention_backend, masked_softmax, record_attention
+from attnlib.attention import masked_softmax, record_attention
 from attnlib.models import create_model, load_pretrained
 from attnlib.swin import (
     PatchMerging,

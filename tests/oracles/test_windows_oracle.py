@@ -378,7 +378,10 @@ def test_a_model_with_fused_attention(kind, size, window, small_maps, batch, tra
     shape = dict(embed_dim=8, depths=(1, 1), num_heads=(1, 2), window_size=window)
     model = kind(made, 2, 3, 5, drop_path_rate=0.0, small_maps=small_maps, **shape)
     model = filled(model).train(training)
-    fused, x = windows.fuse_swin(model, trainable=True), normal((batch, 3, *made), torch.float32)
+    fused, x = (
+        windows.fuse_swin(model, trainable=True),
+        normal((batch, 3, *made), torch.float32),
+    )
     assert fused.training is training
     assert all(a is b for a, b in zip(fused.parameters(), model.parameters(), strict=True))
     x = x.to(DEVICE)
