@@ -297,11 +297,13 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     },
 }
 MOVED = {  # module: {name until version 0.2: what to use instead}
+    "attention": {"active_backend": "a kernel is a module that replaces another"},
     "backbone": {"torchvision_import": "use attnlib.backbone.requires"},
     "data": {"data_extra": "use attnlib.backbone.requires"},
     "decoding": {"check_count": "use attnlib.backbone.check_counts"},
     "detr": {"detection_extra": "use attnlib.backbone.requires"},
     "models": {"hub_extra": "use attnlib.backbone.requires"},
+    "windows": {"window_backend": "use attnlib.windows.fuse_attention"},
 }
 MODULES = {  # name of a module until version 0.2: its name since version 0.3
     "modern": "vit_variants",
