@@ -327,8 +327,8 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
     batch_size, seed : int
     evaluate : callable, optional
         ``evaluate(model)`` gives what the history keeps; called in evaluation mode.
-    every : int
-        Steps between two such looks.
+    log_every : int
+        Steps between two such evaluations.
 
     Returns
     -------
