@@ -223,7 +223,6 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "check_shards": "_check_shards",
         "chunks_of": "sequence_chunks",
         "compute_seconds": "_compute_seconds",
-        "cut_as_it_lies": "shard_contiguous",
         "cut_module": "shard_module",
         "enter": "copy_to_group",
         "go_round": "_ring_iter",
@@ -303,6 +302,19 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     "decoding": {"check_count": "use attnlib.backbone.check_counts"},
     "detr": {"detection_extra": "use attnlib.backbone.requires"},
     "models": {"hub_extra": "use attnlib.backbone.requires"},
+    "scaling": {
+        "Sleeper": "it is defined on the page nbs/55_scaling",
+        "bytes_sent": "it is defined on the page nbs/55_scaling",
+        "cut_as_it_lies": "it is defined on the page nbs/55_scaling",
+        "local": "it is defined on the page nbs/55_scaling",
+        "nap_lesson": "it is defined on the page nbs/55_scaling",
+        "reduce_lesson": "it is defined on the page nbs/55_scaling",
+        "ring_lesson": "it is defined on the page nbs/55_scaling",
+        "stage_lesson": "it is defined on the page nbs/55_scaling",
+        "states_lesson": "it is defined on the page nbs/55_scaling",
+        "tensor_lesson": "it is defined on the page nbs/55_scaling",
+        "wire_bytes": "it is defined on the page nbs/55_scaling",
+    },
     "windows": {"window_backend": "use attnlib.windows.fuse_attention"},
 }
 MODULES = {  # name of a module until version 0.2: its name since version 0.3
