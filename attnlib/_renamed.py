@@ -271,12 +271,9 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     "translation": {
         "check_side": "_check_side",
         "is_in": "_is_in",
-        "keep_best": "_keep_best",
-        "lowest_row": "_lowest_row",
         "marian_weights": "_marian_weights",
         "number_pieces": "_number_pieces",
         "own_tokens": "_own_tokens",
-        "trim": "_trim",
     },
     "vit": {
         "learned_tokens": "_learned_tokens",
@@ -314,6 +311,13 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
         "states_lesson": "it is defined on the page nbs/55_scaling",
         "tensor_lesson": "it is defined on the page nbs/55_scaling",
         "wire_bytes": "it is defined on the page nbs/55_scaling",
+    },
+    "translation": {
+        "keep_best": "it is in benchmarks/translation.py of the repository",
+        "length_run": "it is in benchmarks/translation.py of the repository",
+        "lowest_row": "it is in benchmarks/translation.py of the repository",
+        "multi30k_run": "it is in benchmarks/translation.py of the repository",
+        "sparse_numbers": "it is in benchmarks/translation.py of the repository",
     },
     "windows": {"window_backend": "use attnlib.windows.fuse_attention"},
 }

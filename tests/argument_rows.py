@@ -1494,9 +1494,6 @@ FUNCTIONS |= {
     "train.learning_rate, 2": Row(
         dict(step=3, steps=10, warmup=0, schedule="inverse_sqrt"), dict(schedule="constant")
     ),
-    "translation.sparse_numbers": Row(
-        dict(count=5, nonzero=2), dict(count=6, nonzero=3, seed=1)
-    ),
     "cost.Roofline": Row(
         dict(peak_flops=1e9, bandwidth=1e9),
         dict(peak_flops=1e8, bandwidth=1e8, overhead=1.0),
@@ -1832,9 +1829,7 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     train.write_record
     transformer.tie
     translation.from_marian
-    translation.length_run
     translation.load_marian
-    translation.multi30k_run
     translation.number_run
     windows.compile_for
     """.split()

@@ -593,7 +593,6 @@ NO_MODEL = {  # functions whose argument only sounds like a model
     "recipes.small_run": "model is a name",
     "recipes.train_small": "model is a name",
     "transformer._check_settings": "layers are numbers",
-    "translation.multi30k_run": "layers is a number",
     "translation.number_run": "layers is a number",
     "windows._compile_linear": "norm is a flag",
 }
@@ -858,14 +857,9 @@ SEEDED = {  # "module.function": a call that has numbers of its own
         layers=1,
         batch_size=4,
     )[0],
-    "translation.sparse_numbers": lambda: translation.sparse_numbers(5, 2),
-    "translation.length_run": lambda: translation.length_run(
-        "sinusoidal", **SMALL_RUN, numbers=200, tests=4, d_model=16
-    ),
 }
 UNSEEDED = {  # functions that have a seed and stand in no row, and why
     "train.train_step": "a part of `fit`, which holds the state",
-    "translation.multi30k_run": "downloads",
 }
 
 
