@@ -37,6 +37,7 @@ from attnlib.translation import (
     translate_numbers,
     trim,
 )
+from benchmarks import translation as runs
 from benchmarks.translation import (
     keep_best,
     length_run,
