@@ -79,17 +79,13 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "drop_key_bias": "_drop_key_bias",
     },
     "cost": {
-        "Diagnosis": "_Diagnosis",
         "FORMULAS": "_FORMULAS",
         "NO_PRODUCTS": "_NO_PRODUCTS",
         "OperatorWatch": "_OperatorWatch",
         "PRECISIONS": "_PRECISIONS",
-        "Precision": "_Precision",
-        "PrecisionChoice": "_PrecisionChoice",
         "REGIMES": "_REGIMES",
         "Recorder": "_Recorder",
         "SHAPES": "_SHAPES",
-        "Saved": "_Saved",
         "measure_precisions": "_measure_precisions",
     },
     "data": {

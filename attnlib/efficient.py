@@ -8,14 +8,22 @@ __all__ = ['sparse_mask', 'local_attention', 'axial_attention', 'pooled_attentio
            'delta_attention', 'lsh_attention']
 
 # %% ../nbs/54_efficient.ipynb #imports
+from collections.abc import Callable, Sequence
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from .attention import attention, attention_weights, check_attention, check_fits
 from .backbone import check_counts, check_naturals
 
 # %% ../nbs/54_efficient.ipynb #sparse-mask
-def sparse_mask(n, *, window, global_tokens=0, random_keys=0, causal=False, generator=None):
+def sparse_mask(
+    n: int, *, window: int, global_tokens: int = 0, random_keys: int = 0, causal: bool = False,
+    generator: torch.Generator | None = None,
+) -> Bool[Tensor, "n n"]:
     """Neighbors, global tokens and random keys as a mask (Zaheer et al. 2020, section 2).
 
     Parameters
@@ -35,7 +43,7 @@ def sparse_mask(n, *, window, global_tokens=0, random_keys=0, causal=False, gene
 
     Returns
     -------
-    bool Tensor, shape (n, n)
+    bool Tensor
 
     Raises
     ------
@@ -62,12 +70,15 @@ def sparse_mask(n, *, window, global_tokens=0, random_keys=0, causal=False, gene
     return mask
 
 # %% ../nbs/54_efficient.ipynb #local-attention
-def _check_lengths(q, k, v):
+def _check_lengths(
+    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
+    v: Float[Tensor, "*batch N d_v"],
+) -> None:
     """Raise unless q, k, v fit together and hold equally many tokens.
 
     Parameters
     ----------
-    q, k, v : Tensor, shapes (..., N, d), (..., N, d), (..., N, d_v)
+    q, k, v : Tensor
 
     Returns
     -------
@@ -86,14 +97,17 @@ def _check_lengths(q, k, v):
     return leading
 
 
-def local_attention(q, k, v, window, *, causal=True):
+def local_attention(
+    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
+    v: Float[Tensor, "*batch N d"], window: int, *, causal: bool = True,
+) -> Float[Tensor, "*batch N d"]:
     """Attention to neighbors only, with time and memory in N · window.
 
     Beltagy et al. (2020, section 3.1), in plain PyTorch.
 
     Parameters
     ----------
-    q, k, v : Tensor, shape (..., N, d)
+    q, k, v : Tensor
     window : int
         Token i attends to j if they are less than `window` apart.
     causal : bool
@@ -101,7 +115,7 @@ def local_attention(q, k, v, window, *, causal=True):
 
     Returns
     -------
-    Tensor, shape (..., N, d)
+    Tensor
         What `attention` gives with ``sparse_mask(N, window=window, causal=causal)``.
 
     Raises
@@ -140,7 +154,7 @@ def local_attention(q, k, v, window, *, causal=True):
     return x[..., :n, :]
 
 # %% ../nbs/54_efficient.ipynb #axial-pooled
-def _check_grid(x, grid):
+def _check_grid(x: Tensor, grid: Sequence[int]) -> None:
     """Raise a ValueError unless the tokens of x (..., N, d) are those of a `grid` (H, W)."""
     whole = len(grid) == 2 and all(isinstance(side, int) and side >= 0 for side in grid)
     if not whole or grid[0] * grid[1] != x.shape[-2]:
@@ -148,7 +162,10 @@ def _check_grid(x, grid):
                          f"there are tokens ({x.shape[-2]})")
 
 
-def axial_attention(q, k, v, grid, axis):
+def axial_attention(
+    q: Float[Tensor, "*batch _ d"], k: Float[Tensor, "*batch _ d"],
+    v: Float[Tensor, "*batch _ d"], grid: tuple[int, ...], axis: Literal[0, 1],
+) -> Float[Tensor, "*batch _ d"]:
     """Attention along one axis of a map (Ho et al. 2019, section 3).
 
     Parameters
@@ -185,12 +202,15 @@ def axial_attention(q, k, v, grid, axis):
     return x.flatten(-3, -2)  # -> (..., H W, d)
 
 
-def pooled_attention(q, k, v, grid, ratio):
+def pooled_attention(
+    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch _ d"],
+    v: Float[Tensor, "*batch _ d"], grid: tuple[int, ...], ratio: int,
+) -> Float[Tensor, "*batch N d"]:
     """Keys and values are means over cells of a map (Wang et al. 2021, section 3.3).
 
     Parameters
     ----------
-    q : Tensor, shape (..., N, d)
+    q : Tensor
     k, v : Tensor, shape (..., H W, d)
     grid : tuple of int, (H, W)
     ratio : int
@@ -198,7 +218,7 @@ def pooled_attention(q, k, v, grid, ratio):
 
     Returns
     -------
-    Tensor, shape (..., N, d)
+    Tensor
 
     Raises
     ------
@@ -222,18 +242,21 @@ def pooled_attention(q, k, v, grid, ratio):
     return attention(q, k, v)
 
 # %% ../nbs/54_efficient.ipynb #linformer
-def linformer_attention(q, k, v, e, f):
+def linformer_attention(
+    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
+    v: Float[Tensor, "*batch N d"], e: Float[Tensor, "m N"], f: Float[Tensor, "m N"],
+) -> Float[Tensor, "*batch N d"]:
     """Attention to m mixtures of the keys and values (Wang et al. 2020, equation 7).
 
     Parameters
     ----------
-    q, k, v : Tensor, shape (..., N, d)
-    e, f : Tensor, shape (m, N)
+    q, k, v : Tensor
+    e, f : Tensor
         How keys and values are mixed; made for this N, and not causal.
 
     Returns
     -------
-    Tensor, shape (..., N, d)
+    Tensor
 
     Raises
     ------
@@ -251,25 +274,27 @@ def linformer_attention(q, k, v, e, f):
     return attention(q, e @ k, f @ v)
 
 # %% ../nbs/54_efficient.ipynb #nystrom
-def at_least_float32(*tensors):
+def at_least_float32(*tensors) -> list:
     """The `tensors` with half precision widened: there, long sums lose what comes late."""
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
-def _segment_means(x, count, mask=None):
+def _segment_means(
+    x: Float[Tensor, "*batch N d"], count: int, mask: Tensor | None = None
+) -> tuple[Float[Tensor, "*batch count d"], Bool[Tensor, "*batch count"]]:
     """Means of `count` runs of tokens, as equal in length as can be.
 
     Parameters
     ----------
-    x : Tensor, shape (..., N, d)
+    x : Tensor
     count : int
     mask : bool Tensor, broadcastable to (..., 1, N), optional
         True for tokens, False for padding, which belongs to no run.
 
     Returns
     -------
-    means : Tensor, shape (..., count, d)
-    there : bool Tensor, shape (..., count)
+    means : Tensor
+    there : bool Tensor
         Which runs hold a token at all.
 
     Raises
@@ -295,19 +320,21 @@ def _segment_means(x, count, mask=None):
     return means.to(dtype), there
 
 
-def _iterated_inverse(a, steps):
+def _iterated_inverse(
+    a: Float[Tensor, "*batch m m"], steps: int
+) -> Float[Tensor, "*batch m m"]:
     """Pseudo-inverses by an iteration of third order (Xiong et al. 2021, section 3).
 
     Parameters
     ----------
-    a : Tensor, shape (..., m, m)
+    a : Tensor
         Rows sum to one, or are zero.
     steps : int
         The paper takes 6.
 
     Returns
     -------
-    Tensor, shape (..., m, m)
+    Tensor
 
     Raises
     ------
@@ -329,12 +356,16 @@ def _iterated_inverse(a, steps):
 
 @torch.autocast("cpu", enabled=False)  # half precision inverts no matrix
 @torch.autocast("cuda", enabled=False)
-def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
+def nystrom_attention(
+    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
+    v: Float[Tensor, "*batch N d"], landmarks: int, *, mask: Tensor | None = None,
+    iterations: int | None = None,
+) -> Float[Tensor, "*batch N d"]:
     """Attention through a few landmarks (Xiong et al. 2021, section 3).
 
     Parameters
     ----------
-    q, k, v : Tensor, shape (..., N, d)
+    q, k, v : Tensor
     landmarks : int
         Runs of tokens, whose means stand for them; at most N.
     mask : bool Tensor, broadcastable to (..., 1, N), optional
@@ -345,7 +376,7 @@ def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
 
     Returns
     -------
-    Tensor, shape (..., N, d)
+    Tensor
 
     Raises
     ------
@@ -381,7 +412,9 @@ def nystrom_attention(q, k, v, landmarks, *, mask=None, iterations=None):
     return out.to(dtype)
 
 # %% ../nbs/54_efficient.ipynb #random-features
-def random_features(m, d, *, orthogonal=True, generator=None):
+def random_features(
+    m: int, d: int, *, orthogonal: bool = True, generator: torch.Generator | None = None
+) -> Float[Tensor, "m d"]:
     """The Gaussian vectors of Performer's features (Choromanski et al. 2021, section 2.4).
 
     Parameters
@@ -394,7 +427,7 @@ def random_features(m, d, *, orthogonal=True, generator=None):
 
     Returns
     -------
-    Tensor, shape (m, d)
+    Tensor
 
     Raises
     ------
@@ -415,37 +448,41 @@ def random_features(m, d, *, orthogonal=True, generator=None):
     return w[:m]
 
 # %% ../nbs/54_efficient.ipynb #linear
-def elu_features(x):
+def elu_features(x: Tensor) -> Tensor:
     """The features elu(x) + 1 of Katharopoulos et al. (2020, equation 7)."""
     return F.elu(x) + 1
 
 
 @torch.autocast("cpu", enabled=False)  # the sums stay in float32
 @torch.autocast("cuda", enabled=False)
-def linear_attention(q, k, v, *, feature_map=elu_features, causal=False, mask=None,
-                     state=None, chunk=64):
+def linear_attention(
+    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
+    v: Float[Tensor, "*batch N d_v"], *, feature_map: Callable = elu_features,
+    causal: bool = False, mask: Tensor | None = None,
+    state: Float[Tensor, "*batch m d_v+1"] | None = None, chunk: int = 64,
+) -> tuple[Float[Tensor, "*batch N d_v"], Float[Tensor, "*batch m d_v+1"]]:
     """Attention with the weights φ(q)ᵀφ(k) over their sum (Katharopoulos et al. 2020).
 
     Parameters
     ----------
-    q, k : Tensor, shape (..., N, d)
-    v : Tensor, shape (..., N, d_v)
+    q, k : Tensor
+    v : Tensor
     feature_map : callable
         φ, from (..., N, d) to (..., N, m), not negative.
     causal : bool
         Let each query see keys up to its own position only.
     mask : bool Tensor, broadcastable to (..., 1, N), optional
         True for tokens, False for padding.
-    state : Tensor, shape (..., m, d_v + 1), optional
+    state : Tensor, optional
         What earlier tokens have left: Σ φ(k) vᵀ, and Σ φ(k) in the last column.
     chunk : int
         Tokens that are taken at once, if causal.
 
     Returns
     -------
-    out : Tensor, shape (..., N, d_v)
+    out : Tensor
         A query that sees nothing gets zeros.
-    state : Tensor, shape (..., m, d_v + 1)
+    state : Tensor
         In float32 at least.
 
     Raises
@@ -493,14 +530,18 @@ def linear_attention(q, k, v, *, feature_map=elu_features, causal=False, mask=No
 
 @torch.autocast("cpu", enabled=False)  # small weights are zero in float16
 @torch.autocast("cuda", enabled=False)
-def performer_attention(q, k, v, w, *, causal=False, mask=None):
+def performer_attention(
+    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
+    v: Float[Tensor, "*batch N d_v"], w: Float[Tensor, "m d"], *, causal: bool = False,
+    mask: Tensor | Literal["causal"] | None = None,
+) -> Float[Tensor, "*batch N d_v"]:
     """Linear attention with random features of the softmax (Choromanski et al. 2021).
 
     Parameters
     ----------
-    q, k : Tensor, shape (..., N, d)
-    v : Tensor, shape (..., N, d_v)
-    w : Tensor, shape (m, d)
+    q, k : Tensor
+    v : Tensor
+    w : Tensor
         From `random_features`. Keys, times d^(-1/4), that are more than 13 away from all rows
         of w count as nothing in float32.
     causal, mask
@@ -508,7 +549,7 @@ def performer_attention(q, k, v, w, *, causal=False, mask=None):
 
     Returns
     -------
-    Tensor, shape (..., N, d_v)
+    Tensor
 
     Raises
     ------
@@ -538,26 +579,30 @@ def performer_attention(q, k, v, w, *, causal=False, mask=None):
 # %% ../nbs/54_efficient.ipynb #delta
 @torch.autocast("cpu", enabled=False)  # the sums stay in float32
 @torch.autocast("cuda", enabled=False)
-def delta_attention(q, k, v, beta, *, state=None, chunk=64):
+def delta_attention(
+    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
+    v: Float[Tensor, "*batch N d_v"], beta: Float[Tensor, "*batch N"], *,
+    state: Float[Tensor, "*batch d d_v"] | None = None, chunk: int = 64,
+) -> tuple[Float[Tensor, "*batch N d_v"], Float[Tensor, "*batch d d_v"]]:
     """The delta rule, a state that is corrected and not only added to.
 
     Schlag et al. (2021, section 4), in the chunks of Yang et al. (2024, section 3).
 
     Parameters
     ----------
-    q, k : Tensor, shape (..., N, d)
+    q, k : Tensor
         Keys of length one; nothing is scaled here.
-    v : Tensor, shape (..., N, d_v)
-    beta : Tensor, shape (..., N)
+    v : Tensor
+    beta : Tensor
         How much of the difference is written, from 0 to 1.
-    state : Tensor, shape (..., d, d_v), optional
+    state : Tensor, optional
     chunk : int
         Tokens that are computed together.
 
     Returns
     -------
-    out : Tensor, shape (..., N, d_v)
-    state : Tensor, shape (..., d, d_v)
+    out : Tensor
+    state : Tensor
 
     Raises
     ------
@@ -591,14 +636,18 @@ def delta_attention(q, k, v, beta, *, state=None, chunk=64):
     return out.to(dtype), state
 
 # %% ../nbs/54_efficient.ipynb #lsh
-def lsh_attention(q, k, v, buckets, rounds=1, *, causal=False, mask=None, generator=None):
+def lsh_attention(
+    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
+    v: Float[Tensor, "*batch N d"], buckets: int, rounds: int = 1, *, causal: bool = False,
+    mask: Tensor | None = None, generator: torch.Generator | None = None,
+) -> Float[Tensor, "*batch N d"]:
     """Softmax over the keys that share a bucket with the query (Kitaev et al. 2020, section 2).
 
     The set of keys is exact; nothing is saved here by sorting, see the text.
 
     Parameters
     ----------
-    q, k, v : Tensor, shape (..., N, d)
+    q, k, v : Tensor
     buckets : int
         An even number.
     rounds : int
@@ -610,7 +659,7 @@ def lsh_attention(q, k, v, buckets, rounds=1, *, causal=False, mask=None, genera
 
     Returns
     -------
-    Tensor, shape (..., N, d)
+    Tensor
         Every token sees at least itself, unless the `mask` forbids it.
 
     Raises

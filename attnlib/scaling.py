@@ -17,15 +17,20 @@ import os
 import signal
 import tempfile
 import weakref
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from jaxtyping import Float, Int
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel,
                                                parallelize_module)
@@ -35,11 +40,11 @@ from . import gpt, transformer, vit
 from .attention import causal_mask, check_attention
 from .backbone import check_counts
 from .efficient import at_least_float32
-from .gpt import decoder_mask, rope_cos_sin
+from .gpt import GPT, GPTConfig, decoder_mask, rope_cos_sin
 from .vit_variants import SwiGLU
 
 # %% ../nbs/55_scaling.ipynb #workers
-def _join_group(file, rank, ranks):
+def _join_group(file: str | Path, rank: int, ranks: int) -> None:
     """Make this process a rank of a gloo group; the ranks find each other through a file.
 
     Parameters
@@ -54,7 +59,7 @@ def _join_group(file, rank, ranks):
                             timeout=datetime.timedelta(minutes=5))
 
 
-def failure(future):
+def failure(future: Future) -> tuple[int, str] | None:
     """What went wrong in a rank.
 
     Parameters
@@ -94,7 +99,7 @@ class Workers:
         If a rank dies, fails or takes too long; the message names the first cause.
     """
 
-    def __init__(self, ranks, timeout=60):
+    def __init__(self, ranks: int, timeout: float = 60):
         check_counts(ranks=ranks)
         self.folder = tempfile.TemporaryDirectory()
         self.timeout = timeout
@@ -119,13 +124,13 @@ class Workers:
     def __exit__(self, *error):
         self.close()
 
-    def close(self):
+    def close(self) -> None:
         """Stop the processes; the end of a `with` block does it."""
         for pool in self.pools:
             pool.shutdown()
         self.folder.cleanup()
 
-    def run(self, function, *arguments):
+    def run(self, function: Callable, *arguments) -> list:
         """Call ``function(*arguments)`` on all ranks, and list what they return.
 
         Workers import the function from its module, so it cannot be one of a notebook.
@@ -138,7 +143,7 @@ class Workers:
         futures = [pool.submit(function, *arguments) for pool in self.pools]
         return self.gather(futures, self.timeout)
 
-    def gather(self, futures, seconds):
+    def gather(self, futures: list[Future], seconds: float) -> list:
         """Wait for all ranks, or stop them and raise the cause of the first failure."""
         wait(futures, seconds, FIRST_EXCEPTION)
         if any(future.done() and future.exception() for future in futures):
@@ -161,7 +166,7 @@ class Workers:
         raise RuntimeError(f"rank {rank} of {len(futures)} {words}") from error
 
 # %% ../nbs/55_scaling.ipynb #ring-all-reduce
-def _send_on(x, group=None):
+def _send_on(x: Tensor, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Callable]:
     """Start to send x to the next rank of the ring, and to receive from the one before.
 
     Parameters
@@ -196,7 +201,7 @@ def _send_on(x, group=None):
     return received, arrive
 
 
-def ring_all_reduce(x, group=None):
+def ring_all_reduce(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum of x over all ranks of a group, in 2 (p − 1) messages of a p-th of x (section 2).
 
     x has a multiple of p entries. PyTorch has this, and better, as `dist.all_reduce`.
@@ -247,7 +252,7 @@ _SHARDED = {  # class: layer cut by rows; units of each of its parts; layer cut 
 _COUNTS = "num_heads", "n_head", "n_kv_head"  # attributes that say how many units there are
 
 
-def _rank_order(units, rows, ranks):
+def _rank_order(units: Sequence[int], rows: int, ranks: int) -> Int[Tensor, "rows"]:
     """The rows of a layer, those of the first rank first: a share of each part's units.
 
     Parameters
@@ -258,7 +263,7 @@ def _rank_order(units, rows, ranks):
 
     Returns
     -------
-    int64 Tensor, shape (rows,)
+    int64 Tensor
     """
     width = rows // sum(units)
     parts = torch.arange(rows).split([count * width for count in units])
@@ -269,7 +274,7 @@ def _rank_order(units, rows, ranks):
     return torch.cat(shares)
 
 
-def tensor_parallel(model, mesh):
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Share the heads and hidden units of every block among ranks (Shoeybi et al. 2019).
 
     Embeddings, norms and the last layer stay whole on every rank.
@@ -318,12 +323,12 @@ def tensor_parallel(model, mesh):
 class _LocalRows(nn.Module):
     """What a rank computes with: its own rows of a parameter that is shared among ranks."""
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """The rank's own part of a DTensor x."""
         return x.to_local()
 
 
-def copy_to_group(mesh, module, inputs):
+def copy_to_group(mesh: DeviceMesh, module: nn.Module, inputs: tuple) -> tuple:
     """Inputs of a module as they are; backward, their gradients are summed over the ranks.
 
     Parameters
@@ -358,11 +363,11 @@ class _OwnRandomness:
     rank : int
     """
 
-    def __init__(self, rank):
+    def __init__(self, rank: int):
         self.rank = rank
         self.common = None  # the states of the generators to which `end` returns
 
-    def begin(self, module, *inputs_and_output):
+    def begin(self, module: nn.Module, *inputs_and_output) -> None:
         """A hook of the first layer, `module`; idle in evaluation mode."""
         if not module.training:
             return
@@ -375,7 +380,7 @@ class _OwnRandomness:
         self.common = (on_cpu, device, on_gpu)
         torch.manual_seed(seed + self.rank)
 
-    def end(self, module, *inputs_and_output):
+    def end(self, module: nn.Module, *inputs_and_output) -> None:
         """A hook before the last layer, and after the whole `module`, should it have failed."""
         if self.common is None:
             return
@@ -386,7 +391,7 @@ class _OwnRandomness:
             torch.cuda.set_rng_state(on_gpu, device)
 
 
-def _has_dropout(module):
+def _has_dropout(module: nn.Module) -> bool:
     """Whether a `module` drops anything in training: by a layer, or in attention.
 
     Returns
@@ -403,7 +408,7 @@ def _has_dropout(module):
     return False
 
 
-def sum_gradient(group, gradient):
+def sum_gradient(group: dist.ProcessGroup | None, gradient: Tensor) -> Tensor:
     """The sum of a gradient over a group of ranks.
 
     Parameters
@@ -420,7 +425,9 @@ def sum_gradient(group, gradient):
     return gradient
 
 
-def shard_module(module, first, units, last, mesh):
+def shard_module(
+    module: nn.Module, first: str, units: Sequence[int], last: str, mesh: DeviceMesh
+) -> None:
     """Leave each rank its rows of the first layer and its columns of the last.
 
     Parameters
@@ -463,7 +470,7 @@ def shard_module(module, first, units, last, mesh):
         module.register_forward_hook(own_numbers.end, always_call=True)
 
 # %% ../nbs/55_scaling.ipynb #shard-sequence
-def sequence_chunks(rank, ranks, balanced=False):
+def sequence_chunks(rank: int, ranks: int, balanced: bool = False) -> list[int]:
     """Which chunks of a sequence a rank has: the one of its number, or two from both ends.
 
     Parameters
@@ -481,7 +488,9 @@ def sequence_chunks(rank, ranks, balanced=False):
     return [rank]
 
 
-def shard_sequence(x, rank, ranks, *, dim=-2, balanced=False):
+def shard_sequence(
+    x: Tensor, rank: int, ranks: int, *, dim: int = -2, balanced: bool = False
+) -> Tensor:
     """The tokens of a rank: one chunk of p, or, `balanced`, chunks r and 2p − 1 − r of 2p.
 
     Parameters
@@ -513,7 +522,7 @@ def shard_sequence(x, rank, ranks, *, dim=-2, balanced=False):
     return torch.cat([parts[i] for i in sequence_chunks(rank, ranks, balanced)], dim)
 
 
-def unshard_sequence(shards, *, dim=-2, balanced=False):
+def unshard_sequence(shards: list[Tensor], *, dim: int = -2, balanced: bool = False) -> Tensor:
     """The sequence whose tokens the ranks have, the inverse of `shard_sequence`.
 
     Parameters
@@ -538,21 +547,24 @@ def unshard_sequence(shards, *, dim=-2, balanced=False):
     return torch.cat([chunks[i] for i in sorted(chunks)], dim)
 
 # %% ../nbs/55_scaling.ipynb #block-attention
-def _block_weights(q, k, lse=None, causal=False):
+def _block_weights(
+    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch M d"],
+    lse: Float[Tensor, "*batch N"] | None = None, causal: bool = False,
+) -> tuple[Float[Tensor, "*batch N M"], Float[Tensor, "*batch N"]]:
     """exp(QKᵀ/√d − lse) of some queries and keys.
 
     Parameters
     ----------
-    q, k : Tensor, shapes (..., N, d) and (..., M, d)
-    lse : Tensor, shape (..., N), optional
+    q, k : Tensor
+    lse : Tensor, optional
         Of all keys that the queries see; that of these keys by default.
     causal : bool
         Queries and keys are of the same tokens, and each sees earlier ones only.
 
     Returns
     -------
-    p : Tensor, shape (..., N, M)
-    lse : Tensor, shape (..., N)
+    p : Tensor
+    lse : Tensor
     """
     q, k = at_least_float32(q, k)
     s = q @ k.mT * q.shape[-1] ** -0.5  # (..., N, d) @ (..., d, M) -> (..., N, M)
@@ -564,36 +576,43 @@ def _block_weights(q, k, lse=None, causal=False):
     return p, lse
 
 
-def _block_attention(q, k, v, causal=False):
+def _block_attention(
+    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch M d"],
+    v: Float[Tensor, "*batch M d_v"], causal: bool = False,
+) -> tuple[Float[Tensor, "*batch N d_v"], Float[Tensor, "*batch N"]]:
     """Attention to a block of keys.
 
     Parameters
     ----------
-    q, k, v : Tensor, shapes (..., N, d), (..., M, d), (..., M, d_v)
+    q, k, v : Tensor
     causal : bool
         As in `_block_weights`.
 
     Returns
     -------
-    out : Tensor, shape (..., N, d_v)
-    lse : Tensor, shape (..., N)
+    out : Tensor
+    lse : Tensor
         Logarithms of the sums, by which the outputs of several blocks are merged.
     """
     p, lse = _block_weights(q, k, causal=causal)
     return p @ v.to(p), lse
 
 
-def _block_gradients(q, k, v, out, lse, grad, causal=False):
+def _block_gradients(
+    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch M d"],
+    v: Float[Tensor, "*batch M d_v"], out: Float[Tensor, "*batch N d_v"],
+    lse: Float[Tensor, "*batch N"], grad: Float[Tensor, "*batch N d_v"], causal: bool = False,
+) -> list[Tensor]:
     """What a block of keys adds to the gradients of q, k and v.
 
     The chapter on flash attention derives the formulas.
 
     Parameters
     ----------
-    q, k, v : Tensor, shapes (..., N, d), (..., M, d), (..., M, d_v)
-    out, lse : Tensor, shapes (..., N, d_v) and (..., N)
+    q, k, v : Tensor
+    out, lse : Tensor
         Of all keys.
-    grad : Tensor, shape (..., N, d_v)
+    grad : Tensor
         The gradient of the output.
     causal : bool
         As in `_block_weights`.
@@ -614,7 +633,9 @@ def _block_gradients(q, k, v, out, lse, grad, causal=False):
     return [dq.sum_to_size(q.shape), dk.sum_to_size(k.shape), dv.sum_to_size(v.shape)]
 
 # %% ../nbs/55_scaling.ipynb #go-round
-def ring_schedule(rank, ranks, causal=False, balanced=False):
+def ring_schedule(
+    rank: int, ranks: int, causal: bool = False, balanced: bool = False
+) -> list[list[tuple[int, int, bool]]]:
     """For each step of the ring, the (i, j, diagonal) of the chunks that a rank must join.
 
     Its queries of chunk i see the arrived keys of chunk j; of the same tokens if `diagonal`.
@@ -644,7 +665,7 @@ def ring_schedule(rank, ranks, causal=False, balanced=False):
     return found
 
 
-def _ring_iter(x, group=None):
+def _ring_iter(x: Tensor, group: dist.ProcessGroup | None = None) -> Iterator[Tensor]:
     """Yield the x of each rank, its own first; the next one travels while one is used.
 
     Parameters
@@ -732,7 +753,9 @@ class _Ring(torch.autograd.Function):
 _compared = weakref.WeakKeyDictionary()  # group: the shapes that its ranks have compared
 
 
-def _check_shards(q, k, v, balanced, group):
+def _check_shards(
+    q: Tensor, k: Tensor, v: Tensor, balanced: bool, group: dist.ProcessGroup | None
+) -> None:
     """Raise unless these are shards of one length on all ranks of a group.
 
     The ranks compare their shapes and dtypes when a rank has shapes that it has not had before
@@ -776,12 +799,16 @@ def _check_shards(q, k, v, balanced, group):
     compared.add(own)
 
 
-def ring_attention(q, k, v, *, causal=False, balanced=False, group=None):
+def ring_attention(
+    q: Float[Tensor, "*batch n d"], k: Float[Tensor, "*batch n d"],
+    v: Float[Tensor, "*batch n d_v"], *, causal: bool = False, balanced: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Float[Tensor, "*batch n d_v"]:
     """Exact attention of a sequence whose tokens are shared among ranks (Liu et al. 2023).
 
     Parameters
     ----------
-    q, k, v : Tensor, shapes (..., n, d), (..., n, d), (..., n, d_v)
+    q, k, v : Tensor
         The rank's own tokens, as `shard_sequence` gives them; leading axes may broadcast, but
         k and v have the same. Positions, rotary ones say, must be those of the whole sequence.
         Shapes and dtypes are equal on all ranks, and may change only on all ranks at once:
@@ -795,7 +822,7 @@ def ring_attention(q, k, v, *, causal=False, balanced=False, group=None):
 
     Returns
     -------
-    Tensor, shape (..., n, d_v)
+    Tensor
         For the rank's own queries. Gradients go through it.
 
     Raises
@@ -828,7 +855,7 @@ class GPTStage(nn.Module):
         If the model is tied, or there is no such stage.
     """
 
-    def __init__(self, model, stage, stages):
+    def __init__(self, model: GPT, stage: int, stages: int):
         super().__init__()
         self.config = model.config
         depth = model.config.n_layer
@@ -853,7 +880,7 @@ class GPTStage(nn.Module):
             self.ln_f = model.ln_f
             self.lm_head = model.lm_head
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, N) or (B, N, n_embd) to (B, N, n_embd), or to logits in the last stage."""
         if x.shape[1] > self.config.block_size:
             raise ValueError(f"x has {x.shape[1]} tokens; block_size allows at most "
@@ -911,7 +938,7 @@ class Cluster:
         check_counts(node=self.node)
 
 
-def parameters_of(config):
+def parameters_of(config: GPTConfig) -> tuple[int, int]:
     """How many parameters a `GPT` has.
 
     Parameters
@@ -934,7 +961,7 @@ def parameters_of(config):
     return attention + mlp, ends
 
 
-def operations_of(config):
+def operations_of(config: GPTConfig) -> tuple[int, int]:
     """Operations of a token's forward and backward pass.
 
     Six for each weight that multiplies (Kaplan et al. 2020, section 2.1). Causal attention has
@@ -963,7 +990,7 @@ def operations_of(config):
     return attention, attention + 6 * matrices
 
 
-def activations_of(config):
+def activations_of(config: GPTConfig) -> int:
     """Bytes that a token leaves in a block for the backward pass, in half precision.
 
     The block's two inputs and their norms, queries, keys, values and heads, and the MLP's
@@ -1023,26 +1050,26 @@ class Plan:
             raise ValueError(f"zero ({self.zero!r}) must be 0, 1 or 3")
 
     @property
-    def devices(self):
+    def devices(self) -> int:
         """How many devices it takes."""
         return self.data * self.tensor * self.pipeline * self.context
 
-    def micros(self, batch):
+    def micros(self, batch: int) -> int:
         """Microbatches that pass through a pipeline in a step."""
         return batch / (self.data * self.micro)
 
-    def depth(self, config):
+    def depth(self, config: GPTConfig) -> int:
         """Blocks on the fullest stage."""
         pieces = self.pipeline * self.interleave
         return self.interleave * math.ceil(config.n_layer / pieces)
 
-    def parameters(self, config):
+    def parameters(self, config: GPTConfig) -> int:
         """Parameters on the fullest device before ZeRO shares them."""
         block, ends = parameters_of(config)
         return (self.depth(config) * block + ends / min(2, self.pipeline)) / self.tensor
 
 # %% ../nbs/55_scaling.ipynb #plan-memory
-def memory_of(plan, config, batch):
+def memory_of(plan: Plan, config: GPTConfig, batch: int) -> dict[str, float]:
     """Bytes that suffice on each device.
 
     Parameters
@@ -1078,7 +1105,9 @@ def memory_of(plan, config, batch):
     return {"states": states, "activations": tokens * (activations + logits)}
 
 # %% ../nbs/55_scaling.ipynb #plan-seconds
-def _compute_seconds(plan, config, cluster, batch):
+def _compute_seconds(
+    plan: Plan, config: GPTConfig, cluster: Cluster, batch: int
+) -> tuple[float, float]:
     """What a step computes, in seconds.
 
     Parameters
@@ -1104,7 +1133,7 @@ def _compute_seconds(plan, config, cluster, batch):
     return compute, compute * share
 
 
-def seconds_of(plan, config, cluster, batch):
+def seconds_of(plan: Plan, config: GPTConfig, cluster: Cluster, batch: int) -> dict[str, float]:
     """Seconds of a step in parts, to be added; what is sent while computing is not counted.
 
     Parameters
@@ -1147,7 +1176,7 @@ def seconds_of(plan, config, cluster, batch):
             "pipeline": hops * hop, "data": max(0, data - hidden)}
 
 # %% ../nbs/55_scaling.ipynb #plan
-def _possible_plans(config, cluster, batch):
+def _possible_plans(config: GPTConfig, cluster: Cluster, batch: int) -> Iterator[Plan]:
     """Yield plans for a `GPT`, each with the largest data parallelism that the batch allows.
 
     Parameters
@@ -1194,7 +1223,7 @@ def _possible_plans(config, cluster, batch):
                        micro=micro, interleave=interleave, zero=zero, recompute=recompute)
 
 
-def plan(config, cluster, batch):
+def plan(config: GPTConfig, cluster: Cluster, batch: int) -> Plan:
     """The plan with the shortest predicted step among those that fit into memory.
 
     Parameters

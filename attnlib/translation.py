@@ -9,10 +9,14 @@ __all__ = ['DIRECTIONS', 'HELD_OUT', 'tag', 'number_tokenizer', 'number_table', 
 
 # %% ../nbs/23_translation.ipynb #imports
 import re
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from .backbone import check_counts, requires
 from .convert import MARIAN, fuse_qkv, rename_keys
@@ -21,6 +25,9 @@ from .data import (LANGUAGES, PAD, decode, draw_numbers, encode, number_words,
 from .decoding import beam_search, greedy
 from .train import fit, seeded
 from .transformer import Transformer, label_smoothing_loss
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # %% ../nbs/23_translation.ipynb #directions
 DIRECTIONS = [(a, b) for a in LANGUAGES for b in LANGUAGES if a != b]  # 12 · 11 = 132
@@ -31,7 +38,7 @@ for place, language in enumerate(LANGUAGES):
         HELD_OUT.append((language, other))
 
 
-def tag(language):
+def tag(language: str) -> str:
     """The special token that asks for a target language, such as "<de>".
 
     Raises
@@ -44,7 +51,9 @@ def tag(language):
     return f"<{language}>"
 
 
-def number_tokenizer(numbers, vocab_size, languages=LANGUAGES):
+def number_tokenizer(
+    numbers: Sequence[int], vocab_size: int, languages: Sequence[str] = LANGUAGES
+) -> "tokenizers.Tokenizer":
     """A byte-pair encoding of the names of some numbers in some languages, and of all tags.
 
     Parameters
@@ -65,7 +74,10 @@ def number_tokenizer(numbers, vocab_size, languages=LANGUAGES):
     return train_bpe(texts, vocab_size, extra=tags)
 
 # %% ../nbs/23_translation.ipynb #table
-def number_table(tokenizer, numbers, languages=LANGUAGES):
+def number_table(
+    tokenizer: "tokenizers.Tokenizer", numbers: Sequence[int],
+    languages: Sequence[str] = LANGUAGES,
+) -> Int[Tensor, "12 _ longest"]:
     """Tokens of the names of numbers in all languages.
 
     Parameters
@@ -88,7 +100,7 @@ def number_table(tokenizer, numbers, languages=LANGUAGES):
     return table
 
 
-def trim(tokens):
+def trim(tokens: Tensor) -> Tensor:
     """The `tokens` (B, N) without the columns at the end that are padding in every row."""
     used = (tokens != PAD).any(0).nonzero()  # columns with a token
     length = 0
@@ -97,15 +109,18 @@ def trim(tokens):
     return tokens[:, :length]
 
 # %% ../nbs/23_translation.ipynb #batches
-def direction_batches(tokenizer, table, directions, *, batch_size, seed=0, shared=True,
-                      tag_on="source"):
+def direction_batches(
+    tokenizer: "tokenizers.Tokenizer", table: Int[Tensor, "languages numbers longest"],
+    directions: Sequence[tuple[str, str]], *, batch_size: int, seed: int = 0,
+    shared: bool = True, tag_on: Literal["source", "target"] = "source",
+) -> Callable:
     """Random numbers in random directions, as the function of the step that `train.fit` wants.
 
     Parameters
     ----------
     tokenizer : tokenizers.Tokenizer
         From `number_tokenizer`.
-    table : int64 Tensor, shape (languages, numbers, longest)
+    table : int64 Tensor
         From `number_table`.
     directions : sequence of (str, str)
         Pairs of source and target language.
@@ -158,13 +173,15 @@ def direction_batches(tokenizer, table, directions, *, batch_size, seed=0, share
     return batches
 
 
-def _check_side(tag_on):
+def _check_side(tag_on: str) -> None:
     """Raise a ValueError unless `tag_on` is a side on which the tag can stand."""
     if tag_on not in ("source", "target"):
         raise ValueError(f"tag_on ({tag_on!r}) must be 'source' or 'target'")
 
 
-def translation_loss(model, batch):
+def translation_loss(
+    model: Transformer, batch: tuple[Tensor, Tensor]
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """The loss of `train.fit`: each position of the target predicts the next token.
 
     Parameters
@@ -183,8 +200,11 @@ def translation_loss(model, batch):
     return label_smoothing_loss(logits, tgt[:, 1:], pad_id=model.pad_id)
 
 # %% ../nbs/23_translation.ipynb #translate-numbers
-def translate_numbers(model, tokenizer, texts, language, *, max_length=100,
-                      tag_on="source"):
+def translate_numbers(
+    model: Transformer, tokenizer: "tokenizers.Tokenizer", texts: Sequence[str],
+    language: str | Sequence[str], *, max_length: int = 100,
+    tag_on: Literal["source", "target"] = "source",
+) -> list[str]:
     """Translate names of numbers, in whichever language they are, into a given one.
 
     Parameters
@@ -241,8 +261,11 @@ def translate_numbers(model, tokenizer, texts, language, *, max_length=100,
     return said
 
 # %% ../nbs/23_translation.ipynb #accuracy
-def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500,
-                       tag_on="source"):
+def direction_accuracy(
+    model: Transformer, tokenizer: "tokenizers.Tokenizer", numbers: Sequence[int],
+    directions: Sequence[tuple[str, str]], *, batch_size: int = 500,
+    tag_on: Literal["source", "target"] = "source",
+) -> dict[tuple[str, str], tuple[float, float]]:
     """How often a number is named right in each direction.
 
     Number i is asked in direction i mod len(directions), so that n numbers are n translations.
@@ -303,7 +326,10 @@ def direction_accuracy(model, tokenizer, numbers, directions, *, batch_size=500,
     return shares
 
 # %% ../nbs/23_translation.ipynb #number-scores
-def number_scores(model, tokenizer, numbers, directions, *, tag_on="source"):
+def number_scores(
+    model: Transformer, tokenizer: "tokenizers.Tokenizer", numbers: Sequence[int],
+    directions: Sequence[tuple[str, str]], *, tag_on: str = "source",
+) -> dict:
     """Accuracies over the directions of training and over the others of their languages.
 
     Parameters
@@ -341,9 +367,12 @@ def number_scores(model, tokenizer, numbers, directions, *, tag_on="source"):
     return scores
 
 # %% ../nbs/23_translation.ipynb #number-run
-def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_000,
-               vocab_size=800, d_model=192, layers=2, batch_size=128, lr=2e-3, log_every=500,
-               seed=0, checkpoint=None, accelerator=None):
+def number_run(
+    directions: Sequence[tuple[str, str]], *, limit: int = 10**9, steps: int = 6000,
+    numbers: int = 60_000, tests: int = 10_000, vocab_size: int = 800, d_model: int = 192,
+    layers: int = 2, batch_size: int = 128, lr: float = 2e-3, log_every: int = 500,
+    seed: int = 0, checkpoint: str | Path | None = None, accelerator: Any = None,
+) -> tuple[Transformer, "tokenizers.Tokenizer", dict[str, Any]]:
     """Train one model on some directions and test it on all between their languages.
 
     The numbers of the test are not seen in training, nor are those of the history, which are
@@ -404,7 +433,7 @@ def number_run(directions, *, limit=10**9, steps=6000, numbers=60_000, tests=10_
 
 # %% ../nbs/23_translation.ipynb #kinds
 @cache
-def _number_pieces(language):
+def _number_pieces(language: str) -> set[str]:
     """What a `language` puts its names of numbers below 10⁹ together from.
 
     Parameters
@@ -429,7 +458,7 @@ def _number_pieces(language):
     return pieces
 
 
-def _is_in(text, language):
+def _is_in(text: str, language: str) -> bool:
     """Whether each word of a text is put together from pieces of a language's numbers.
 
     Returns
@@ -451,7 +480,9 @@ def _is_in(text, language):
 
 
 @cache
-def _own_tokens(tokenizer, languages):
+def _own_tokens(
+    tokenizer: "tokenizers.Tokenizer", languages: tuple[str, ...]
+) -> dict[str, set]:
     """For each language, the tokens of its names that none of the other languages uses.
 
     Parameters
@@ -475,7 +506,10 @@ def _own_tokens(tokenizer, languages):
     return own
 
 
-def answer_kind(tokenizer, text, number, source, target, languages=LANGUAGES):
+def answer_kind(
+    tokenizer: "tokenizers.Tokenizer", text: str, number: int, source: str, target: str,
+    languages: Sequence[str] = LANGUAGES,
+) -> str:
     """What a model has said, asked for the name of a number in a language.
 
     Parameters
@@ -510,8 +544,11 @@ def answer_kind(tokenizer, text, number, source, target, languages=LANGUAGES):
     return "mixed" if mixed > 1 else "none"
 
 # %% ../nbs/23_translation.ipynb #translate
-def translate(model, tokenizer, texts, *, beam_size=4, length_penalty=1.0, max_length=200,
-              batch_size=64):
+def translate(
+    model: Transformer, tokenizer: "tokenizers.Tokenizer", texts: Sequence[str], *,
+    beam_size: int = 4,
+    length_penalty: float = 1.0, max_length: int = 200, batch_size: int = 64,
+) -> list[str]:
     """Translate sentences by beam search, in batches of similar length.
 
     Parameters
@@ -568,7 +605,7 @@ def translate(model, tokenizer, texts, *, beam_size=4, length_penalty=1.0, max_l
     return said
 
 # %% ../nbs/23_translation.ipynb #from-marian
-def from_marian(config, state_dict):
+def from_marian(config: Any, state_dict: dict[str, Tensor]) -> Transformer:
     """A `Transformer` with the weights of a MarianMTModel of the transformers library.
 
     Parameters
@@ -612,7 +649,7 @@ def from_marian(config, state_dict):
     return model
 
 
-def _marian_weights(state_dict):
+def _marian_weights(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of a MarianMTModel under our names; a matrix that files keep once, thrice.
 
     Parameters
@@ -634,7 +671,7 @@ def _marian_weights(state_dict):
     return weights
 
 # %% ../nbs/23_translation.ipynb #load-marian
-def load_marian(source):
+def load_marian(source: str | Path) -> tuple[Transformer, Any]:
     """A published Marian model, such as those of Helsinki-NLP, with its tokenizer.
 
     Parameters

@@ -1787,8 +1787,12 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     """
     backbone.is_plain
     backbone.is_unchanged
+    cost.Diagnosis
     cost.Operator
+    cost.Precision
+    cost.PrecisionChoice
     cost.Probe
+    cost.Saved
     cost.TrainingMemory
     data.cifar
     data.flickr8k

@@ -234,7 +234,7 @@ COUNTED = "what counts operators: tests/test_cost.py"
 ORACLES = {
     "Roofline": test_rooflines,
     "diagnose": test_rooflines,
-    "_Diagnosis": test_rooflines,
+    "Diagnosis": test_rooflines,
     "_REGIMES": test_rooflines,
     "seconds": test_the_least_time_counts,
     "take_turns": test_turns,
@@ -243,7 +243,7 @@ ORACLES = {
     "Probe": test_probes_do_what_they_say,
     "saved_activations": test_saved_activations,
     "_Recorder": test_a_storage_is_saved_once_and_whole,
-    "_Saved": test_a_storage_is_saved_once_and_whole,
+    "Saved": test_a_storage_is_saved_once_and_whole,
     "training_memory": test_training_memory,
     "TrainingMemory": test_training_memory,
     "matmul_precision": test_precisions_are_restored,
@@ -263,8 +263,8 @@ NOT_HERE = {
     "profile_groups": "measures time: tests/test_cost.py",
     "measure_roofline": "measures time: tests/test_cost.py",
     "fastest_float32": "measures time: tests/test_cost.py",
-    "_Precision": "a row of `fastest_float32`",
-    "_PrecisionChoice": "what `fastest_float32` returns",
+    "Precision": "a row of `fastest_float32`",
+    "PrecisionChoice": "what `fastest_float32` returns",
     "_SHAPES": "a constant",
     "GPUS": "a table of data sheets",
 }
