@@ -139,8 +139,8 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "SCALINGS": "_SCALINGS",
         "boolean_mask": "_boolean_mask",
         "check_config": "_check_config",
-        "check_prompt": "_check_prompt",
-        "check_prompts": "_check_prompts",
+        "check_prompt": "_check_input",
+        "check_prompts": "_check_generation",
         "check_published": "_check_published",
         "config_of": "config_from_transformers",
         "for_groups": "_for_groups",
@@ -259,9 +259,7 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     },
     "transformer": {
         "ACTIVATIONS": "_ACTIVATIONS",
-        "check_padding": "_check_padding",
         "check_rows": "_check_rows",
-        "check_settings": "_check_settings",
         "layer_from_torch": "_layer_from_torch",
         "tie_embeddings": "_tie_embeddings",
     },
@@ -297,7 +295,12 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     "data": {"data_extra": "use attnlib.backbone.requires"},
     "decoding": {"check_count": "use attnlib.backbone.check_counts"},
     "detr": {"detection_extra": "use attnlib.backbone.requires"},
+    "gpt": {"min_p_filter": "use attnlib.decoding.min_p_filter"},
     "models": {"hub_extra": "use attnlib.backbone.requires"},
+    "transformer": {
+        "can_read": "use attnlib.seq2seq.can_read",
+        "check_settings": "use attnlib.backbone.check_counts",
+    },
 }
 MODULES = {  # name of a module until version 0.2: its name since version 0.3
     "modern": "vit_variants",
@@ -370,6 +373,27 @@ def former_module(module, name):
     return found
 
 
+class former_attribute:
+    """An attribute of a class under the name that it had in an earlier version.
+
+    Parameters
+    ----------
+    former, name : str
+        The former name and the new one.
+    """
+
+    def __init__(self, former, name):
+        self.former = former
+        self.name = name
+
+    def __get__(self, owner, owner_class=None):
+        if owner is None:
+            return self
+        warnings.warn(f"{self.former} of {type(owner).__name__} is called {self.name} since "
+                      "version 0.3", DeprecationWarning, stacklevel=2)
+        return getattr(owner, self.name)
+
+
 def former_arguments(**names):
     """Let a function take keyword arguments under the names of an earlier version, too.
 
@@ -385,13 +409,15 @@ def former_arguments(**names):
     """
 
     def decorate(function):
+        own_name = function.__qualname__.rpartition("<locals>.")[2].removesuffix(".__init__")
+
         @functools.wraps(function)
         def call(*args, **options):
             for former, name in names.items():
                 if former in options and name not in options:
                     warnings.warn(
-                        f"the argument {former} of {function.__name__} is called {name} since "
-                        "version 0.3", DeprecationWarning, stacklevel=2)
+                        f"the argument {former} of {own_name} is called {name} since version "
+                        "0.3", DeprecationWarning, stacklevel=2)
                     options[name] = options.pop(former)
             return function(*args, **options)
 

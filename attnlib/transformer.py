@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['POSITIONS', 'SelfAttention', 'CrossAttention', 'FeedForward', 'EncoderLayer', 'DecoderLayer', 'Encoder', 'Decoder',
-           'Positions', 'can_read', 'check_tokens', 'check_tied', 'tie', 'evaluation', 'Transformer',
-           'label_smoothing_loss', 'from_torch']
+           'Positions', 'check_tied', 'tie', 'evaluation', 'Transformer', 'label_smoothing_loss', 'from_torch']
 
 # %% ../nbs/21_transformer.ipynb #imports
 import copy
@@ -22,6 +21,7 @@ from .backbone import check_counts, check_naturals, check_rates
 from .multihead import MultiHeadAttention, merge_heads
 from .position import (LearnedPositionalEmbedding, RelativePositionBias, alibi_bias,
                               apply_rotary, sinusoidal_encoding)
+from .seq2seq import check_padding, check_token, check_tokens
 
 # %% ../nbs/21_transformer.ipynb #self-attention
 class SelfAttention(MultiHeadAttention):
@@ -32,7 +32,7 @@ class SelfAttention(MultiHeadAttention):
     embed_dim, num_heads : int
         As in `MultiHeadAttention`.
     rotary : bool
-        Whether queries and keys are turned by their positions.
+        Rotate queries and keys by their positions.
     """
 
     def __init__(self, embed_dim, num_heads, rotary=False):
@@ -138,7 +138,7 @@ class EncoderLayer(nn.Module):
     d_model, nhead, dim_feedforward, dropout, activation, norm_first
         As in torch.nn.TransformerEncoderLayer.
     rotary : bool
-        Whether self-attention turns queries and keys by their positions.
+        Let self-attention rotate queries and keys by their positions.
     """
 
     def __init__(self, d_model, nhead, dim_feedforward=2048, dropout=0.1, activation="relu",
@@ -166,7 +166,7 @@ class EncoderLayer(nn.Module):
         return self.residual(x, self.norm2, self.feed_forward)
 
 # %% ../nbs/21_transformer.ipynb #decoder-layer
-class DecoderLayer(nn.Module):
+class DecoderLayer(EncoderLayer):
     """Causal self-attention, attention to the encoder's output, position-wise network.
 
     See section 3.1 of Vaswani et al. 2017.
@@ -179,24 +179,10 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, d_model, nhead, dim_feedforward=2048, dropout=0.1, activation="relu",
                  norm_first=False, rotary=False):
-        super().__init__()
-        check_rates(dropout=dropout)
-        self.self_attn = SelfAttention(d_model, nhead, rotary)
-        self.feed_forward = FeedForward(d_model, dim_feedforward, activation)
-        self.norm1 = nn.LayerNorm(d_model)
-        self.norm2 = nn.LayerNorm(d_model)
-        self.dropout = nn.Dropout(dropout)
-        self.norm_first = norm_first
+        super().__init__(d_model, nhead, dim_feedforward, dropout, activation, norm_first,
+                         rotary)
         self.multihead_attn = CrossAttention(d_model, nhead)
         self.norm3 = nn.LayerNorm(d_model)
-
-    def residual(self, x, norm, f, *inputs):
-        """x + f(LN(x)) with the norm first, LN(x + f(x)) otherwise."""
-        if self.norm_first:
-            change = f(norm(x), *inputs)
-            return x + self.dropout(change)
-        change = f(x, *inputs)
-        return norm(x + self.dropout(change))
 
     def forward(self, x, memory, mask=None, memory_mask=None, bias=None, cache=None, layer=0):
         """Tokens (B, N, d_model) and memory (B, M, d_model) to tokens.
@@ -316,7 +302,7 @@ class Positions(nn.Module):
         return x
 
     def bias(self, stack, n, m, device, dtype=torch.float32):
-        """What n queries add to their logits for m keys: (h, n, m), or None.
+        """The bias (h, n, m) that n queries add to their logits for m keys, or None.
 
         `stack` is "encoder" or "decoder". The queries are the last n of the m positions. ALiBi
         needs the device and the dtype of the tokens.
@@ -330,89 +316,6 @@ class Positions(nn.Module):
         return None
 
 # %% ../nbs/21_transformer.ipynb #checks
-def _check_settings(pad_id, dropout, vocabularies, layers):
-    """Raise unless a `Transformer` can have these.
-
-    Parameters
-    ----------
-    pad_id : int
-    dropout : float
-    vocabularies, layers : dict of str to int
-        Sizes of the vocabularies and numbers of layers, by the names that an error is to call
-        them.
-
-    Raises
-    ------
-    ValueError
-        Names the one that is out of its range.
-    """
-    check_counts(**vocabularies)
-    for name, vocab in vocabularies.items():
-        if not isinstance(pad_id, int) or not 0 <= pad_id < vocab:
-            raise ValueError(f"pad_id ({pad_id!r}) must be a token of {name} ({vocab}), "
-                             f"from 0 to {vocab - 1}")
-    check_naturals(**layers)
-    check_rates(dropout=dropout)
-
-
-def can_read(x):
-    """Return whether the values of a tensor can be checked without harm.
-
-    Reading a value from a GPU would wait for the GPU. A compiler and the transformations of
-    `torch.func` do not know the values.
-
-    Parameters
-    ----------
-    x : Tensor
-
-    Returns
-    -------
-    bool
-    """
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return False
-    try:
-        x.flatten()[:1].tolist()
-    except RuntimeError:  # inside a transformation of torch.func
-        return False
-    return True
-
-
-def check_tokens(name, tokens, vocab, max_length, offset=0):
-    """Raise unless these are tokens of a vocabulary, within the positions that there are.
-
-    Parameters
-    ----------
-    name : str
-        What an error calls them.
-    tokens : int Tensor, shape (B, N)
-    vocab, max_length : int
-        Numbers of tokens in the vocabulary, and of positions.
-    offset : int
-        Position of the first token.
-
-    Raises
-    ------
-    TypeError
-        If their dtype is neither int64 nor int32.
-    ValueError
-        If their shape is another, they are too many, or one is not in the vocabulary. The last
-        is checked where `can_read` allows it.
-    """
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name} of dtype {tokens.dtype} must be torch.int64 or torch.int32")
-    if tokens.ndim != 2 or 0 in tokens.shape:
-        raise ValueError(f"{name} of shape {tuple(tokens.shape)} must be (B, N), neither 0")
-    if offset + tokens.shape[1] > max_length:
-        raise ValueError(f"{name} ends at token {offset + tokens.shape[1]}; there are "
-                         f"max_length ({max_length}) positions")
-    if can_read(tokens):
-        for token in (int(tokens.min()), int(tokens.max())):
-            if not 0 <= token < vocab:
-                raise ValueError(f"{name} holds the token {token}; "
-                                 f"it must be from 0 to {vocab - 1}")
-
-
 def check_tied(module, state_dict, prefix="", *unused):
     """Raise if a state dict has two different tensors for a parameter that a module shares.
 
@@ -424,9 +327,9 @@ def check_tied(module, state_dict, prefix="", *unused):
     module : Module
     state_dict : dict of str to Tensor
     prefix : str
-        What stands before the module's own names in the state dict.
+        Prefix of the module's own names in the state dict.
     *unused
-        What PyTorch passes to such a hook in addition.
+        Passed by PyTorch to such a hook in addition.
 
     Raises
     ------
@@ -477,7 +380,7 @@ def _tie_embeddings(model, incompatible_keys=None):
     model : Transformer
         It is changed.
     incompatible_keys : optional
-        What PyTorch passes to such a hook; it is not used.
+        Passed by PyTorch to such a hook, and not used.
     """
     if model.shares_embedding:
         tie(model.tgt_embed, model.src_embed)
@@ -501,33 +404,6 @@ def _check_rows(tgt, memory):
     if tgt.shape[0] != memory.shape[0]:
         raise ValueError(f"tgt has {tgt.shape[0]} rows; for {memory.shape[0]} sources it "
                          "must have as many")
-
-
-def _check_padding(name, tokens, pad_id):
-    """Raise unless all padding stands after the tokens of its row.
-
-    Padding in front of a token would move the token to another position.
-
-    Parameters
-    ----------
-    name : str
-        What an error calls the tokens.
-    tokens : int Tensor, shape (B, N)
-    pad_id : int
-
-    Raises
-    ------
-    ValueError
-        If padding stands before a token. It is checked where `can_read` allows it.
-    """
-    if not can_read(tokens):
-        return
-    padding = tokens == pad_id  # (B, N)
-    padding_before_token = padding[:, :-1] & ~padding[:, 1:]  # (B, N - 1)
-    bad_rows = padding_before_token.any(dim=1)  # (B,)
-    if bad_rows.any():
-        raise ValueError(f"{name} has padding ({pad_id}) before a token in row "
-                         f"{int(bad_rows.nonzero()[0])}; padding must stand after the tokens")
 
 # %% ../nbs/21_transformer.ipynb #evaluation
 _open_blocks = {}  # part: number of open `evaluation` blocks, and its mode before the first
@@ -583,8 +459,8 @@ class Transformer(nn.Module):
     norm_first : bool
         x + f(LN(x)) in place of the paper's LN(x + f(x)).
     final_norm : bool, optional
-        Whether encoder and decoder end with a norm; by default if `norm_first`.
-        torch.nn.Transformer always does.
+        Let encoder and decoder end with a norm; by default if `norm_first`, and in
+        torch.nn.Transformer always.
     max_length, pad_id : int
         Number of positions, and the token that is padding, behind the tokens of a sequence.
     tie_weights : bool
@@ -593,7 +469,7 @@ class Transformer(nn.Module):
     output_bias : bool
         Add a trained number to the logits of each token, as Marian does.
     position : {"sinusoidal", "learned", "relative", "alibi", "rotary", "none"}
-        How tokens get their order; see `Positions`.
+        The scheme that tells the model the order of tokens; see `Positions`.
 
     Raises
     ------
@@ -609,18 +485,19 @@ class Transformer(nn.Module):
         shares_embedding = tgt_vocab is None and tie_weights
         if tgt_vocab is None:
             tgt_vocab = src_vocab
-        vocabularies = dict(src_vocab=src_vocab, tgt_vocab=tgt_vocab)
-        depths = dict(num_encoder_layers=num_encoder_layers,
-                      num_decoder_layers=num_decoder_layers)
-        _check_settings(pad_id, dropout, vocabularies=vocabularies, layers=depths)
-        check_counts(d_model=d_model, nhead=nhead, max_length=max_length)
+        check_counts(src_vocab=src_vocab, tgt_vocab=tgt_vocab, d_model=d_model, nhead=nhead,
+                     max_length=max_length)
+        check_naturals(num_encoder_layers=num_encoder_layers,
+                       num_decoder_layers=num_decoder_layers)
+        check_rates(dropout=dropout)
+        check_token("pad_id", pad_id, min(src_vocab, tgt_vocab))
         self.d_model = d_model
         self.max_length = max_length
         self.pad_id = pad_id
         self.src_vocab_size = src_vocab
         self.vocab_size = tgt_vocab
         self.src_embed = nn.Embedding(src_vocab, d_model)
-        # a matrix that tie_embeddings replaces by another one is on "meta": it has no values
+        # a matrix that _tie_embeddings replaces by another one is on "meta": it has no values
         device = "meta" if shares_embedding else None
         self.tgt_embed = nn.Embedding(tgt_vocab, d_model, device=device)
         self.output = nn.Linear(d_model, tgt_vocab, bias=False, device="meta")
@@ -633,10 +510,12 @@ class Transformer(nn.Module):
         self.positions = Positions(position, d_model, nhead, max_length)
         options = dict(dim_feedforward=dim_feedforward, dropout=dropout, activation=activation,
                        norm_first=norm_first, rotary=position == "rotary")
-        encoder_layers = [EncoderLayer(d_model, nhead, **options)
-                          for _ in range(num_encoder_layers)]
-        decoder_layers = [DecoderLayer(d_model, nhead, **options)
-                          for _ in range(num_decoder_layers)]
+        encoder_layers = []
+        for _ in range(num_encoder_layers):
+            encoder_layers.append(EncoderLayer(d_model, nhead, **options))
+        decoder_layers = []
+        for _ in range(num_decoder_layers):
+            decoder_layers.append(DecoderLayer(d_model, nhead, **options))
         if final_norm is None:
             final_norm = norm_first
         encoder_norm = nn.LayerNorm(d_model) if final_norm else None
@@ -670,8 +549,8 @@ class Transformer(nn.Module):
         The mask hides padding: it is False there. Padding must stand after the tokens of its
         row; this is checked on the CPU.
         """
-        check_tokens("src", src, vocab=self.src_vocab_size, max_length=self.max_length)
-        _check_padding("src", src, self.pad_id)
+        check_tokens("src", src, self.src_vocab_size, max_length=self.max_length)
+        check_padding("src", src, self.pad_id)
         is_token = src != self.pad_id
         mask = is_token[:, None, None, :]  # (B, M) -> (B, 1, 1, M)
         x = self.embed(src, self.src_embed)  # (B, M) -> (B, M, d_model)
@@ -690,7 +569,7 @@ class Transformer(nn.Module):
         """
         past = 0 if cache is None else len(cache)
         n = tgt.shape[-1]
-        check_tokens("tgt", tgt, vocab=self.vocab_size, max_length=self.max_length, offset=past)
+        check_tokens("tgt", tgt, self.vocab_size, max_length=self.max_length, offset=past)
         _check_rows(tgt, memory)
         mask = "causal" if n > 1 else None  # one token may attend to all
         x = self.embed(tgt, self.tgt_embed, offset=past)  # (B, N) -> (B, N, d_model)
