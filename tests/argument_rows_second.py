@@ -352,8 +352,8 @@ SECOND |= {
         dict(token=Fails(5, "eos_id"), vocab_size=Fails(4, "from 0 to 3")),
     ),
     "seq2seq.check_some_tokens": Row(
-        dict(name="src", tokens=PADDED, pad_id=0),
-        dict(tokens=Fails(0 * PADDED, "nothing but padding"), pad_id=Fails(7, "row 0")),
+        dict(name="src", tokens=torch.tensor([[3, 0], [4, 4]]), pad_id=0),
+        dict(tokens=Fails(0 * PADDED, "nothing but padding"), pad_id=Fails(4, "row 1")),
     ),
     "transformer.check_tied": Row(
         dict(module=make_transformer(), state_dict=SHARED),
@@ -377,7 +377,7 @@ SECOND |= {
         ),
     ),
     "transformer.from_torch": Row(
-        dict(module=torch_transformer(), src_vocab_size=20, max_length=8),
+        dict(module=torch_transformer(), src_vocab=20, max_length=8),
         dict(
             module=torch_transformer(1),
             src_vocab=21,
