@@ -1040,18 +1040,6 @@ def text_bits(
             total -= log_probs.gather(1, targets).sum().item()
     return total / math.log(2)
 
-# %% ../nbs/24_gpt.ipynb #former-names
-from ._renamed import former_attribute, former_name
-
-GPT.features = former_attribute("features", "forward_features")
-GPTConfig.head_width = former_attribute("head_width", "resolved_head_dim")
-GPTConfig.hidden = former_attribute("hidden", "resolved_n_inner")
-GPTConfig.kv_heads = former_attribute("kv_heads", "resolved_n_kv_head")
-
-
-def __getattr__(name: str) -> Any:
-    return former_name(__name__, name)
-
 # %% ../nbs/24_gpt.ipynb #published
 GPT2_STYLE = dict(norm="layer", position="learned", mlp="gelu", bias=True)
 LLAMA_3 = dict(n_kv_head=8, rope_base=5e5)
@@ -1202,3 +1190,15 @@ def _read_transformers(source: Any) -> tuple[GPTConfig, dict[str, Tensor]]:
     if config.tied:
         weights["lm_head.weight"] = weights["wte.weight"]
     return config, weights
+
+# %% ../nbs/24_gpt.ipynb #former-names
+from ._renamed import former_attribute, former_name
+
+GPT.features = former_attribute("features", "forward_features")
+GPTConfig.head_width = former_attribute("head_width", "resolved_head_dim")
+GPTConfig.hidden = former_attribute("hidden", "resolved_n_inner")
+GPTConfig.kv_heads = former_attribute("kv_heads", "resolved_n_kv_head")
+
+
+def __getattr__(name: str) -> Any:
+    return former_name(__name__, name)

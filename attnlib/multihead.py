@@ -65,7 +65,7 @@ class MultiHeadAttention(nn.Module):
     kdim, vdim : int, optional
         Widths of keys and values; `embed_dim` by default.
     bias : bool
-        Whether the four projections add one.
+        Let each of the four projections add a bias.
     dropout : float
         Probability with which a weight is dropped in training.
 

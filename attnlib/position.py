@@ -488,8 +488,8 @@ def apply_rotary(
     base : float
         The wavelengths run from 2π to almost 2π · base.
     interleaved : bool
-        Whether neighboring entries are a pair, as in the paper, or the entries i and i + d / 2,
-        as in Hugging Face's decoders.
+        Rotate pairs of neighboring entries, as in the paper. Otherwise entry i is paired with
+        entry i + d / 2, as in Hugging Face's decoders.
 
     Returns
     -------
