@@ -7,6 +7,10 @@ Each module with such a name hands its `__getattr__` to `former_name`.
 import functools
 import importlib
 import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     "attention": {
@@ -291,6 +295,7 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     },
 }
 MOVED = {  # module: {name until version 0.2: what to use instead}
+    "attention": {"active_backend": "a kernel is a module that replaces another"},
     "backbone": {"torchvision_import": "use attnlib.backbone.requires"},
     "data": {"data_extra": "use attnlib.backbone.requires"},
     "decoding": {"check_count": "use attnlib.backbone.check_counts"},
@@ -301,6 +306,7 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
         "can_read": "use attnlib.seq2seq.can_read",
         "check_settings": "use attnlib.backbone.check_counts",
     },
+    "windows": {"window_backend": "use attnlib.windows.fuse_attention"},
 }
 MODULES = {  # name of a module until version 0.2: its name since version 0.3
     "modern": "vit_variants",
@@ -308,7 +314,7 @@ MODULES = {  # name of a module until version 0.2: its name since version 0.3
 }
 
 
-def former_name(module, name):
+def former_name(module: str, name: str) -> Any:
     """Find an attribute under the name that it had in an earlier version.
 
     Parameters
@@ -346,7 +352,7 @@ def former_name(module, name):
     return getattr(importlib.import_module(module), new_name)
 
 
-def former_module(module, name):
+def former_module(module: str, name: str) -> Any:
     """Find an attribute of a module under the name that the module had in an earlier version.
 
     Parameters
@@ -382,11 +388,11 @@ class former_attribute:
         The former name and the new one.
     """
 
-    def __init__(self, former, name):
+    def __init__(self, former: str, name: str):
         self.former = former
         self.name = name
 
-    def __get__(self, owner, owner_class=None):
+    def __get__(self, owner: Any, owner_class: type | None = None) -> Any:
         if owner is None:
             return self
         warnings.warn(f"{self.former} of {type(owner).__name__} is called {self.name} since "
@@ -394,7 +400,7 @@ class former_attribute:
         return getattr(owner, self.name)
 
 
-def former_arguments(**names):
+def former_arguments(**names: str) -> Callable[[Function], Function]:
     """Let a function take keyword arguments under the names of an earlier version, too.
 
     Parameters

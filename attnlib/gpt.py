@@ -1192,13 +1192,15 @@ def _read_transformers(source: Any) -> tuple[GPTConfig, dict[str, Tensor]]:
     return config, weights
 
 # %% ../nbs/24_gpt.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_attribute, former_name
 
-GPT.features = former_attribute("features", "forward_features")
-GPTConfig.head_width = former_attribute("head_width", "resolved_head_dim")
-GPTConfig.hidden = former_attribute("hidden", "resolved_n_inner")
-GPTConfig.kv_heads = former_attribute("kv_heads", "resolved_n_kv_head")
+if not TYPE_CHECKING:  # which would take every name for one that there is
+    GPT.features = former_attribute("features", "forward_features")
+    GPTConfig.head_width = former_attribute("head_width", "resolved_head_dim")
+    GPTConfig.hidden = former_attribute("hidden", "resolved_n_inner")
+    GPTConfig.kv_heads = former_attribute("kv_heads", "resolved_n_kv_head")
 
-
-def __getattr__(name: str) -> Any:
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)
