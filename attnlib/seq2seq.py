@@ -85,7 +85,21 @@ class RecurrentEncoder(nn.Module):
 
 # %% ../nbs/20_seq2seq.ipynb #check-tokens
 def check_token(name: str, token: Any, vocab_size: int) -> None:
-    """Raise a ValueError, with the name, unless this is a token of the vocabulary."""
+    """Raise unless a number is a token of a vocabulary.
+
+    Parameters
+    ----------
+    name : str
+        Stands in the error.
+    token : int
+    vocab_size : int
+        Number of tokens in the vocabulary.
+
+    Raises
+    ------
+    ValueError
+        If it is no integer, or not from 0 to `vocab_size` - 1.
+    """
     if type(token) is not int or not 0 <= token < vocab_size:  # True is no token
         raise ValueError(f"{name} ({token!r}) must be a token, from 0 to {vocab_size - 1}")
 
@@ -158,7 +172,20 @@ def check_padding(name: str, tokens: Tensor, pad_id: int) -> None:
 
 
 def check_some_tokens(name: str, tokens: Tensor, pad_id: int) -> None:
-    """Raise a ValueError, with the name, if a row of `tokens` (B, N) is nothing but padding."""
+    """Raise if a row is nothing but padding.
+
+    Parameters
+    ----------
+    name : str
+        Stands in the error.
+    tokens : int Tensor, shape (B, N)
+    pad_id : int
+
+    Raises
+    ------
+    ValueError
+        Names the first such row.
+    """
     empty = (tokens == pad_id).all(dim=-1)
     if tokens.ndim == 2 and empty.any():
         raise ValueError(f"{name} holds nothing but padding ({pad_id}) in row "
