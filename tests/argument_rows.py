@@ -1811,21 +1811,12 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     panoptic.PanopticOutput
     plot.show
     recipes.train_processes
-    scaling.Sleeper
     scaling.Workers
-    scaling.bytes_sent
     scaling.copy_to_group
-    scaling.nap_lesson
-    scaling.reduce_lesson
     scaling.ring_all_reduce
     scaling.ring_attention
-    scaling.ring_lesson
-    scaling.shard_contiguous
     scaling.shard_module
-    scaling.stage_lesson
-    scaling.states_lesson
     scaling.sum_gradient
-    scaling.tensor_lesson
     scaling.tensor_parallel
     spatial.Drawing
     swin.WindowLayout

@@ -606,7 +606,6 @@ ELSEWHERE = {  # functions that are called nowhere here, and why
     "inference._pack_all": "changes a copy that `optimize_for_inference` makes",
     "inference.replace_module": "changes a copy that `optimize_for_inference` makes",
     "vit_variants.use_rotary": "replaces the attention; its docstring says so",
-    "scaling.shard_contiguous": "needs processes, and changes the model",
     "scaling.shard_module": "needs processes, and changes the model",
     "scaling.copy_to_group": "a hook that needs processes",
     "scaling.tensor_parallel": "needs processes, and changes the model",
@@ -932,21 +931,3 @@ def test_training_in_the_process_of_the_caller():
     torch.set_num_threads(2)  # `quiet` restores it
     with unchanged():
         recipes.train_processes(1, False, steps=1)
-
-
-@pytest.mark.parametrize("name", ["states_lesson", "tensor_lesson", "stage_lesson"])
-def test_lessons_draw_numbers_of_their_own(name, tmp_path):
-    """Each is a group of one process."""
-    lesson = getattr(scaling, name)
-    config = gpt.GPTConfig(20, 8, 2, 2, n_embd=16, tied=name != "stage_lesson")
-    rest = dict(states_lesson=("ddp",), tensor_lesson=(), stage_lesson=(1,))[name]
-    scaling._join_group(tmp_path / "group", 0, 1)
-    try:
-        found = []
-        for seed in range(2):
-            torch.manual_seed(seed)
-            with unchanged():
-                found.append(lesson(config, tokens(), *rest))
-        assert found[0] == found[1]
-    finally:
-        torch.distributed.destroy_process_group()
