@@ -778,8 +778,8 @@ def from_torch(
     ----------
     module : torch.nn.Transformer
     src_vocab, tgt_vocab, **options
-        What it does not know, as in `Transformer`: max_length, pad_id, tie_weights,
-        output_bias and position. Embeddings start at random.
+        Settings that the module does not have, as in `Transformer`: max_length, pad_id,
+        tie_weights, output_bias, and position. Embeddings start at random.
 
     Returns
     -------
