@@ -139,8 +139,8 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "SCALINGS": "_SCALINGS",
         "boolean_mask": "_boolean_mask",
         "check_config": "_check_config",
-        "check_prompt": "_check_prompt",
-        "check_prompts": "_check_prompts",
+        "check_prompt": "_check_input",
+        "check_prompts": "_check_generation",
         "check_published": "_check_published",
         "config_of": "config_from_transformers",
         "for_groups": "_for_groups",
@@ -258,9 +258,7 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     },
     "transformer": {
         "ACTIVATIONS": "_ACTIVATIONS",
-        "check_padding": "_check_padding",
         "check_rows": "_check_rows",
-        "check_settings": "_check_settings",
         "layer_from_torch": "_layer_from_torch",
         "tie_embeddings": "_tie_embeddings",
     },
@@ -289,12 +287,27 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     },
 }
 MOVED = {  # module: {name until version 0.2: what to use instead}
-    "attention": {"active_backend": "a kernel is a module that replaces another"},
-    "backbone": {"torchvision_import": "use attnlib.backbone.requires"},
-    "data": {"data_extra": "use attnlib.backbone.requires"},
-    "decoding": {"check_count": "use attnlib.backbone.check_counts"},
-    "detr": {"detection_extra": "use attnlib.backbone.requires"},
-    "models": {"hub_extra": "use attnlib.backbone.requires"},
+    "attention": {
+        "active_backend": "a kernel is a module that replaces another",
+    },
+    "backbone": {
+        "torchvision_import": "use attnlib.backbone.requires",
+    },
+    "data": {
+        "data_extra": "use attnlib.backbone.requires",
+    },
+    "decoding": {
+        "check_count": "use attnlib.backbone.check_counts",
+    },
+    "detr": {
+        "detection_extra": "use attnlib.backbone.requires",
+    },
+    "gpt": {
+        "min_p_filter": "use attnlib.decoding.min_p_filter",
+    },
+    "models": {
+        "hub_extra": "use attnlib.backbone.requires",
+    },
     "scaling": {
         "Sleeper": "it is defined on the page nbs/55_scaling",
         "bytes_sent": "it is defined on the page nbs/55_scaling",
@@ -308,6 +321,10 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
         "tensor_lesson": "it is defined on the page nbs/55_scaling",
         "wire_bytes": "it is defined on the page nbs/55_scaling",
     },
+    "transformer": {
+        "can_read": "use attnlib.seq2seq.can_read",
+        "check_settings": "use attnlib.backbone.check_counts",
+    },
     "translation": {
         "keep_best": "it is in benchmarks/translation.py of the repository",
         "length_run": "it is in benchmarks/translation.py of the repository",
@@ -315,7 +332,9 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
         "multi30k_run": "it is in benchmarks/translation.py of the repository",
         "sparse_numbers": "it is in benchmarks/translation.py of the repository",
     },
-    "windows": {"window_backend": "use attnlib.windows.fuse_attention"},
+    "windows": {
+        "window_backend": "use attnlib.windows.fuse_attention",
+    },
 }
 MODULES = {  # name of a module until version 0.2: its name since version 0.3
     "modern": "vit_variants",
@@ -388,6 +407,27 @@ def former_module(module: str, name: str) -> Any:
     return found
 
 
+class former_attribute:
+    """An attribute of a class under the name that it had in an earlier version.
+
+    Parameters
+    ----------
+    former, name : str
+        The former name and the new one.
+    """
+
+    def __init__(self, former: str, name: str):
+        self.former = former
+        self.name = name
+
+    def __get__(self, owner: Any, owner_class: type | None = None) -> Any:
+        if owner is None:
+            return self
+        warnings.warn(f"{self.former} of {type(owner).__name__} is called {self.name} since "
+                      "version 0.3", DeprecationWarning, stacklevel=2)
+        return getattr(owner, self.name)
+
+
 def former_arguments(**names: str) -> Callable[[Function], Function]:
     """Let a function take keyword arguments under the names of an earlier version, too.
 
@@ -403,13 +443,15 @@ def former_arguments(**names: str) -> Callable[[Function], Function]:
     """
 
     def decorate(function):
+        own_name = function.__qualname__.rpartition("<locals>.")[2].removesuffix(".__init__")
+
         @functools.wraps(function)
         def call(*args, **options):
             for former, name in names.items():
                 if former in options and name not in options:
                     warnings.warn(
-                        f"the argument {former} of {function.__name__} is called {name} since "
-                        "version 0.3", DeprecationWarning, stacklevel=2)
+                        f"the argument {former} of {own_name} is called {name} since version "
+                        "0.3", DeprecationWarning, stacklevel=2)
                     options[name] = options.pop(former)
             return function(*args, **options)
 

@@ -4,36 +4,44 @@
 
 # %% auto #0
 __all__ = ['next_log_probs', 'generate', 'greedy', 'KVCache', 'beam_step', 'beam_search', 'top_k_filter', 'top_p_filter',
-           'sample']
+           'min_p_filter', 'next_token', 'sample']
 
 # %% ../nbs/22_decoding.ipynb #imports
 import copy
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
 
 from .backbone import check_counts, check_numbers
+from .seq2seq import check_some_tokens, check_token
 from .transformer import evaluation
 
 # %% ../nbs/22_decoding.ipynb #next-log-probs
-def next_log_probs(model, tokens, memory, src_mask=None, cache=None):
+def next_log_probs(
+    model: Any, tokens: Int[Tensor, "B N"], memory: Tensor | None,
+    src_mask: Bool[Tensor, "B 1 1 M"] | None = None, cache: "KVCache | None" = None,
+) -> Float[Tensor, "B vocab"]:
     """The model's log-probabilities of the token that follows `tokens`.
 
     Parameters
     ----------
     model : attnlib.transformer.Transformer
-    tokens : int Tensor, shape (B, N)
+    tokens : int Tensor
         The start token and what has been produced so far. With a cache only the last column is
         read; the earlier ones must have been read before, in calls with the same cache.
     memory : Tensor, shape (B, M, d_model)
-    src_mask : bool Tensor, shape (B, 1, 1, M), optional
+    src_mask : bool Tensor, optional
     cache : KVCache, optional
         Changed in place.
 
     Returns
     -------
-    Tensor, shape (B, vocab)
+    Tensor
         Float32 or float64, in nats. Padding is no token to be produced: its entry is −inf.
     """
     if cache is not None:
@@ -46,7 +54,10 @@ def next_log_probs(model, tokens, memory, src_mask=None, cache=None):
     return log_probs.masked_fill(padding, -torch.inf)
 
 # %% ../nbs/22_decoding.ipynb #extend
-def generate(choose, model, src, max_length, *, bos_id=1, eos_id=2, use_cache=True):
+def generate(
+    choose: Callable[[Tensor], Tensor], model: Any, src: Int[Tensor, "B M"],
+    max_length: int, *, bos_id: int = 1, eos_id: int = 2, use_cache: bool = True,
+) -> Int[Tensor, "B N"]:
     """Append `choose(log_probs)`, a token for each row, until all rows have ended.
 
     Parameters
@@ -58,7 +69,7 @@ def generate(choose, model, src, max_length, *, bos_id=1, eos_id=2, use_cache=Tr
 
     Returns
     -------
-    int64 Tensor, shape (B, N), N <= max_length
+    int64 Tensor, N <= max_length
         As of `greedy`.
 
     Raises
@@ -77,13 +88,16 @@ def generate(choose, model, src, max_length, *, bos_id=1, eos_id=2, use_cache=Tr
             token = choose(log_probs)  # (B, vocab) -> (B,)
             token = token.masked_fill(ended, model.pad_id)
             tokens = torch.cat([tokens, token[:, None]], dim=1)
-            ended |= token == eos_id
+            ended = ended | (token == eos_id)
             if ended.all():
                 break
     return tokens[:, 1:]
 
 # %% ../nbs/22_decoding.ipynb #greedy
-def greedy(model, src, max_length, *, bos_id=1, eos_id=2, use_cache=True):
+def greedy(
+    model: Any, src: Int[Tensor, "B M"], max_length: int, *, bos_id: int = 1,
+    eos_id: int = 2, use_cache: bool = True,
+) -> Int[Tensor, "B N"]:
     """The most probable next token, again and again.
 
     Parameters
@@ -91,18 +105,18 @@ def greedy(model, src, max_length, *, bos_id=1, eos_id=2, use_cache=True):
     model : attnlib.transformer.Transformer
         Its `encode` and `decode` are called, and not its `forward`: a hook that is to take part
         belongs on a part of the model.
-    src : int Tensor, shape (B, M)
-        Source tokens, padding behind them.
+    src : int Tensor
+        Source tokens, padding after them.
     max_length : int
         Most tokens of a result. A row that has not ended by then is cut.
     bos_id, eos_id : int
         The token the decoder starts from, and the one that ends a row.
     use_cache : bool
-        Whether to keep keys and values from step to step; the result is the same.
+        Keep keys and values from step to step; the result is the same.
 
     Returns
     -------
-    int64 Tensor, shape (B, N), N <= max_length
+    int64 Tensor, N <= max_length
         Without the start token, with the end token, and padding (`model.pad_id`) after it.
 
     Raises
@@ -117,13 +131,16 @@ def greedy(model, src, max_length, *, bos_id=1, eos_id=2, use_cache=True):
                     use_cache=use_cache)
 
 # %% ../nbs/22_decoding.ipynb #checks
-def _vocabulary_size(model):
+def _vocabulary_size(model: Any) -> int:
     """The number of tokens of a `model`: its `vocab_size`, or the rows of ``output.weight``."""
     size = getattr(model, "vocab_size", None)
     return len(model.output.weight) if size is None else size
 
 
-def _check_decoding(model, src, max_length, bos_id, eos_id, beam_size=1, length_penalty=0.0):
+def _check_decoding(
+    model: Any, src: Tensor, max_length: int, bos_id: int, eos_id: int,
+    beam_size: int = 1, length_penalty: float = 0.0,
+) -> None:
     """Raise unless a model can decode these, saying which argument is wrong.
 
     Parameters
@@ -140,8 +157,7 @@ def _check_decoding(model, src, max_length, bos_id, eos_id, beam_size=1, length_
     TypeError
         If `length_penalty` is no number.
     """
-    check_counts(max_length=max_length)
-    check_counts(beam_size=beam_size)
+    check_counts(max_length=max_length, beam_size=beam_size)
     check_numbers(length_penalty=length_penalty)
     if not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty ({length_penalty}) must be a finite number")
@@ -151,31 +167,35 @@ def _check_decoding(model, src, max_length, bos_id, eos_id, beam_size=1, length_
     if abs(length_penalty) * math.log(max_length) > 80:  # float32 ends at exp(88)
         raise ValueError(f"length_penalty ({length_penalty}) is too large: max_length "
                          f"({max_length}) ** |length_penalty| must be below exp(80)")
-    vocab = _vocabulary_size(model)
-    pad_id = model.pad_id
-    for name, token in (("bos_id", bos_id), ("eos_id", eos_id)):
-        if type(token) is not int or not 0 <= token < vocab:  # True is no token
-            raise ValueError(f"{name} ({token!r}) must be a token, from 0 to {vocab - 1}")
-    if eos_id == pad_id:
-        raise ValueError(f"eos_id ({eos_id}) must not be the model's pad_id ({pad_id}), which "
-                         "is never produced")
-    empty = (src == pad_id).all(dim=-1)
-    if src.ndim == 2 and empty.any():
-        raise ValueError(f"src holds nothing but padding ({pad_id}) in row "
-                         f"{int(empty.nonzero()[0])}; every row must hold a token")
+    vocab_size = _vocabulary_size(model)
+    check_token("bos_id", bos_id, vocab_size)
+    check_token("eos_id", eos_id, vocab_size)
+    if eos_id == model.pad_id:
+        raise ValueError(f"eos_id ({eos_id}) must not be the model's pad_id ({model.pad_id}), "
+                         "which is never produced")
+    check_some_tokens("src", src, model.pad_id)
 
 # %% ../nbs/22_decoding.ipynb #kv-cache
 class KVCache:
     """The keys and values that a decoder keeps from call to call, of `len(cache)` tokens.
 
-    A new one is empty. Give the same one to every call of ``model.decode``.
+    A new cache is empty. A model that is given the same cache in each call reads only the new
+    tokens of a text. When it reads N of them, it uses the cache in this order:
+
+    - `rewind()` at first: what a call that failed has left is forgotten.
+    - In each layer, `tokens_of(layer)` is the number of tokens before the new ones, and
+      ``update(layer, k, v)`` appends the new keys and values and returns those of all tokens.
+      Cross-attention keeps its keys and values in `memory` instead.
+    - `advance(N)` at the end: only now do the new tokens count in `len(cache)`.
+
+    A layer that is called by itself needs `update` alone.
 
     Attributes
     ----------
     length : int
-        How many tokens all layers have read.
+        Number of tokens that all layers have read.
     filled : dict of int to int
-        How many tokens each layer has read; more than `length` while a call is running.
+        Number of tokens that each layer has read; more than `length` while a call is running.
     room : dict of int to Tensor, shape (2, B, h, at least length, d)
         Each layer's keys and values, and spare room behind them.
     memory : dict of int to (Tensor, Tensor)
@@ -184,14 +204,14 @@ class KVCache:
         The encoder's output from which these were computed.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.length = 0
         self.filled = {}
         self.room = {}
         self.memory = {}
         self.sources = {}
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.length
 
     def __deepcopy__(self, memo):
@@ -203,12 +223,20 @@ class KVCache:
         other.sources = dict(self.sources)
         return other
 
-    def tokens_of(self, layer):
-        """The number of tokens that a layer has read."""
+    def tokens_of(self, layer: int) -> int:
+        """Return the number of tokens that a layer has read."""
         return self.filled.get(layer, 0)
 
-    def update(self, layer, k, v):
-        """Put new keys and values (B, h, N, d) behind a layer's others; returns all of them."""
+    def update(
+        self, layer: int, k: Shaped[Tensor, "B h N d"], v: Shaped[Tensor, "B h N d"]
+    ) -> tuple[Shaped[Tensor, "B h M d"], Shaped[Tensor, "B h M d"]]:
+        """Append new keys and values to those of a layer, and return all of them.
+
+        Raises
+        ------
+        ValueError
+            If the cache has another number of rows than B.
+        """
         past = self.tokens_of(layer)
         end = past + k.shape[2]
         room = self.room.get(layer)  # (2, B, h, past and spare, d), or None
@@ -235,17 +263,17 @@ class KVCache:
         self.filled[layer] = end
         return room[0, :, :, :end], room[1, :, :, :end]
 
-    def rewind(self):
+    def rewind(self) -> None:
         """Forget what a call that failed has put behind the first `length` tokens."""
         if self.length == 0:
             self.room = {}  # its rows may have been others
         self.filled = dict.fromkeys(self.room, self.length)
 
-    def advance(self, count):
-        """All layers have read `count` tokens more."""
+    def advance(self, count: int) -> None:
+        """Count `count` more tokens, which all layers have read."""
         self.length += count
 
-    def reorder(self, rows):
+    def reorder(self, rows: Int[Tensor, " B"]) -> None:
         """Let row i of every layer continue row `rows[i]`.
 
         The memory is not reordered. If rows now have other sources, pass ``memory[rows]`` to
@@ -254,13 +282,15 @@ class KVCache:
         self.room = {layer: room[:, rows] for layer, room in self.room.items()}
 
 # %% ../nbs/22_decoding.ipynb #beam-step
-def beam_step(scores, log_probs, eos_id):
+def beam_step(
+    scores: Float[Tensor, "B K"], log_probs: Float[Tensor, "B*K vocab"], eos_id: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best 2K continuations of K beams, in order, and the best K of them that go on.
 
     Parameters
     ----------
-    scores : Tensor, shape (B, K)
-    log_probs : Tensor, shape (B·K, vocab)
+    scores : Tensor
+    log_probs : Tensor
     eos_id : int
 
     Returns
@@ -285,8 +315,10 @@ def beam_step(scores, log_probs, eos_id):
     return score, beam, token, alive
 
 # %% ../nbs/22_decoding.ipynb #beam-search
-def beam_search(model, src, max_length, beam_size, *, length_penalty=1.0, bos_id=1, eos_id=2,
-                use_cache=True):
+def beam_search(
+    model: Any, src: Int[Tensor, "B M"], max_length: int, beam_size: int, *,
+    length_penalty: float = 1.0, bos_id: int = 1, eos_id: int = 2, use_cache: bool = True,
+) -> tuple[Int[Tensor, "B N"], Float[Tensor, " B"]]:
     """Look for the sequence of highest log P(sequence) / length ** length_penalty.
 
     Parameters
@@ -301,9 +333,9 @@ def beam_search(model, src, max_length, beam_size, *, length_penalty=1.0, bos_id
 
     Returns
     -------
-    tokens : int64 Tensor, shape (B, N), N <= max_length
+    tokens : int64 Tensor, N <= max_length
         The best sequence found for each row, as of `greedy`.
-    scores : Tensor, shape (B,)
+    scores : Tensor
         Its score.
 
     Raises
@@ -355,19 +387,21 @@ def beam_search(model, src, max_length, beam_size, *, length_penalty=1.0, bos_id
     return best[:, :most], best_score
 
 # %% ../nbs/22_decoding.ipynb #top-k-filter
-def top_k_filter(logits, k):
+def top_k_filter(
+    logits: Float[Tensor, "*batch vocab"], k: int
+) -> Float[Tensor, "*batch vocab"]:
     """Keep the k largest logits and set the others to −inf (Fan et al. 2018).
 
     Parameters
     ----------
-    logits : Tensor, shape (..., vocab)
+    logits : Tensor
     k : int
         At least 1; more than the vocabulary keeps all. Of equal logits at the limit some are
         kept, k in all.
 
     Returns
     -------
-    Tensor, shape (..., vocab)
+    Tensor
 
     Raises
     ------
@@ -382,21 +416,23 @@ def top_k_filter(logits, k):
     return logits.masked_fill(cut, -torch.inf)
 
 # %% ../nbs/22_decoding.ipynb #top-p-filter
-def top_p_filter(logits, p):
+def top_p_filter(
+    logits: Float[Tensor, "*batch vocab"], p: float
+) -> Float[Tensor, "*batch vocab"]:
     """Keep the fewest tokens whose probabilities sum to at least p.
 
     The nucleus of Holtzman et al. 2020, section 3.1.
 
     Parameters
     ----------
-    logits : Tensor, shape (..., vocab)
+    logits : Tensor
         Log-probabilities up to a number added to all.
     p : float
         In (0, 1]; 1 keeps all.
 
     Returns
     -------
-    Tensor, shape (..., vocab)
+    Tensor
         The same logits, −inf for what is not kept. The most probable token is always kept.
 
     Raises
@@ -419,28 +455,115 @@ def top_p_filter(logits, p):
     cut = cut.scatter(-1, order, cut)  # in the order of the vocabulary
     return logits.masked_fill(cut, -torch.inf)
 
+# %% ../nbs/22_decoding.ipynb #min-p-filter
+def min_p_filter(
+    logits: Float[Tensor, "*batch vocab"], p: float
+) -> Float[Tensor, "*batch vocab"]:
+    """Keep tokens at least p times as probable as the best, set the others to −inf (Nguyen et
+    al. 2024).
+
+    Parameters
+    ----------
+    logits : Tensor
+    p : float
+        From 0, which keeps all, to 1.
+
+    Returns
+    -------
+    Tensor
+
+    Raises
+    ------
+    ValueError
+        If p is outside [0, 1].
+    TypeError
+        If it is no number.
+    """
+    check_numbers(min_p=p)
+    if not 0 <= p <= 1:
+        raise ValueError(f"min_p ({p}) must be in [0, 1]")
+    if p == 0:
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    unlikely = wide < wide.amax(-1, keepdim=True) + math.log(p)
+    return logits.masked_fill(unlikely, -torch.inf)
+
+# %% ../nbs/22_decoding.ipynb #next-token
+def next_token(
+    logits: Float[Tensor, "B vocab"], temperature: float = 1.0, top_k: int | None = None,
+    top_p: float | None = None, min_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Int[Tensor, " B"]:
+    """Draw a token for each row from the softmax of its logits, sharpened or cut.
+
+    The settings apply in the order of the arguments, each to the distribution that those
+    before it have left.
+
+    Parameters
+    ----------
+    logits : Tensor
+        Logits or log-probabilities.
+    temperature : float
+        Divides the logits; at 0 the most probable token is taken, and nothing is drawn.
+    top_k : int, optional
+        Draw only among the k most probable tokens.
+    top_p : float, optional
+        Draw only among the fewest tokens that have this probability, in (0, 1], together.
+    min_p : float, optional
+        Draw only among tokens at least this many times, in [0, 1], as probable as the most
+        probable one.
+    generator : torch.Generator, optional
+        On the device of the logits. All rows draw from it, so a row's result depends on the
+        rows beside it.
+
+    Returns
+    -------
+    int64 Tensor
+
+    Raises
+    ------
+    ValueError
+        If a number is out of its range.
+    TypeError
+        If an argument is no number.
+    """
+    check_numbers(temperature=temperature)
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature ({temperature}) must be at least 0, and finite")
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    logits = logits / max(temperature, 1e-30)  # below, float32 divides by zero
+    if top_k is not None:
+        logits = top_k_filter(logits, top_k)
+    if top_p is not None:
+        logits = top_p_filter(logits, top_p)
+    if min_p is not None:
+        logits = min_p_filter(logits, min_p)
+    probabilities = logits.softmax(dim=-1)
+    tokens = torch.multinomial(probabilities, 1, generator=generator)  # (B, vocab) -> (B, 1)
+    return tokens[:, 0]
+
 # %% ../nbs/22_decoding.ipynb #sample
-def sample(model, src, max_length, *, temperature=1.0, top_k=None, top_p=None, generator=None,
-           bos_id=1, eos_id=2, use_cache=True):
+def sample(
+    model: Any, src: Int[Tensor, "B M"], max_length: int, *, temperature: float = 1.0,
+    top_k: int | None = None, top_p: float | None = None,
+    generator: torch.Generator | None = None, bos_id: int = 1, eos_id: int = 2,
+    use_cache: bool = True,
+) -> Int[Tensor, "B N"]:
     """Draw every token from the model's distribution, sharpened or cut.
 
     Parameters
     ----------
     model, src, max_length, bos_id, eos_id, use_cache
         As in `greedy`.
-    temperature : float
-        Positive and finite. The logits are divided by it first.
-    top_k : int, optional
-        Then only so many tokens are kept,
-    top_p : float, optional
-        and of the distribution of these the fewest that have this probability, in (0, 1].
-    generator : torch.Generator, optional
-        Of the device of `src`. Rows draw from one stream, so a row's result depends on the rows
-        beside it.
+    temperature, top_k, top_p, generator
+        As in `next_token`; at the temperature 0 the result is that of `greedy`.
 
     Returns
     -------
-    int64 Tensor, shape (B, N), N <= max_length
+    int64 Tensor, N <= max_length
         As in `greedy`.
 
     Raises
@@ -450,22 +573,10 @@ def sample(model, src, max_length, *, temperature=1.0, top_k=None, top_p=None, g
     TypeError
         If `temperature` or `top_p` is no number.
     """
-    check_numbers(temperature=temperature)
-    if not 1e-30 <= temperature < math.inf:  # below, float32 divides by zero
-        raise ValueError(f"temperature ({temperature}) must be positive, at least 1e-30, "
-                         "and finite")
+    def draw(log_probs):
+        return next_token(log_probs, temperature, top_k, top_p, generator=generator)
 
-    def choose(log_probs):
-        z = (log_probs - log_probs.amax(dim=-1, keepdim=True)) / temperature
-        if top_k is not None:
-            z = top_k_filter(z, top_k)
-        if top_p is not None:
-            z = top_p_filter(z, top_p)
-        probabilities = z.softmax(dim=-1)
-        token = torch.multinomial(probabilities, 1, generator=generator)  # (B, V) -> (B, 1)
-        return token[:, 0]
-
-    return generate(choose, model, src, max_length, bos_id=bos_id, eos_id=eos_id,
+    return generate(draw, model, src, max_length, bos_id=bos_id, eos_id=eos_id,
                     use_cache=use_cache)
 
 # %% ../nbs/22_decoding.ipynb #former-names

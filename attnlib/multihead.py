@@ -6,29 +6,33 @@
 __all__ = ['split_heads', 'merge_heads', 'check_heads', 'MultiHeadAttention']
 
 # %% ../nbs/11_multihead.ipynb #imports
-from numbers import Real
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor
 
 from .attention import attention, attention_weights
-from .backbone import check_counts
+from .backbone import check_counts, check_rates
 
 # %% ../nbs/11_multihead.ipynb #split-heads
-def split_heads(x, num_heads):
+def split_heads(
+    x: Shaped[Tensor, "B N width"], num_heads: int
+) -> Shaped[Tensor, "B num_heads N d"]:
     """Cut the columns of tokens x into `num_heads` heads: (B, N, h·d) -> (B, h, N, d)."""
     x = x.unflatten(-1, (num_heads, -1))  # (B, N, h d) -> (B, N, h, d)
     return x.transpose(1, 2)  # -> (B, h, N, d)
 
 
-def merge_heads(x):
+def merge_heads(x: Shaped[Tensor, "B h N d"]) -> Shaped[Tensor, "B N h*d"]:
     """Put the heads of x side by side; undoes `split_heads`: (B, h, N, d) -> (B, N, h·d)."""
     x = x.transpose(1, 2)  # (B, h, N, d) -> (B, N, h, d)
     return x.flatten(2)  # -> (B, N, h d)
 
 # %% ../nbs/11_multihead.ipynb #check-heads
-def check_heads(num_heads, **widths):
+def check_heads(num_heads: int, **widths: int) -> None:
     """Raise unless all are integers of at least 1, and `num_heads` divides the first width.
 
     Parameters
@@ -61,7 +65,7 @@ class MultiHeadAttention(nn.Module):
     kdim, vdim : int, optional
         Widths of keys and values; `embed_dim` by default.
     bias : bool
-        Whether the four projections add one.
+        Let each of the four projections add a bias.
     dropout : float
         Probability with which a weight is dropped in training.
 
@@ -72,15 +76,17 @@ class MultiHeadAttention(nn.Module):
         in [0, 1).
     """
 
-    def __init__(self, embed_dim, num_heads, *, kdim=None, vdim=None, bias=True, dropout=0.0):
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, kdim: int | None = None,
+        vdim: int | None = None, bias: bool = True, dropout: float = 0.0,
+    ):
         super().__init__()
         if kdim is None:
             kdim = embed_dim
         if vdim is None:
             vdim = embed_dim
         check_heads(num_heads, embed_dim=embed_dim, kdim=kdim, vdim=vdim)
-        if not isinstance(dropout, Real) or not 0 <= dropout < 1:
-            raise ValueError(f"dropout ({dropout!r}) must be in [0, 1)")
+        check_rates(dropout=dropout)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.dropout = dropout
@@ -102,7 +108,7 @@ class MultiHeadAttention(nn.Module):
             elif name != "out_proj.weight":  # which stays as nn.Linear made it, as in torch
                 nn.init.xavier_uniform_(parameter)
 
-    def project(self, *inputs):
+    def project(self, *inputs: Tensor) -> list[Tensor]:
         """Queries and, if so many are given, keys and values: (B, N, width) -> (B, h, N, d)."""
         names = ("query", "key", "value")
         widths = (self.embed_dim, self.kdim, self.vdim)
@@ -125,15 +131,20 @@ class MultiHeadAttention(nn.Module):
             projected.append(x)
         return projected
 
-    def forward(self, query, key=None, value=None, *, mask=None, bias=None):
+    def forward(
+        self, query: Float[Tensor, "_ N embed_dim"],
+        key: Float[Tensor, "_ M kdim"] | None = None,
+        value: Float[Tensor, "_ M vdim"] | None = None, *,
+        mask: Tensor | Literal["causal"] | None = None, bias: Tensor | None = None,
+    ) -> Float[Tensor, "_ N embed_dim"]:
         """Attend from `query` to `key` and average `value`: a Tensor (B, N, embed_dim).
 
         Parameters
         ----------
-        query : Tensor, shape (B, N, embed_dim)
-        key : Tensor, shape (B, M, kdim), optional
+        query : Tensor
+        key : Tensor, optional
             `query` by default: self-attention.
-        value : Tensor, shape (B, M, vdim), optional
+        value : Tensor, optional
             `key` by default.
         mask : bool Tensor, broadcastable to (B, h, N, M), or "causal", optional
             True where a query may attend. One for each sequence needs its axes:
@@ -151,7 +162,11 @@ class MultiHeadAttention(nn.Module):
         x = merge_heads(x)  # -> (B, N, h d)
         return self.out_proj(x)  # -> (B, N, embed_dim)
 
-    def attention_maps(self, query, key=None, *, mask=None, bias=None):
+    def attention_maps(
+        self, query: Float[Tensor, "_ N embed_dim"],
+        key: Float[Tensor, "_ M kdim"] | None = None, *,
+        mask: Tensor | Literal["causal"] | None = None, bias: Tensor | None = None,
+    ) -> Float[Tensor, "_ h N _"]:
         """The weights of every head for these inputs, without dropout: (B, h, N, M)."""
         if key is None:
             key = query

@@ -9,21 +9,24 @@ __all__ = ['position_angles', 'sinusoidal_encoding', 'LearnedPositionalEmbedding
 
 # %% ../nbs/12_position.ipynb #imports
 import math
-from numbers import Real
 
 import torch
 import torch.nn as nn
+from jaxtyping import Float, Int, Integer, Real
+from torch import Tensor
 
 from .attention import broadcasts
-from .backbone import check_counts, check_naturals
+from .backbone import check_counts, check_naturals, check_positive
 
 # %% ../nbs/12_position.ipynb #angles
-def position_angles(positions, dim, *, base=10000.0):
+def position_angles(
+    positions: Real[Tensor, "*batch"], dim: int, *, base: float = 10000.0
+) -> Float[Tensor, "*batch _"]:
     """The angles pos · ω_i with ω_i = base^(-2i / dim) (Vaswani et al. 2017, section 3.5).
 
     Parameters
     ----------
-    positions : Tensor, shape (...)
+    positions : Tensor
         Integers, or real numbers in float32 or float64.
     dim : int
         Width of the encoding, even.
@@ -45,8 +48,7 @@ def position_angles(positions, dim, *, base=10000.0):
     if dim <= 0 or dim % 2:
         raise ValueError(
             f"dim ({dim}) must be even and positive: each frequency takes two entries")
-    if not isinstance(base, Real) or not 0 < base < math.inf:
-        raise ValueError(f"base ({base!r}) must be positive, and finite")
+    check_positive(base=base)
     if positions.dtype in (torch.bfloat16, torch.float16):
         raise TypeError(
             f"positions of dtype {positions.dtype} must be integers, float32 or float64")
@@ -58,8 +60,10 @@ def position_angles(positions, dim, *, base=10000.0):
     return positions * frequencies  # (..., 1) * (dim / 2) -> (..., dim / 2)
 
 # %% ../nbs/12_position.ipynb #sinusoidal
-def sinusoidal_encoding(length, dim, *, offset=0, base=10000.0, device=None,
-                        dtype=torch.float32):
+def sinusoidal_encoding(
+    length: int, dim: int, *, offset: int = 0, base: float = 10000.0,
+    device: torch.device | str | None = None, dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "length dim"]:
     """The sinusoidal position encoding of Vaswani et al. (2017, section 3.5).
 
     Parameters
@@ -77,7 +81,7 @@ def sinusoidal_encoding(length, dim, *, offset=0, base=10000.0, device=None,
 
     Returns
     -------
-    Tensor, shape (length, dim)
+    Tensor
         Row p holds sin(ω_i · (offset + p)) in column 2i and the cosine in column 2i + 1.
 
     Raises
@@ -115,18 +119,23 @@ class LearnedPositionalEmbedding(nn.Module):
         If `max_length` or `embed_dim` is not an integer of at least 1.
     """
 
-    def __init__(self, max_length, embed_dim, *, device=None, dtype=None):
+    def __init__(
+        self, max_length: int, embed_dim: int, *, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_counts(max_length=max_length, embed_dim=embed_dim)
         table = torch.empty(max_length, embed_dim, device=device, dtype=dtype)
         self.weight = nn.Parameter(table)
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         """Normal, with deviation 0.02."""
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x, *, offset=0):
+    def forward(
+        self, x: Float[Tensor, "*batch N embed_dim"], *, offset: int = 0
+    ) -> Float[Tensor, "*batch N embed_dim"]:
         """Add the rows `offset`, `offset` + 1, ... to the tokens `x` (..., N, embed_dim).
 
         Raises ValueError if a token stands where the table has no row, or has another width.
@@ -142,7 +151,9 @@ class LearnedPositionalEmbedding(nn.Module):
         return x + self.weight[offset:end]  # (..., N, C) + (N, C)
 
 # %% ../nbs/12_position.ipynb #relative-positions
-def relative_positions(n, m=None, *, device=None):
+def relative_positions(
+    n: int, m: int | None = None, *, device: torch.device | str | None = None
+) -> Int[Tensor, "n _"]:
     """The offsets j - i from query i to key j.
 
     With more keys than queries, the queries are the last positions.
@@ -157,7 +168,7 @@ def relative_positions(n, m=None, *, device=None):
 
     Returns
     -------
-    int64 Tensor, shape (n, m)
+    int64 Tensor
 
     Raises
     ------
@@ -174,15 +185,17 @@ def relative_positions(n, m=None, *, device=None):
     return keys - queries  # (m) - (n, 1) -> (n, m)
 
 # %% ../nbs/12_position.ipynb #bucket
-def relative_position_bucket(relative_position, *, bidirectional=True, num_buckets=32,
-                             max_distance=128):
+def relative_position_bucket(
+    relative_position: Integer[Tensor, "*batch"], *, bidirectional: bool = True,
+    num_buckets: int = 32, max_distance: int = 128,
+) -> Int[Tensor, "*batch"]:
     """T5's bucket for each offset from a query to a key (Raffel et al. 2020, section 2.1).
 
     The borders are those of their code.
 
     Parameters
     ----------
-    relative_position : integer Tensor, shape (...)
+    relative_position : integer Tensor
         Key position minus query position.
     bidirectional : bool
         Give half of the buckets to keys after the query; otherwise all of these share bucket 0.
@@ -192,7 +205,7 @@ def relative_position_bucket(relative_position, *, bidirectional=True, num_bucke
 
     Returns
     -------
-    int64 Tensor, shape (...)
+    int64 Tensor
         Numbers in 0, ..., num_buckets - 1.
 
     Raises
@@ -253,7 +266,10 @@ class RelativePositionBias(nn.Module):
         If `num_heads` is not an integer of at least 1, or the buckets are impossible.
     """
 
-    def __init__(self, num_heads, *, bidirectional=True, num_buckets=32, max_distance=128):
+    def __init__(
+        self, num_heads: int, *, bidirectional: bool = True, num_buckets: int = 32,
+        max_distance: int = 128,
+    ):
         super().__init__()
         check_counts(num_heads=num_heads)
         self.buckets = dict(bidirectional=bidirectional, num_buckets=num_buckets,
@@ -262,11 +278,11 @@ class RelativePositionBias(nn.Module):
         self.relative_attention_bias = nn.Embedding(num_buckets, num_heads)
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         """Normal, with deviation 0.02."""
         nn.init.normal_(self.relative_attention_bias.weight, std=0.02)
 
-    def forward(self, n, m=None):
+    def forward(self, n: int, m: int | None = None) -> Float[Tensor, "h n _"]:
         """The bias (h, n, m) of `m` keys and `n` queries, the last `n` of the `m` positions."""
         offsets = relative_positions(n, m, device=self.relative_attention_bias.weight.device)
         buckets = relative_position_bucket(offsets, **self.buckets)  # (n, m)
@@ -274,7 +290,10 @@ class RelativePositionBias(nn.Module):
         return bias.permute(2, 0, 1)  # -> (h, n, m)
 
 # %% ../nbs/12_position.ipynb #alibi
-def alibi_slopes(num_heads, *, device=None, dtype=torch.float32):
+def alibi_slopes(
+    num_heads: int, *, device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, " num_heads"]:
     """ALiBi's slope for each head (Press et al. 2022, section 3).
 
     Parameters
@@ -285,7 +304,7 @@ def alibi_slopes(num_heads, *, device=None, dtype=torch.float32):
 
     Returns
     -------
-    Tensor, shape (num_heads,)
+    Tensor
 
     Raises
     ------
@@ -300,7 +319,10 @@ def alibi_slopes(num_heads, *, device=None, dtype=torch.float32):
     return torch.tensor(slopes + between[: num_heads - power], device=device, dtype=dtype)
 
 
-def alibi_bias(num_heads, n, m=None, *, device=None, dtype=torch.float32):
+def alibi_bias(
+    num_heads: int, n: int, m: int | None = None, *, device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "num_heads n _"]:
     """ALiBi's bias: minus slope times distance of query and key (Press et al. 2022, section 3).
 
     Parameters
@@ -316,7 +338,7 @@ def alibi_bias(num_heads, n, m=None, *, device=None, dtype=torch.float32):
 
     Returns
     -------
-    Tensor, shape (num_heads, n, m)
+    Tensor
         Symmetric; a decoder adds a causal mask.
 
     Raises
@@ -332,7 +354,10 @@ def alibi_bias(num_heads, n, m=None, *, device=None, dtype=torch.float32):
     return bias.to(dtype)
 
 # %% ../nbs/12_position.ipynb #sincos-2d
-def sincos_2d(height, width, dim, *, device=None, dtype=torch.float32):
+def sincos_2d(
+    height: int, width: int, dim: int, *, device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "_ dim"]:
     """The sine-cosine encoding of a grid, in the order of MAE's weights (He et al. 2022).
 
     Parameters
@@ -367,19 +392,21 @@ def sincos_2d(height, width, dim, *, device=None, dtype=torch.float32):
     return encoding.to(device=device, dtype=dtype)  # (height * width, dim)
 
 # %% ../nbs/12_position.ipynb #rotary
-def rotate_halves(x, cos, sin):
+def rotate_halves(
+    x: Float[Tensor, "*batch d"], cos: Tensor, sin: Tensor
+) -> Float[Tensor, "*batch d"]:
     """Turn the pairs (x_0, x_(d/2)), (x_1, x_(1 + d/2)), ... of the last axis counterclockwise.
 
     Parameters
     ----------
-    x : Tensor, shape (..., N, d)
+    x : Tensor
         Queries or keys, with an even d.
     cos, sin : Tensor, broadcastable to (..., N, d / 2)
         Of the angles, one for each pair, in x's dtype: layers can share them.
 
     Returns
     -------
-    Tensor, shape (..., N, d)
+    Tensor
 
     Raises
     ------
@@ -395,21 +422,21 @@ def rotate_halves(x, cos, sin):
     return torch.cat((turned_first, turned_second), dim=-1)  # -> (..., N, d)
 
 
-def rotate_pairs(x, angles):
+def rotate_pairs(x: Float[Tensor, "*batch d"], angles: Tensor) -> Float[Tensor, "*batch d"]:
     """Turn the pairs (x_0, x_1), (x_2, x_3), ... of the last axis counterclockwise.
 
     Su et al. (2024, equation 34), as a product of complex numbers.
 
     Parameters
     ----------
-    x : Tensor, shape (..., N, d)
+    x : Tensor
         Queries or keys, with an even d.
     angles : Tensor, broadcastable to (..., N, d / 2)
         Radians, one angle for each pair.
 
     Returns
     -------
-    Tensor, shape (..., N, d)
+    Tensor
         In x's dtype; computed at least in float32.
 
     Raises
@@ -429,7 +456,7 @@ def rotate_pairs(x, angles):
     return turned.flatten(-2).to(x.dtype)  # -> (..., N, d)
 
 
-def _check_pairs(x):
+def _check_pairs(x: Tensor) -> tuple[int, ...]:
     """The shape (..., N, d / 2) of the pairs of x (..., N, d); raise if d is odd."""
     if x.shape[-1] == 0 or x.shape[-1] % 2:
         raise ValueError(
@@ -437,20 +464,23 @@ def _check_pairs(x):
     return (*x.shape[:-1], x.shape[-1] // 2)
 
 
-def _check_broadcast(name, x, shape, what):
+def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], what: str) -> None:
     if not broadcasts(x.shape, shape):
         raise ValueError(
             f"{name} of shape {tuple(x.shape)} must broadcast to {tuple(shape)}, {what}")
 
 # %% ../nbs/12_position.ipynb #apply-rotary
-def apply_rotary(x, positions, *, base=10000.0, interleaved=True):
+def apply_rotary(
+    x: Float[Tensor, "*batch d"], positions: Tensor, *, base: float = 10000.0,
+    interleaved: bool = True,
+) -> Float[Tensor, "*batch d"]:
     """Rotary position embedding: turn queries or keys by their positions.
 
     Su et al. (2024, section 3.2).
 
     Parameters
     ----------
-    x : Tensor, shape (..., N, d)
+    x : Tensor
         Queries or keys, with an even d; for heads (B, h, N, d).
     positions : Tensor, shape (N,) or broadcastable to (..., N)
         Any numbers: 0, ..., N - 1, or, with a cache, the positions of the new tokens. Where
@@ -458,12 +488,12 @@ def apply_rotary(x, positions, *, base=10000.0, interleaved=True):
     base : float
         The wavelengths run from 2π to almost 2π · base.
     interleaved : bool
-        Whether neighboring entries are a pair, as in the paper, or the entries i and i + d / 2,
-        as in Hugging Face's decoders.
+        Rotate pairs of neighboring entries, as in the paper. Otherwise entry i is paired with
+        entry i + d / 2, as in Hugging Face's decoders.
 
     Returns
     -------
-    Tensor, shape (..., N, d)
+    Tensor
 
     Raises
     ------

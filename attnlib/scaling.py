@@ -951,11 +951,11 @@ def parameters_of(config: GPTConfig) -> tuple[int, int]:
         Those of a block's matrices, and of the embedding and the last matrix.
     """
     width = config.n_embd
-    queries = config.n_head * config.head_width  # channels of all heads
-    keys = config.kv_heads * config.head_width
+    queries = config.n_head * config.resolved_head_dim  # channels of all heads
+    keys = config.resolved_n_kv_head * config.resolved_head_dim
     attention = width * (queries + 2 * keys) + queries * width  # W_q, W_k, W_v; and W_o
     matrices = 3 if config.mlp == "swiglu" else 2
-    mlp = matrices * width * config.hidden
+    mlp = matrices * width * config.resolved_n_inner
     tables = 1 if config.tied else 2
     ends = tables * config.vocab_size * width
     return attention + mlp, ends
@@ -984,7 +984,7 @@ def operations_of(config: GPTConfig) -> tuple[int, int]:
     if config.window is not None:
         window = min(config.window, tokens)
     earlier = window * (2 * tokens - window)  # twice those of all tokens
-    channels = config.n_layer * config.n_head * config.head_width
+    channels = config.n_layer * config.n_head * config.resolved_head_dim
     attention = 6 * channels * earlier // tokens
     matrices = config.n_layer * block + config.vocab_size * config.n_embd
     return attention, attention + 6 * matrices
@@ -1004,9 +1004,9 @@ def activations_of(config: GPTConfig) -> int:
     -------
     int
     """
-    heads = 2 * (config.n_head + config.kv_heads) * config.head_width
+    heads = 2 * (config.n_head + config.resolved_n_kv_head) * config.resolved_head_dim
     layers = 3 if config.mlp == "swiglu" else 2
-    hidden = layers * config.hidden
+    hidden = layers * config.resolved_n_inner
     return 2 * (4 * config.n_embd + heads + hidden)
 
 # %% ../nbs/55_scaling.ipynb #plan-class
@@ -1154,7 +1154,8 @@ def seconds_of(plan: Plan, config: GPTConfig, cluster: Cluster, batch: int) -> d
     message = 2 * tokens * config.n_embd
     all_reduce = 2 * (plan.tensor - 1) / plan.tensor * message / cluster.inside
     tensor = (4 + 2 * plan.recompute) * depth * micros * all_reduce
-    keys = 4 * tokens * config.kv_heads * config.head_width / plan.tensor  # and values, bytes
+    key_width = config.resolved_n_kv_head * config.resolved_head_dim
+    keys = 4 * tokens * key_width / plan.tensor  # and values, bytes
     rounds = (4 + plan.recompute) * depth * micros * (plan.context - 1)
     ring_speed = cluster.inside if plan.context <= near else cluster.between
     ring = rounds * keys / ring_speed
@@ -1186,7 +1187,7 @@ def _possible_plans(config: GPTConfig, cluster: Cluster, batch: int) -> Iterator
     batch : int
         Sequences of `config.block_size` tokens in a step.
     """
-    units = (config.n_head, config.kv_heads, config.hidden)
+    units = (config.n_head, config.resolved_n_kv_head, config.resolved_n_inner)
     tensors = []
     for n in (1, 2, 4, 8):
         divides = all(count % n == 0 for count in units)

@@ -4,24 +4,28 @@
 
 # %% auto #0
 __all__ = ['POSITIONS', 'SelfAttention', 'CrossAttention', 'FeedForward', 'EncoderLayer', 'DecoderLayer', 'Encoder', 'Decoder',
-           'Positions', 'can_read', 'check_tokens', 'check_tied', 'tie', 'evaluation', 'Transformer',
-           'label_smoothing_loss', 'from_torch']
+           'Positions', 'check_tied', 'tie', 'evaluation', 'Transformer', 'label_smoothing_loss', 'from_torch']
 
 # %% ../nbs/21_transformer.ipynb #imports
 import copy
 import math
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from .attention import attention, record_attention
 from .backbone import check_counts, check_naturals, check_rates
 from .multihead import MultiHeadAttention, merge_heads
 from .position import (LearnedPositionalEmbedding, RelativePositionBias, alibi_bias,
                               apply_rotary, sinusoidal_encoding)
+from .seq2seq import check_padding, check_token, check_tokens
 
 # %% ../nbs/21_transformer.ipynb #self-attention
 class SelfAttention(MultiHeadAttention):
@@ -32,14 +36,14 @@ class SelfAttention(MultiHeadAttention):
     embed_dim, num_heads : int
         As in `MultiHeadAttention`.
     rotary : bool
-        Whether queries and keys are turned by their positions.
+        Rotate queries and keys by their positions.
     """
 
-    def __init__(self, embed_dim, num_heads, rotary=False):
+    def __init__(self, embed_dim: int, num_heads: int, rotary: bool = False):
         super().__init__(embed_dim, num_heads)
         self.rotary = rotary
 
-    def project(self, *inputs, offset=0):
+    def project(self, *inputs: Tensor, offset: int = 0) -> list[Tensor]:
         """As in `MultiHeadAttention`; the first token is at position `offset`."""
         heads = super().project(*inputs)  # queries, keys, ...: (B, h, N, d) each
         if self.rotary:
@@ -50,7 +54,10 @@ class SelfAttention(MultiHeadAttention):
             heads[1] = apply_rotary(keys, positions)
         return heads
 
-    def forward(self, x, mask=None, bias=None, cache=None, layer=0):
+    def forward(
+        self, x: Float[Tensor, "B N embed_dim"], mask: Tensor | Literal["causal"] | None = None,
+        bias: Tensor | None = None, cache: Any = None, layer: int = 0,
+    ) -> Float[Tensor, "B N embed_dim"]:
         """Tokens (B, N, embed_dim) to tokens; earlier ones are in the `cache`, if given."""
         past = 0 if cache is None else cache.tokens_of(layer)
         q, k, v = self.project(x, x, x, offset=past)
@@ -64,7 +71,10 @@ class SelfAttention(MultiHeadAttention):
 class CrossAttention(MultiHeadAttention):
     """Multi-head attention of tokens to the encoder's output (Vaswani et al. 2017, 3.2.3)."""
 
-    def forward(self, x, memory, mask=None, cache=None, layer=0):
+    def forward(
+        self, x: Float[Tensor, "B N C"], memory: Float[Tensor, "B M _"],
+        mask: Tensor | None = None, cache: Any = None, layer: int = 0,
+    ) -> Float[Tensor, "B N C"]:
         """Tokens (B, N, C) and memory (B, M, C) to tokens.
 
         A `cache` keeps the memory's keys and values as long as calls are given the same tensor,
@@ -110,7 +120,10 @@ class FeedForward(nn.Module):
         If there is no activation of that name, or a width is not an integer of at least 1.
     """
 
-    def __init__(self, d_model, dim_feedforward, activation="relu"):
+    def __init__(
+        self, d_model: int, dim_feedforward: int,
+        activation: str | Callable = "relu",
+    ):
         super().__init__()
         known = isinstance(activation, str) and activation in _ACTIVATIONS
         if not known and not callable(activation):
@@ -123,7 +136,7 @@ class FeedForward(nn.Module):
         else:
             self.activation = _ACTIVATIONS.get(activation, activation)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         """Tokens (..., d_model) to tokens."""
         x = self.linear1(x)  # (..., d_model) -> (..., dim_feedforward)
         x = self.activation(x)
@@ -138,11 +151,14 @@ class EncoderLayer(nn.Module):
     d_model, nhead, dim_feedforward, dropout, activation, norm_first
         As in torch.nn.TransformerEncoderLayer.
     rotary : bool
-        Whether self-attention turns queries and keys by their positions.
+        Let self-attention rotate queries and keys by their positions.
     """
 
-    def __init__(self, d_model, nhead, dim_feedforward=2048, dropout=0.1, activation="relu",
-                 norm_first=False, rotary=False):
+    def __init__(
+        self, d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1,
+        activation: str | Callable = "relu",
+        norm_first: bool = False, rotary: bool = False,
+    ):
         super().__init__()
         check_rates(dropout=dropout)
         self.self_attn = SelfAttention(d_model, nhead, rotary)
@@ -152,7 +168,7 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.norm_first = norm_first
 
-    def residual(self, x, norm, f, *inputs):
+    def residual(self, x: Tensor, norm: nn.Module, f: Callable, *inputs: Any) -> Tensor:
         """x + f(LN(x)) with the norm first, LN(x + f(x)) otherwise."""
         if self.norm_first:
             change = f(norm(x), *inputs)
@@ -160,13 +176,16 @@ class EncoderLayer(nn.Module):
         change = f(x, *inputs)
         return norm(x + self.dropout(change))
 
-    def forward(self, x, mask=None, bias=None):
+    def forward(
+        self, x: Float[Tensor, "B N d_model"], mask: Tensor | Literal["causal"] | None = None,
+        bias: Tensor | None = None,
+    ) -> Float[Tensor, "B N d_model"]:
         """Tokens (B, N, d_model) to tokens; mask and bias broadcast to (B, h, N, N)."""
         x = self.residual(x, self.norm1, self.self_attn, mask, bias)
         return self.residual(x, self.norm2, self.feed_forward)
 
 # %% ../nbs/21_transformer.ipynb #decoder-layer
-class DecoderLayer(nn.Module):
+class DecoderLayer(EncoderLayer):
     """Causal self-attention, attention to the encoder's output, position-wise network.
 
     See section 3.1 of Vaswani et al. 2017.
@@ -177,28 +196,21 @@ class DecoderLayer(nn.Module):
         As in `EncoderLayer`.
     """
 
-    def __init__(self, d_model, nhead, dim_feedforward=2048, dropout=0.1, activation="relu",
-                 norm_first=False, rotary=False):
-        super().__init__()
-        check_rates(dropout=dropout)
-        self.self_attn = SelfAttention(d_model, nhead, rotary)
-        self.feed_forward = FeedForward(d_model, dim_feedforward, activation)
-        self.norm1 = nn.LayerNorm(d_model)
-        self.norm2 = nn.LayerNorm(d_model)
-        self.dropout = nn.Dropout(dropout)
-        self.norm_first = norm_first
+    def __init__(
+        self, d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1,
+        activation: str | Callable = "relu",
+        norm_first: bool = False, rotary: bool = False,
+    ):
+        super().__init__(d_model, nhead, dim_feedforward, dropout, activation, norm_first,
+                         rotary)
         self.multihead_attn = CrossAttention(d_model, nhead)
         self.norm3 = nn.LayerNorm(d_model)
 
-    def residual(self, x, norm, f, *inputs):
-        """x + f(LN(x)) with the norm first, LN(x + f(x)) otherwise."""
-        if self.norm_first:
-            change = f(norm(x), *inputs)
-            return x + self.dropout(change)
-        change = f(x, *inputs)
-        return norm(x + self.dropout(change))
-
-    def forward(self, x, memory, mask=None, memory_mask=None, bias=None, cache=None, layer=0):
+    def forward(
+        self, x: Float[Tensor, "B N d_model"], memory: Float[Tensor, "B M d_model"],
+        mask: Tensor | Literal["causal"] | None = None, memory_mask: Tensor | None = None,
+        bias: Tensor | None = None, cache: Any = None, layer: int = 0,
+    ) -> Float[Tensor, "B N d_model"]:
         """Tokens (B, N, d_model) and memory (B, M, d_model) to tokens.
 
         The masks are True where a query may attend, the bias is that of self-attention. With a
@@ -220,12 +232,15 @@ class Encoder(nn.Module):
     norm : Module, optional
     """
 
-    def __init__(self, layers, norm=None):
+    def __init__(self, layers: Iterable[nn.Module], norm: nn.Module | None = None):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.norm = norm
 
-    def forward(self, x, mask=None, bias=None):
+    def forward(
+        self, x: Float[Tensor, "B N d_model"], mask: Tensor | Literal["causal"] | None = None,
+        bias: Tensor | None = None,
+    ) -> Float[Tensor, "B N d_model"]:
         """Tokens (B, N, d_model) to tokens."""
         for layer in self.layers:
             x = layer(x, mask, bias)
@@ -237,7 +252,11 @@ class Encoder(nn.Module):
 class Decoder(Encoder):
     """The same with decoder layers (Vaswani et al. 2017, section 3.1)."""
 
-    def forward(self, x, memory, mask=None, memory_mask=None, bias=None, cache=None):
+    def forward(
+        self, x: Float[Tensor, "B N d_model"], memory: Float[Tensor, "B M d_model"],
+        mask: Tensor | Literal["causal"] | None = None, memory_mask: Tensor | None = None,
+        bias: Tensor | None = None, cache: Any = None,
+    ) -> Float[Tensor, "B N d_model"]:
         """Tokens (B, N, d_model) and memory (B, M, d_model) to tokens."""
         if cache is not None:
             cache.rewind()
@@ -270,7 +289,9 @@ class Positions(nn.Module):
         If there is no such scheme.
     """
 
-    def __init__(self, scheme, d_model, nhead, max_length):
+    def __init__(
+        self, scheme: str, d_model: int, nhead: int, max_length: int
+    ):
         super().__init__()
         if scheme not in POSITIONS:
             raise ValueError(f"position ({scheme!r}) must be one of {POSITIONS}")
@@ -285,7 +306,7 @@ class Positions(nn.Module):
             self.encoder = RelativePositionBias(nhead)
             self.decoder = RelativePositionBias(nhead, bidirectional=False)
 
-    def rows(self, first, end):
+    def rows(self, first: int, end: int) -> Float[Tensor, "_ d_model"]:
         """Rows of the sinusoidal table.
 
         A model in float64 gets them in this precision, although weights are mostly stored in
@@ -299,7 +320,9 @@ class Positions(nn.Module):
         same = (rows.float() == exact.float()).all()
         return torch.where(same, exact, rows)
 
-    def add(self, x, offset=0):
+    def add(
+        self, x: Float[Tensor, "B N d_model"], offset: int = 0
+    ) -> Float[Tensor, "B N d_model"]:
         """Embeddings (B, N, d_model) with a vector for each position, from `offset` on.
 
         Raises ValueError if a token stands where the table has no row.
@@ -315,8 +338,11 @@ class Positions(nn.Module):
             return self.learned(x, offset=offset)
         return x
 
-    def bias(self, stack, n, m, device, dtype=torch.float32):
-        """What n queries add to their logits for m keys: (h, n, m), or None.
+    def bias(
+        self, stack: Literal["encoder", "decoder"], n: int, m: int,
+        device: torch.device | str, dtype: torch.dtype = torch.float32,
+    ) -> Float[Tensor, "h n m"] | None:
+        """The bias (h, n, m) that n queries add to their logits for m keys, or None.
 
         `stack` is "encoder" or "decoder". The queries are the last n of the m positions. ALiBi
         needs the device and the dtype of the tokens.
@@ -330,90 +356,9 @@ class Positions(nn.Module):
         return None
 
 # %% ../nbs/21_transformer.ipynb #checks
-def _check_settings(pad_id, dropout, vocabularies, layers):
-    """Raise unless a `Transformer` can have these.
-
-    Parameters
-    ----------
-    pad_id : int
-    dropout : float
-    vocabularies, layers : dict of str to int
-        Sizes of the vocabularies and numbers of layers, by the names that an error is to call
-        them.
-
-    Raises
-    ------
-    ValueError
-        Names the one that is out of its range.
-    """
-    check_counts(**vocabularies)
-    for name, vocab in vocabularies.items():
-        if not isinstance(pad_id, int) or not 0 <= pad_id < vocab:
-            raise ValueError(f"pad_id ({pad_id!r}) must be a token of {name} ({vocab}), "
-                             f"from 0 to {vocab - 1}")
-    check_naturals(**layers)
-    check_rates(dropout=dropout)
-
-
-def can_read(x):
-    """Return whether the values of a tensor can be checked without harm.
-
-    Reading a value from a GPU would wait for the GPU. A compiler and the transformations of
-    `torch.func` do not know the values.
-
-    Parameters
-    ----------
-    x : Tensor
-
-    Returns
-    -------
-    bool
-    """
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return False
-    try:
-        x.flatten()[:1].tolist()
-    except RuntimeError:  # inside a transformation of torch.func
-        return False
-    return True
-
-
-def check_tokens(name, tokens, vocab, max_length, offset=0):
-    """Raise unless these are tokens of a vocabulary, within the positions that there are.
-
-    Parameters
-    ----------
-    name : str
-        What an error calls them.
-    tokens : int Tensor, shape (B, N)
-    vocab, max_length : int
-        Numbers of tokens in the vocabulary, and of positions.
-    offset : int
-        Position of the first token.
-
-    Raises
-    ------
-    TypeError
-        If their dtype is neither int64 nor int32.
-    ValueError
-        If their shape is another, they are too many, or one is not in the vocabulary. The last
-        is checked where `can_read` allows it.
-    """
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name} of dtype {tokens.dtype} must be torch.int64 or torch.int32")
-    if tokens.ndim != 2 or 0 in tokens.shape:
-        raise ValueError(f"{name} of shape {tuple(tokens.shape)} must be (B, N), neither 0")
-    if offset + tokens.shape[1] > max_length:
-        raise ValueError(f"{name} ends at token {offset + tokens.shape[1]}; there are "
-                         f"max_length ({max_length}) positions")
-    if can_read(tokens):
-        for token in (int(tokens.min()), int(tokens.max())):
-            if not 0 <= token < vocab:
-                raise ValueError(f"{name} holds the token {token}; "
-                                 f"it must be from 0 to {vocab - 1}")
-
-
-def check_tied(module, state_dict, prefix="", *unused):
+def check_tied(
+    module: nn.Module, state_dict: dict[str, Tensor], prefix: str = "", *unused: Any
+) -> None:
     """Raise if a state dict has two different tensors for a parameter that a module shares.
 
     A hook for `register_load_state_dict_pre_hook`: PyTorch itself keeps the tensor that comes
@@ -424,9 +369,9 @@ def check_tied(module, state_dict, prefix="", *unused):
     module : Module
     state_dict : dict of str to Tensor
     prefix : str
-        What stands before the module's own names in the state dict.
+        Prefix of the module's own names in the state dict.
     *unused
-        What PyTorch passes to such a hook in addition.
+        Passed by PyTorch to such a hook in addition.
 
     Raises
     ------
@@ -449,7 +394,7 @@ def check_tied(module, state_dict, prefix="", *unused):
                              "parameter of the model; build it with weights that are not tied")
 
 
-def tie(layer, table):
+def tie(layer: nn.Module, table: nn.Module) -> None:
     """Give a layer the weight of a table, if both are plain layers with a weight of their own.
 
     An adapter or a pruned layer is left alone.
@@ -466,7 +411,7 @@ def tie(layer, table):
         layer.weight = shared
 
 
-def _tie_embeddings(model, incompatible_keys=None):
+def _tie_embeddings(model: "Transformer", incompatible_keys: Any = None) -> None:
     """Let a `Transformer` have one matrix where its settings say so.
 
     It runs after each `load_state_dict`, because ``assign=True`` and `to_empty` put several
@@ -477,7 +422,7 @@ def _tie_embeddings(model, incompatible_keys=None):
     model : Transformer
         It is changed.
     incompatible_keys : optional
-        What PyTorch passes to such a hook; it is not used.
+        Passed by PyTorch to such a hook, and not used.
     """
     if model.shares_embedding:
         tie(model.tgt_embed, model.src_embed)
@@ -485,7 +430,7 @@ def _tie_embeddings(model, incompatible_keys=None):
         tie(model.output, model.tgt_embed)
 
 
-def _check_rows(tgt, memory):
+def _check_rows(tgt: Tensor, memory: Tensor) -> None:
     """Raise unless targets (B, N) and memory (B, M, d_model) have the same number of rows.
 
     Parameters
@@ -502,40 +447,15 @@ def _check_rows(tgt, memory):
         raise ValueError(f"tgt has {tgt.shape[0]} rows; for {memory.shape[0]} sources it "
                          "must have as many")
 
-
-def _check_padding(name, tokens, pad_id):
-    """Raise unless all padding stands after the tokens of its row.
-
-    Padding in front of a token would move the token to another position.
-
-    Parameters
-    ----------
-    name : str
-        What an error calls the tokens.
-    tokens : int Tensor, shape (B, N)
-    pad_id : int
-
-    Raises
-    ------
-    ValueError
-        If padding stands before a token. It is checked where `can_read` allows it.
-    """
-    if not can_read(tokens):
-        return
-    padding = tokens == pad_id  # (B, N)
-    padding_before_token = padding[:, :-1] & ~padding[:, 1:]  # (B, N - 1)
-    bad_rows = padding_before_token.any(dim=1)  # (B,)
-    if bad_rows.any():
-        raise ValueError(f"{name} has padding ({pad_id}) before a token in row "
-                         f"{int(bad_rows.nonzero()[0])}; padding must stand after the tokens")
-
 # %% ../nbs/21_transformer.ipynb #evaluation
 _open_blocks = {}  # part: number of open `evaluation` blocks, and its mode before the first
 _lock = threading.Lock()
 
 
 @contextmanager
-def evaluation(model, parts=None):
+def evaluation(
+    model: nn.Module, parts: list[nn.Module] | None = None
+) -> Iterator[nn.Module]:
     """Evaluation mode inside the `with` block; afterwards each part has the mode that it had.
 
     Blocks may overlap, for example in several threads that generate with one model: the part
@@ -583,8 +503,8 @@ class Transformer(nn.Module):
     norm_first : bool
         x + f(LN(x)) in place of the paper's LN(x + f(x)).
     final_norm : bool, optional
-        Whether encoder and decoder end with a norm; by default if `norm_first`.
-        torch.nn.Transformer always does.
+        Let encoder and decoder end with a norm; by default if `norm_first`, and in
+        torch.nn.Transformer always.
     max_length, pad_id : int
         Number of positions, and the token that is padding, behind the tokens of a sequence.
     tie_weights : bool
@@ -593,7 +513,7 @@ class Transformer(nn.Module):
     output_bias : bool
         Add a trained number to the logits of each token, as Marian does.
     position : {"sinusoidal", "learned", "relative", "alibi", "rotary", "none"}
-        How tokens get their order; see `Positions`.
+        The scheme that tells the model the order of tokens; see `Positions`.
 
     Raises
     ------
@@ -601,26 +521,32 @@ class Transformer(nn.Module):
         If an argument is out of its range.
     """
 
-    def __init__(self, src_vocab, tgt_vocab=None, d_model=512, nhead=8, num_encoder_layers=6,
-                 num_decoder_layers=6, dim_feedforward=2048, dropout=0.1, activation="relu", *,
-                 norm_first=False, final_norm=None, max_length=1024, pad_id=0,
-                 tie_weights=True, output_bias=False, position="sinusoidal"):
+    def __init__(
+        self, src_vocab: int, tgt_vocab: int | None = None, d_model: int = 512, nhead: int = 8,
+        num_encoder_layers: int = 6, num_decoder_layers: int = 6, dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable = "relu", *,
+        norm_first: bool = False, final_norm: bool | None = None, max_length: int = 1024,
+        pad_id: int = 0, tie_weights: bool = True, output_bias: bool = False,
+        position: str = "sinusoidal",
+    ):
         super().__init__()
         shares_embedding = tgt_vocab is None and tie_weights
         if tgt_vocab is None:
             tgt_vocab = src_vocab
-        vocabularies = dict(src_vocab=src_vocab, tgt_vocab=tgt_vocab)
-        depths = dict(num_encoder_layers=num_encoder_layers,
-                      num_decoder_layers=num_decoder_layers)
-        _check_settings(pad_id, dropout, vocabularies=vocabularies, layers=depths)
-        check_counts(d_model=d_model, nhead=nhead, max_length=max_length)
+        check_counts(src_vocab=src_vocab, tgt_vocab=tgt_vocab, d_model=d_model, nhead=nhead,
+                     max_length=max_length)
+        check_naturals(num_encoder_layers=num_encoder_layers,
+                       num_decoder_layers=num_decoder_layers)
+        check_rates(dropout=dropout)
+        check_token("pad_id", pad_id, min(src_vocab, tgt_vocab))
         self.d_model = d_model
         self.max_length = max_length
         self.pad_id = pad_id
         self.src_vocab_size = src_vocab
         self.vocab_size = tgt_vocab
         self.src_embed = nn.Embedding(src_vocab, d_model)
-        # a matrix that tie_embeddings replaces by another one is on "meta": it has no values
+        # a matrix that _tie_embeddings replaces by another one is on "meta": it has no values
         device = "meta" if shares_embedding else None
         self.tgt_embed = nn.Embedding(tgt_vocab, d_model, device=device)
         self.output = nn.Linear(d_model, tgt_vocab, bias=False, device="meta")
@@ -633,10 +559,12 @@ class Transformer(nn.Module):
         self.positions = Positions(position, d_model, nhead, max_length)
         options = dict(dim_feedforward=dim_feedforward, dropout=dropout, activation=activation,
                        norm_first=norm_first, rotary=position == "rotary")
-        encoder_layers = [EncoderLayer(d_model, nhead, **options)
-                          for _ in range(num_encoder_layers)]
-        decoder_layers = [DecoderLayer(d_model, nhead, **options)
-                          for _ in range(num_decoder_layers)]
+        encoder_layers = []
+        for _ in range(num_encoder_layers):
+            encoder_layers.append(EncoderLayer(d_model, nhead, **options))
+        decoder_layers = []
+        for _ in range(num_decoder_layers):
+            decoder_layers.append(DecoderLayer(d_model, nhead, **options))
         if final_norm is None:
             final_norm = norm_first
         encoder_norm = nn.LayerNorm(d_model) if final_norm else None
@@ -648,7 +576,7 @@ class Transformer(nn.Module):
         self.register_load_state_dict_pre_hook(check_tied)
         self.register_load_state_dict_post_hook(_tie_embeddings)
 
-    def init_weights(self):
+    def init_weights(self) -> None:
         """Embeddings of variance 1 / d_model, Xavier-uniform matrices, biases of zero."""
         for name, parameter in self.named_parameters():
             if "embed" in name or name == "output.weight":
@@ -658,20 +586,24 @@ class Transformer(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def embed(self, tokens, table, offset=0):
+    def embed(
+        self, tokens: Int[Tensor, "B N"], table: nn.Module, offset: int = 0
+    ) -> Float[Tensor, "B N d_model"]:
         """√d_model E[token] + position, the first at `offset`: (B, N) -> (B, N, d_model)."""
         x = math.sqrt(self.d_model) * table(tokens)  # (B, N) -> (B, N, d_model)
         x = self.positions.add(x, offset)
         return self.dropout(x)
 
-    def encode(self, src):
+    def encode(
+        self, src: Int[Tensor, "B M"]
+    ) -> tuple[Float[Tensor, "B M d_model"], Bool[Tensor, "B 1 1 M"]]:
         """The memory (B, M, d_model) of source tokens (B, M), and its mask (B, 1, 1, M).
 
         The mask hides padding: it is False there. Padding must stand after the tokens of its
         row; this is checked on the CPU.
         """
-        check_tokens("src", src, vocab=self.src_vocab_size, max_length=self.max_length)
-        _check_padding("src", src, self.pad_id)
+        check_tokens("src", src, self.src_vocab_size, max_length=self.max_length)
+        check_padding("src", src, self.pad_id)
         is_token = src != self.pad_id
         mask = is_token[:, None, None, :]  # (B, M) -> (B, 1, 1, M)
         x = self.embed(src, self.src_embed)  # (B, M) -> (B, M, d_model)
@@ -680,7 +612,10 @@ class Transformer(nn.Module):
         memory = self.encoder(x, mask, bias)  # (B, M, d_model)
         return memory, mask
 
-    def decode(self, tgt, memory, src_mask=None, cache=None):
+    def decode(
+        self, tgt: Int[Tensor, "B N"], memory: Float[Tensor, "B M d_model"],
+        src_mask: Tensor | None = None, cache: Any = None,
+    ) -> Float[Tensor, "B N tgt_vocab"]:
         """Logits (B, N, tgt_vocab) of the token that follows each of the target tokens (B, N).
 
         With a `cache` (`attnlib.decoding.KVCache`) `tgt` holds new tokens only; those of
@@ -690,7 +625,7 @@ class Transformer(nn.Module):
         """
         past = 0 if cache is None else len(cache)
         n = tgt.shape[-1]
-        check_tokens("tgt", tgt, vocab=self.vocab_size, max_length=self.max_length, offset=past)
+        check_tokens("tgt", tgt, self.vocab_size, max_length=self.max_length, offset=past)
         _check_rows(tgt, memory)
         mask = "causal" if n > 1 else None  # one token may attend to all
         x = self.embed(tgt, self.tgt_embed, offset=past)  # (B, N) -> (B, N, d_model)
@@ -701,12 +636,16 @@ class Transformer(nn.Module):
             logits = logits + self.output_bias
         return logits
 
-    def forward(self, src, tgt):
+    def forward(
+        self, src: Int[Tensor, "B M"], tgt: Int[Tensor, "B N"]
+    ) -> Float[Tensor, "B N tgt_vocab"]:
         """Logits (B, N, tgt_vocab) for source tokens (B, M) and target tokens (B, N)."""
         memory, src_mask = self.encode(src)
         return self.decode(tgt, memory, src_mask)
 
-    def attention_maps(self, src, tgt):
+    def attention_maps(
+        self, src: Int[Tensor, "B M"], tgt: Int[Tensor, "B N"]
+    ) -> dict[str, list[Tensor]]:
         """The weights of all layers in evaluation mode.
 
         Returns a dict of lists with a Tensor (B, h, N, M) for each layer: "encoder", "decoder"
@@ -720,14 +659,17 @@ class Transformer(nn.Module):
                 "cross": decoder_maps[1::2]}
 
 # %% ../nbs/21_transformer.ipynb #label-smoothing
-def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
+def label_smoothing_loss(
+    logits: Float[Tensor, "B N vocab"], targets: Int[Tensor, "B N"], *, smoothing: float = 0.1,
+    pad_id: int = 0,
+) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Cross-entropy to targets of which a share is spread over the vocabulary (Vaswani et al.
     2017, section 5.4).
 
     Parameters
     ----------
-    logits : Tensor, shape (B, N, vocab)
-    targets : int Tensor, shape (B, N)
+    logits : Tensor
+    targets : int Tensor
     smoothing : float
         The share, in [0, 1].
     pad_id : int
@@ -735,9 +677,9 @@ def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
 
     Returns
     -------
-    loss : Tensor, shape ()
+    loss : Tensor
         Nats, summed over the positions that count.
-    count : Tensor, shape ()
+    count : Tensor
         Their number.
 
     Raises
@@ -759,7 +701,9 @@ def label_smoothing_loss(logits, targets, *, smoothing=0.1, pad_id=0):
     return loss, count
 
 # %% ../nbs/21_transformer.ipynb #from-torch
-def _layer_from_torch(layer, rotary=False):
+def _layer_from_torch(
+    layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, rotary: bool = False
+) -> EncoderLayer | DecoderLayer:
     """An `EncoderLayer` or `DecoderLayer` with the settings and the weights of PyTorch's layer.
 
     It is in the mode of that layer, and what is frozen there stays frozen.
@@ -822,7 +766,9 @@ def _layer_from_torch(layer, rotary=False):
     return ours.train(layer.training)
 
 
-def from_torch(module, src_vocab, tgt_vocab=None, **options):
+def from_torch(
+    module: nn.Transformer, src_vocab: int, tgt_vocab: int | None = None, **options: Any
+) -> Transformer:
     """A `Transformer` with the layers of a torch.nn.Transformer, which has no embeddings.
 
     Every layer keeps its own activation, order of norms, epsilon, and dropout probability. The
@@ -832,8 +778,8 @@ def from_torch(module, src_vocab, tgt_vocab=None, **options):
     ----------
     module : torch.nn.Transformer
     src_vocab, tgt_vocab, **options
-        What it does not know, as in `Transformer`: max_length, pad_id, tie_weights,
-        output_bias and position. Embeddings start at random.
+        Settings that the module does not have, as in `Transformer`: max_length, pad_id,
+        tie_weights, output_bias, and position. Embeddings start at random.
 
     Returns
     -------

@@ -185,7 +185,7 @@ def recall(arguments):
     config = GPTConfig(KEYS + VALUES, 4 * pairs, **shape)
     batches = recall_batches(pairs=pairs)
     judges = {name: recall_batches(256, pairs)(seed)(0) for name, seed in JUDGES.items()}
-    for name, method in decoders(config.head_width, 0).items():
+    for name, method in decoders(config.resolved_head_dim, 0).items():
 
         def run(lr, seed, judge, method=method):
             own = symbol_run(method, config, batches, judges[judge], steps, lr, seed, True)
@@ -229,7 +229,7 @@ def cliff(arguments):
         seeds = SEEDS
     shape = dict(n_layer=2, n_head=4, n_embd=64, position="rotary")
     config = GPTConfig(SYMBOLS, LENGTH, **shape)
-    for name, method in decoders(config.head_width, 0).items():
+    for name, method in decoders(config.resolved_head_dim, 0).items():
 
         def run(lr, seed, judge, back, method=method):
             tokens = copy_batches(back, 128)(JUDGES[judge])(0)
@@ -256,7 +256,7 @@ def text(arguments):
     shape = dict(block_size=64, n_layer=2, n_head=4, n_embd=64)
     config = GPTConfig(300 if tiny else 512, **shape)
     steps = 4 if tiny else 400
-    for name, method in decoders(config.head_width, 0).items():
+    for name, method in decoders(config.resolved_head_dim, 0).items():
 
         def run(lr, seed, judge, method=method):
             with swapped(method):

@@ -233,7 +233,7 @@ def heads(model, most=4):
 def without(model, layer, head):
     """The loss when a head gives nothing."""
     proj = model.h[layer].attn.c_proj.weight
-    d = model.config.head_width
+    d = model.config.resolved_head_dim
     kept = proj.detach().clone()
     with torch.no_grad():
         proj[:, head * d : (head + 1) * d] = 0
@@ -753,7 +753,7 @@ def utilisation(model, batch, length, ms, peak):
     c = model.config
     n = sum(p.numel() for p in model.parameters())
     n -= model.wpe.weight.numel() if model.wpe is not None else 0
-    work = 6 * n + 12 * c.n_layer * c.n_head * c.head_width * length
+    work = 6 * n + 12 * c.n_layer * c.n_head * c.resolved_head_dim * length
     return round(work * batch * length / (ms / 1000) / peak, 3)
 
 

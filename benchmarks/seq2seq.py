@@ -74,7 +74,7 @@ def string_test(model, count):
     rows = []
     for n in LENGTHS:
         src, _ = strings(count, n, TEST + n)
-        out = model.greedy(src, n, end=2)
+        out = model.greedy(src, n, eos_id=2)
         right = F.pad(out, (0, n - out.shape[1])) == src
         rows.append(
             {

@@ -604,18 +604,18 @@ SEQUENCES = {
     ),
     "seq2seq.RecurrentEncoder": Row(
         dict(vocab_size=20, embed_dim=8, hidden_dim=6),
-        dict(vocab_size=21, embed_dim=6, hidden_dim=8, padding_idx=5),
+        dict(vocab_size=21, embed_dim=6, hidden_dim=8, pad_id=5),
         trained(PADDED),
     ),
     "seq2seq.RecurrentDecoder": Row(
         dict(vocab_size=20, embed_dim=8, hidden_dim=6),
-        dict(vocab_size=21, embed_dim=6, hidden_dim=8, attention=False, padding_idx=5),
+        dict(vocab_size=21, embed_dim=6, hidden_dim=8, attention=False, pad_id=5),
         state,
     ),
     "seq2seq.Seq2Seq": Row(
         dict(src_vocab=20, tgt_vocab=20, embed_dim=8, hidden_dim=6),
         dict(src_vocab=21, tgt_vocab=21, embed_dim=6, hidden_dim=8, attention=False)
-        | dict(padding_idx=5),
+        | dict(pad_id=5),
         trained((PADDED, PADDED)),
     ),
     "position.LearnedPositionalEmbedding": Row(
@@ -910,8 +910,8 @@ FUNCTIONS = {
         dict(scores=numbers(2, 3), log_probs=numbers(6, 5), eos_id=2),
         dict(scores=numbers(2, 3, seed=1), log_probs=numbers(6, 5, seed=1), eos_id=0),
     ),
-    "gpt.min_p_filter": Row(dict(logits=LOGITS, p=0.3), dict(logits=-LOGITS, p=0.9)),
-    "gpt.next_token": Row(
+    "decoding.min_p_filter": Row(dict(logits=LOGITS, p=0.3), dict(logits=-LOGITS, p=0.9)),
+    "decoding.next_token": Row(
         dict(logits=numbers(50, 7)),
         dict(
             logits=numbers(50, 7, seed=1),

@@ -780,7 +780,7 @@ FIRST |= {
     "gpt._check_config": Row(
         dict(config=config()), dict(config=Fails(wrong(n_embd=17), "n_embd"))
     ),
-    "gpt._check_prompt": Row(
+    "gpt._check_input": Row(
         dict(tokens=tokens(), attention_mask=MASK, config=config()),
         dict(
             tokens=Fails(tokens(low=20, high=21), "tokens"),
@@ -790,7 +790,7 @@ FIRST |= {
             more=Fails(3, "block_size"),
         ),
     ),
-    "gpt._check_prompts": Row(
+    "gpt._check_generation": Row(
         dict(tokens=tokens(), max_new_tokens=2, attention_mask=MASK, config=config()),
         dict(
             tokens=Fails(tokens(low=20, high=21), "tokens"),

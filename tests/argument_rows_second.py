@@ -353,8 +353,8 @@ ASKED = dict(model=words()[1][0], tokenizer=words()[0], numbers=[1, 2, 30])
 ASKED |= dict(directions=[("en", "de"), ("de", "en")])
 
 SECOND |= {
-    "transformer.can_read": Row(dict(x=TOKENS), dict(x=TOKENS.to("meta"))),
-    "transformer._check_padding": Row(
+    "seq2seq.can_read": Row(dict(x=TOKENS), dict(x=TOKENS.to("meta"))),
+    "seq2seq.check_padding": Row(
         dict(name="src", tokens=PADDED, pad_id=0),
         dict(tokens=Fails(WRONG_PADDING, "padding"), pad_id=Fails(int(PADDED[0, 0]), "src")),
     ),
@@ -362,14 +362,13 @@ SECOND |= {
         dict(tgt=PADDED, memory=numbers(3, 6, 12)),
         dict(tgt=Fails(PADDED[:2], "2 rows"), memory=Fails(TOKENS, "4 sources")),
     ),
-    "transformer._check_settings": Row(
-        dict(pad_id=0, dropout=0.1, vocabularies=dict(src_vocab=5), layers=dict(depth=2)),
-        dict(
-            pad_id=Fails(5, "pad_id"),
-            dropout=Fails(1.5, "dropout"),
-            vocabularies=Fails(dict(src_vocab=0), "src_vocab"),
-            layers=Fails(dict(depth=-1), "depth"),
-        ),
+    "seq2seq.check_token": Row(
+        dict(name="eos_id", token=4, vocab_size=5),
+        dict(token=Fails(5, "eos_id"), vocab_size=Fails(4, "from 0 to 3")),
+    ),
+    "seq2seq.check_some_tokens": Row(
+        dict(name="src", tokens=torch.tensor([[3, 0], [4, 4]]), pad_id=0),
+        dict(tokens=Fails(0 * PADDED, "nothing but padding"), pad_id=Fails(4, "row 1")),
     ),
     "transformer.check_tied": Row(
         dict(module=make_transformer(), state_dict=SHARED),
@@ -383,11 +382,11 @@ SECOND |= {
         dict(module=make_transformer(), state_dict=APART, prefix="model."),
         dict(prefix=Fails("", "state_dict")),
     ),
-    "transformer.check_tokens": Row(
-        dict(name="src", tokens=PADDED, vocab=20, max_length=8),
+    "seq2seq.check_tokens": Row(
+        dict(name="src", tokens=PADDED, vocab_size=20, max_length=8),
         dict(
             tokens=Fails(-PADDED, "token -"),
-            vocab=Fails(5, "from 0 to 4"),
+            vocab_size=Fails(5, "from 0 to 4"),
             max_length=Fails(5, "max_length"),
             offset=Fails(3, "ends at token 9"),
         ),
@@ -1189,8 +1188,10 @@ SPARED_SECOND = {
     "translation.direction_accuracy": dict(model=UNKNOWING, tokenizer=UNKNOWING),
     "translation.number_scores": dict(model=UNKNOWING, tokenizer=UNKNOWING),
     "translation._own_tokens": dict(tokenizer="another one has other tokens"),
-    "transformer._check_padding": dict(name="stands in the error"),
-    "transformer.check_tokens": dict(name="stands in the error"),
+    "seq2seq.check_padding": dict(name="stands in the error"),
+    "seq2seq.check_tokens": dict(name="stands in the error"),
+    "seq2seq.check_token": dict(name="stands in the error"),
+    "seq2seq.check_some_tokens": dict(name="stands in the error"),
     "panoptic._check_segments": dict(name="stands in the error"),
 }
 ON_CPU = set(  # kernels that are interpreted without a GPU, and runs that a GPU does not repeat

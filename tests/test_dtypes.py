@@ -752,7 +752,7 @@ WHOLE |= {
 
 EXACT = {  # what is computed in float32 without loss, by the name of the function
     "rows",  # the table of positions as it is stored, to be compared
-    "rotation",  # a one
+    "rope_cos_sin",  # a one
     "position_angles",
     "forward_features",  # a mask, interpolated to its nearest
 }

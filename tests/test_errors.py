@@ -44,7 +44,7 @@ from attnlib.attention import (
 from attnlib.backbone import resample_abs_pos_embed
 from attnlib.cost import count_operations
 from attnlib.data import number_words
-from attnlib.decoding import top_p_filter
+from attnlib.decoding import min_p_filter, next_token, top_p_filter
 from attnlib.gpt import (
     GPT,
     GPTConfig,
@@ -52,8 +52,6 @@ from attnlib.gpt import (
     _token_positions,
     decoder_mask,
     grouped_attention,
-    min_p_filter,
-    next_token,
     pad_left,
     rope_scaling_factors,
     text_batches,
@@ -65,7 +63,6 @@ from attnlib.train import fit, learning_rate, save_checkpoint, shuffled_batches
 from attnlib.transformer import (
     Positions,
     Transformer,
-    _check_padding,
     _check_rows,
     _layer_from_torch,
     from_torch,
@@ -275,7 +272,7 @@ TRANSLATION = [
         ValueError,
         "src",
     ),
-    (lambda: _check_padding("src", torch.tensor([[0, 4]]), 0), ValueError, "src"),
+    (lambda: seq2seq.check_padding("src", torch.tensor([[0, 4]]), 0), ValueError, "src"),
     (lambda: _check_rows(torch.ones(2, 1), torch.ones(3, 4, 8)), ValueError, "tgt"),
     (
         lambda: Positions("sinusoidal", 8, 2, 10).add(torch.zeros(1, 3, 8), 9),
@@ -683,7 +680,7 @@ IMAGES = dict(img_size=SIZE, patch_size=SIZE, in_chans=COUNT, embed_dim=COUNT)
 CLASSES = dict(num_classes=NATURAL, drop_rate=RATE, drop_path_rate=RATE, global_pool=("max",))
 BLOCKS = dict(depth=COUNT, num_heads=(*COUNT, 3), mlp_ratio=RATIO)
 RATES = dict(pos_drop_rate=RATE, proj_drop_rate=RATE, attn_drop_rate=RATE)
-VOCABULARY = dict(embed_dim=COUNT, hidden_dim=COUNT, padding_idx=(-1, 5, 1.5, "0", None))
+VOCABULARY = dict(embed_dim=COUNT, hidden_dim=COUNT, pad_id=(-1, 5, 1.5, "0", None))
 SCALINGS = (3, "linear", dict(rope_type=["linear"]), dict(rope_type="linear", factor="4"))
 SCALINGS += (dict(rope_type="linear", factor=NAN), dict(rope_type="yarn", factor=2.0))
 CHANNELS = dict(channels=COUNT, rd_ratio=POSITIVE, rd_divisor=COUNT)

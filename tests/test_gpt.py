@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attnlib.attention import record_attention
 from attnlib.data import book_text, text_corpus, train_tokenizer
-from attnlib.decoding import KVCache
+from attnlib.decoding import KVCache, min_p_filter, next_token
 from attnlib.gpt import (
     GPT,
     PUBLISHED,
@@ -20,8 +20,6 @@ from attnlib.gpt import (
     _token_positions,
     decoder_mask,
     grouped_attention,
-    min_p_filter,
-    next_token,
     pad_left,
     rope_cos_sin,
     rope_scaling_factors,
@@ -170,7 +168,7 @@ def test_angles_are_theirs(name):
         config = GPT.from_pretrained(theirs).config
         wanted = theirs.model.rotary_emb(torch.zeros(1), positions[None])
         for ours, both in zip(rope_cos_sin(config, positions), wanted):
-            close(ours, both[0, :, : config.head_width // 2], 1e-5)
+            close(ours, both[0, :, : config.resolved_head_dim // 2], 1e-5)
 
 
 @every
@@ -238,7 +236,7 @@ def test_a_cache_changes_nothing(option):
     for start, end in ((0, 7), (7, 8), (8, 12), *((i, i + 1) for i in range(12, 20))):
         parts.append(model(tokens[:, start:end], cache=cache))
     close(torch.cat(parts, dim=1), whole)
-    assert len(cache) == 20 and cache.room[0].shape[2] == model.config.kv_heads
+    assert len(cache) == 20 and cache.room[0].shape[2] == model.config.resolved_n_kv_head
 
 
 @optional
@@ -428,7 +426,7 @@ def test_streaming_gives_the_same_tokens():
 
 
 def test_hooks_and_subclasses_take_part_in_generation():
-    """A hook bans a token; a subclass adds to the logits, with or without `last_only`."""
+    """A hook bans a token; a subclass adds to the logits."""
     tokens = some_tokens(n=5)
     plain = small().generate(tokens, 6, temperature=0)[:, 5:]
     banned = int(plain[0, 0])
@@ -439,7 +437,7 @@ def test_hooks_and_subclasses_take_part_in_generation():
     assert not (found == banned).any() and (plain == banned).any()
 
     class Other(GPT):
-        def forward(self, tokens, attention_mask=None, cache=None):
+        def forward(self, tokens, attention_mask=None, cache=None, last_only=False):
             out = super().forward(tokens, attention_mask, cache)
             return out.index_fill(-1, here, -math.inf)
 
@@ -647,7 +645,7 @@ def test_a_folder_is_read_in_float32(name, tmp_path):
 def test_a_configuration_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         GPTConfig().n_layer = 3
-    assert dataclasses.replace(GPTConfig(), n_head=8).kv_heads == 8
+    assert dataclasses.replace(GPTConfig(), n_head=8).resolved_n_kv_head == 8
 
 
 # --- the corpus -------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def test_the_recurrent_decoder_writes_no_padding_before_the_end(attention):
         )  # padding is likeliest
     src = torch.tensor([[3, 4, 5], [3, 4, 0]])
     assert (model.greedy(src, 5) != 0).all()
-    assert (model.greedy(src, 5, end=0) == 0).all()  # unless it is what ends a row
+    assert (model.greedy(src, 5, eos_id=0) == 0).all()  # unless it is what ends a row
 
 
 def test_threads_that_encode_leave_the_tokenizer_as_it_was():

@@ -152,7 +152,7 @@ def test_states_stay_between_minus_one_and_one():
 @both
 def test_greedy_is_the_argmax_of_forward(attention):
     model, src = small(attention), sentences(6, 3, 1)
-    out = model.greedy(src, 7, end=24)
+    out = model.greedy(src, 7, eos_id=24)
     given_tokens = torch.cat([torch.ones(3, 1, dtype=torch.long), out], 1)
     best = model(src, given_tokens[:, :-1]).argmax(-1)
     for row, wanted in zip(out.tolist(), best.tolist()):
@@ -182,7 +182,7 @@ def test_attention_learns_to_copy_backward():
         loss.backward()
         optimizer.step()
     src = torch.randint(3, 10, (100, 5))
-    assert (model.greedy(src, 5, end=0) == src.flip(1)).float().mean() > 0.9
+    assert (model.greedy(src, 5, eos_id=0) == src.flip(1)).float().mean() > 0.9
 
 
 # --- bad input --------------------------------------------------------------------------------
@@ -195,36 +195,40 @@ def ones(*shape):
 @pytest.mark.parametrize(
     "src, tgt, match",
     [
-        (0 * ones(2, 4), ones(2, 3), "src has no token in row 0; .* at least one"),
-        (ones(2, 0), ones(2, 3), "src has no token in row 0"),
+        (
+            0 * ones(2, 4),
+            ones(2, 3),
+            r"src holds nothing but padding \(0\) in row 0",
+        ),
+        (ones(2, 0), ones(2, 3), r"src of shape \(2, 0\) must be"),
         (
             torch.tensor([[3, 0, 4]]),
             ones(1, 3),
-            r"src has padding \(0\) before a token; .* at the end",
+            r"src has padding \(0\) before a token in row 0; .* after the tokens",
         ),
         (
             torch.tensor([[3, 20]]),
             ones(1, 3),
-            "src has tokens from 3 to 20; they must be from 0 to 19",
+            "src holds the token 20; it must be from 0 to 19",
         ),
         (
             torch.tensor([[-1, 3]]),
             ones(1, 3),
-            "src has tokens from -1 to 3; they must be from 0",
+            "src holds the token -1; it must be from 0",
         ),
         (
             torch.tensor([[3, 4]]),
             torch.tensor([[25]]),
-            "tgt has tokens from 25 to 25; they must be from 0 to 24",
+            "tgt holds the token 25; it must be from 0 to 24",
         ),
         (
             torch.tensor([[3, 4]]),
             ones(2, 3),
             r"src of shape \(1, 2\) and tgt of shape \(2, 3\) .* equally",
         ),
-        (torch.tensor([[3, 4]]), ones(1, 0), "tgt at least one column"),
-        (torch.tensor([3, 4]), ones(2, 3), r"src of shape \(2,\) must have 2 axes"),
-        (ones(0, 4), ones(0, 3), r"src of shape \(0, 4\) must have .* a sentence"),
+        (torch.tensor([[3, 4]]), ones(1, 0), r"tgt of shape \(1, 0\) must be"),
+        (torch.tensor([3, 4]), ones(2, 3), r"src of shape \(2,\) must be \(B, N\)"),
+        (ones(0, 4), ones(0, 3), r"src of shape \(0, 4\) must be"),
     ],
 )
 def test_bad_tokens_are_named(src, tgt, match):
@@ -255,7 +259,7 @@ def test_max_length_must_be_positive():
         small().greedy(sentences(3), 0)
 
 
-@pytest.mark.parametrize("name", ["start", "end"])
+@pytest.mark.parametrize("name", ["bos_id", "eos_id"])
 @pytest.mark.parametrize("token", [25, -1, 1.5, None])
 def test_tokens_that_are_none(name, token):
     with pytest.raises(ValueError, match=rf"{name} \(.*\) must be a token, from 0 to 24"):

@@ -236,7 +236,7 @@ def test_no_prompt_and_an_empty_one_are_refused():
 
 
 def test_no_sentences_and_no_codes_are_refused():
-    with pytest.raises(ValueError, match=r"src of shape \(0, 3\) must .* and a sentence"):
+    with pytest.raises(ValueError, match=r"src of shape \(0, 3\) must be"):
         seq2seq.Seq2Seq(11, 11)(tokens(0, 3), tokens(0, 2))
     with pytest.raises(ValueError, match=r"tokens of shape \(0,\) must hold at least one"):
         beit.perplexity(tokens(0), 11)

@@ -710,10 +710,10 @@ def test_bad_positions_with_a_cache():
         (dict(nhead=3), r"embed_dim \(16\) must be divisible by num_heads \(3\)"),
         (dict(activation="tanh"), r"activation \('tanh'\) must be one of \['relu', 'gelu'"),
         (dict(dropout=1.5), r"dropout \(1.5\) must be in \[0, 1\)"),
-        (dict(pad_id=20), r"pad_id \(20\) must be a token of src_vocab \(20\), from 0 to 19"),
+        (dict(pad_id=20), r"pad_id \(20\) must be a token, from 0 to 19"),
         (
             dict(tgt_vocab=10, pad_id=15),
-            r"pad_id \(15\) must be a token of tgt_vocab \(10\), from 0 to 9",
+            r"pad_id \(15\) must be a token, from 0 to 9",
         ),
     ],
 )

@@ -592,7 +592,6 @@ NO_MODEL = {  # functions whose argument only sounds like a model
     "gpt.GPTConfig": "norm is a name",
     "recipes.small_run": "model is a name",
     "recipes.train_small": "model is a name",
-    "transformer._check_settings": "layers are numbers",
     "translation.number_run": "layers is a number",
     "windows._compile_linear": "norm is a flag",
 }
@@ -832,7 +831,9 @@ SEEDED = {  # "module.function": a call that has numbers of its own
     "efficient.lsh_attention": lambda: efficient.lsh_attention(
         *qkv(), 4, generator=torch_generator()
     ),
-    "gpt.next_token": lambda: gpt.next_token(torch.zeros(4, 20), generator=torch_generator()),
+    "decoding.next_token": lambda: decoding.next_token(
+        torch.zeros(4, 20), generator=torch_generator()
+    ),
     "gpt.text_batches": lambda: gpt.text_batches(torch.arange(50), 5, 3)(1),
     "mae.photo_crops": lambda: mae.photo_crops(2),
     "panoptic.panoptic_scenes": lambda: panoptic.panoptic_scenes(2),

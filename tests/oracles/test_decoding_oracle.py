@@ -8,7 +8,12 @@ import torch
 from draws import DTYPES, drawn, layouts, normal, seeds
 from hypothesis import assume, example
 from hypothesis import strategies as st
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from attnlib import decoding
 from attnlib.decoding import (
@@ -19,7 +24,9 @@ from attnlib.decoding import (
     beam_step,
     generate,
     greedy,
+    min_p_filter,
     next_log_probs,
+    next_token,
     sample,
     top_k_filter,
     top_p_filter,
@@ -92,6 +99,73 @@ def test_gradients_of_filters_reach_what_is_kept(call, k, p):
         weight = normal(found.shape, logits.dtype, 7)
         (grad,) = torch.autograd.grad((found[kept] * weight[kept]).sum(), logits)
         assert torch.equal(grad, weight * kept)
+
+
+def half_logits(rows, vocab, dtype, seed, layout, scale):
+    return (normal((rows, vocab), torch.float64, seed, layout) * scale).to(dtype)
+
+
+logit_calls = st.tuples(
+    st.integers(1, 4),
+    st.sampled_from((1, 2, 40, 1000)),
+    st.sampled_from(DTYPES),
+    seeds,
+    layouts,
+    st.sampled_from((1.0, 0.01, 20.0)),
+)
+
+
+@drawn(logit_calls, st.floats(0, 1))
+@example((2, 1000, torch.float16, 0, "contiguous", 0.01), 0.97)
+def test_min_p_keeps_what_transformers_keeps(call, p):
+    logits = half_logits(*call).requires_grad_()
+    found = min_p_filter(logits, p)
+    warper = MinPLogitsWarper(p)
+    wanted = warper(None, logits.detach().double()) > -torch.inf
+    differs = (found > -torch.inf) != wanted
+    ratio = (logits.double() - logits.double().amax(-1, keepdim=True)).exp()
+    assert found.dtype == logits.dtype
+    assert ((ratio - p).abs()[differs] < 1e-6 * p).all()  # only where float32 rounds
+    kept = found > -torch.inf
+    (grad,) = torch.autograd.grad(found[kept].sum(), logits)
+    assert torch.equal(found[kept], logits[kept]) and torch.equal(grad, kept.to(grad))
+
+
+@drawn(
+    logit_calls,
+    st.sampled_from((1.0, 0.2, 7.0)),
+    st.sampled_from((None, 1, 3, 2000)),
+    st.sampled_from((None, 0.3, 0.9, 1.0)),
+    st.sampled_from((None, 0.0, 0.2, 1.0)),
+)
+def test_tokens_are_those_that_transformers_draws(call, temperature, k, p, least):
+    logits = half_logits(*call)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = z - z.amax(-1, keepdim=True)
+    if k is not None and k < z.shape[1]:  # transformers keeps all that are equal to the last
+        best = z.topk(k + 1).values
+        assume((best[:, k - 1] > best[:, k]).all())
+    warpers = [TemperatureLogitsWarper(temperature)]
+    warpers += [TopKLogitsWarper(k)] if k is not None else []
+    warpers += [TopPLogitsWarper(p)] if p is not None else []
+    warpers += [MinPLogitsWarper(least)] if least is not None else []
+    for warper in warpers:
+        if isinstance(warper, TopPLogitsWarper):
+            sums = z.double().sort(descending=True).values.softmax(-1).cumsum(-1)
+            near = (sums - p).abs() < 1e-5
+            values = z.sort(descending=True).values
+            tied = (values[:, 1:] == values[:, :-1]).any() and p < 1
+            assume(not near.any() and not tied or p == 1)
+        z = warper(None, z)
+    if p == 1:  # theirs loses the last ones, whose sum is below rounding
+        assume((z > -torch.inf).all() or k is not None or least is not None)
+    generator = torch.Generator().manual_seed(3)
+    wanted = torch.multinomial(z.softmax(-1), 1, generator=generator)[:, 0]
+    found = next_token(
+        logits, temperature, k, p, least, generator=torch.Generator().manual_seed(3)
+    )
+    assert torch.equal(found, wanted)
+    assert torch.equal(next_token(logits, 0), logits.double().argmax(-1))
 
 
 # --- a model whose next token depends on all before ------------------------------------------
@@ -427,6 +501,8 @@ ORACLES = {
     "beam_search": test_beam_search_is_that_of_lists,
     "top_k_filter": test_top_k_keeps_the_values_that_transformers_keeps,
     "top_p_filter": test_top_p_keeps_the_values_that_transformers_keeps,
+    "min_p_filter": test_min_p_keeps_what_transformers_keeps,
+    "next_token": test_tokens_are_those_that_transformers_draws,
     "sample": test_draws_are_those_of_transformers_warpers,
 }
 

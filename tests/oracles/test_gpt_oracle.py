@@ -8,7 +8,7 @@ import torch
 import transformers
 from draws import DTYPES, batches, counts, drawn, layouts, masks, normal, paddings, seeds
 from draws import tolerance as rounding
-from hypothesis import assume, example
+from hypothesis import example
 from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -22,8 +22,8 @@ from attnlib.gpt import (
     CausalSelfAttention,
     GPTConfig,
     _boolean_mask,
-    _check_prompt,
-    _check_prompts,
+    _check_generation,
+    _check_input,
     _check_published,
     _for_groups,
     _make_norm,
@@ -35,8 +35,6 @@ from attnlib.gpt import (
     grouped_attention,
     init_weights,
     layer_inputs,
-    min_p_filter,
-    next_token,
     pad_left,
     rope_cos_sin,
     rope_scaling_factors,
@@ -110,7 +108,7 @@ def linear(x, part):
 
 def speeds(config):
     """The angle by which one step turns each pair."""
-    d, scaling = config.head_width, config.rope_scaling
+    d, scaling = config.resolved_head_dim, config.rope_scaling
     found = []
     for i in range(d // 2):
         speed = config.rope_base ** (-2 * i / d)
@@ -137,7 +135,7 @@ def turned(x, config):
 
 def attended(x, part, config):
     """The heads' sum for tokens (N, C)."""
-    n, d, h, g = len(x), config.head_width, config.n_head, config.kv_heads
+    n, d, h, g = len(x), config.resolved_head_dim, config.n_head, config.resolved_n_kv_head
     q, k, v = linear(x, part.c_attn).split((h * d, g * d, g * d), dim=1)
     q, k, v = (y.reshape(n, y.shape[1] // d, d).transpose(0, 1) for y in (q, k, v))
     if config.qk_norm:
@@ -448,76 +446,6 @@ def test_slower_frequencies_are_those_of_transformers(kind, factor, low, more, l
     torch.testing.assert_close(found.float(), wanted, rtol=1e-4, atol=0)
 
 
-# --- sampling ---------------------------------------------------------------------------------
-
-
-def half_logits(rows, vocab, dtype, seed, layout, scale):
-    return (normal((rows, vocab), torch.float64, seed, layout) * scale).to(dtype)
-
-
-logit_calls = st.tuples(
-    st.integers(1, 4),
-    st.sampled_from((1, 2, 40, 1000)),
-    st.sampled_from(DTYPES),
-    seeds,
-    layouts,
-    st.sampled_from((1.0, 0.01, 20.0)),
-)
-
-
-@drawn(logit_calls, st.floats(0, 1))
-@example((2, 1000, torch.float16, 0, "contiguous", 0.01), 0.97)
-def test_min_p_keeps_what_transformers_keeps(call, p):
-    logits = half_logits(*call).requires_grad_()
-    found = min_p_filter(logits, p)
-    warper = transformers.MinPLogitsWarper(p)
-    wanted = warper(None, logits.detach().double()) > -torch.inf
-    differs = (found > -torch.inf) != wanted
-    ratio = (logits.double() - logits.double().amax(-1, keepdim=True)).exp()
-    assert found.dtype == logits.dtype
-    assert ((ratio - p).abs()[differs] < 1e-6 * p).all()  # only where float32 rounds
-    kept = found > -torch.inf
-    (grad,) = torch.autograd.grad(found[kept].sum(), logits)
-    assert torch.equal(found[kept], logits[kept]) and torch.equal(grad, kept.to(grad))
-
-
-@drawn(
-    logit_calls,
-    st.sampled_from((1.0, 0.2, 7.0)),
-    st.sampled_from((None, 1, 3, 2000)),
-    st.sampled_from((None, 0.3, 0.9, 1.0)),
-    st.sampled_from((None, 0.0, 0.2, 1.0)),
-)
-def test_tokens_are_those_that_transformers_draws(call, temperature, k, p, least):
-    logits = half_logits(*call)
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    z = z - z.amax(-1, keepdim=True)
-    if k is not None and k < z.shape[1]:  # transformers keeps all that are equal to the last
-        best = z.topk(k + 1).values
-        assume((best[:, k - 1] > best[:, k]).all())
-    warpers = [transformers.TemperatureLogitsWarper(temperature)]
-    warpers += [transformers.TopKLogitsWarper(k)] if k is not None else []
-    warpers += [transformers.TopPLogitsWarper(p)] if p is not None else []
-    warpers += [transformers.MinPLogitsWarper(least)] if least is not None else []
-    for warper in warpers:
-        if isinstance(warper, transformers.TopPLogitsWarper):
-            sums = z.double().sort(descending=True).values.softmax(-1).cumsum(-1)
-            near = (sums - p).abs() < 1e-5
-            values = z.sort(descending=True).values
-            tied = (values[:, 1:] == values[:, :-1]).any() and p < 1
-            assume(not near.any() and not tied or p == 1)
-        z = warper(None, z)
-    if p == 1:  # theirs loses the last ones, whose sum is below rounding
-        assume((z > -torch.inf).all() or k is not None or least is not None)
-    generator = torch.Generator().manual_seed(3)
-    wanted = torch.multinomial(z.softmax(-1), 1, generator=generator)[:, 0]
-    found = next_token(
-        logits, temperature, k, p, least, generator=torch.Generator().manual_seed(3)
-    )
-    assert torch.equal(found, wanted)
-    assert torch.equal(next_token(logits, 0), logits.double().argmax(-1))
-
-
 # --- weights ----------------------------------------------------------------------------------
 
 
@@ -657,10 +585,10 @@ def test_which_prompts_can_be_read(batch, n, past, new, eos_id, data):
     mask = data.draw(st.one_of(st.none(), paddings(batch, past + n)))
     fits = batch > 0 and n > 0 and past + n <= 8
     if fits:
-        _check_prompt(tokens, mask, config, past)
+        _check_input(tokens, mask, config, past)
     else:
         with pytest.raises(ValueError, match="tokens of shape"):
-            _check_prompt(tokens, mask, config, past)
+            _check_input(tokens, mask, config, past)
     own = None if mask is None else mask[:, past:]
     allowed = batch > 0 and n > 0 and new > 0 and n + new - 1 <= 8
     allowed = allowed and (eos_id is None or isinstance(eos_id, int) and 0 <= eos_id < VOCAB)
@@ -668,10 +596,10 @@ def test_which_prompts_can_be_read(batch, n, past, new, eos_id, data):
         for row in own.tolist():
             allowed = allowed and row[-1] and row == sorted(row)
     if allowed:
-        _check_prompts(tokens, new, own, config, eos_id)
+        _check_generation(tokens, new, own, config, eos_id)
     else:
         with pytest.raises(ValueError, match="must be|tokens of shape"):
-            _check_prompts(tokens, new, own, config, eos_id)
+            _check_generation(tokens, new, own, config, eos_id)
 
 
 @drawn(
@@ -707,8 +635,8 @@ def test_which_configurations_are_possible(heads, groups, width, head_dim, posit
             build()
         return
     config = build()
-    assert config.kv_heads == (groups or heads)
-    assert config.head_width == (head_dim or width // heads)
+    assert config.resolved_n_kv_head == (groups or heads)
+    assert config.resolved_head_dim == (head_dim or width // heads)
     assert GPT(config)(tokens_of(1, 3)).shape == (1, 3, VOCAB)
 
 
@@ -806,6 +734,7 @@ def test_bits_are_from_as_many_tokens_before_as_promised(config, count, length, 
 
 ORACLES = {
     "GPTConfig": test_which_configurations_are_possible,
+    "_check_rope_scaling": test_which_configurations_are_possible,
     "_check_config": test_which_configurations_are_possible,
     "rope_cos_sin": test_rotations_are_those_of_the_equations,
     "rope_scaling_factors": test_slower_frequencies_are_those_of_transformers,
@@ -813,6 +742,7 @@ ORACLES = {
     "_token_positions": test_masks_and_positions_count_tokens,
     "decoder_mask": test_masks_and_positions_count_tokens,
     "_for_groups": test_masks_of_groups,
+    "_one_query_attention": test_groups_of_heads_are_repeated_keys,
     "grouped_attention": test_groups_of_heads_are_repeated_keys,
     "layer_inputs": test_what_a_layer_finds_itself,
     "CausalSelfAttention": test_parts_alone_are_their_equations,
@@ -821,11 +751,9 @@ ORACLES = {
     "Block": test_parts_alone_are_their_equations,
     "init_weights": test_weights_start_as_gpt2s_do,
     "_tie_weights": test_tied_weights_are_one,
-    "_check_prompt": test_which_prompts_can_be_read,
-    "_check_prompts": test_which_prompts_can_be_read,
+    "_check_input": test_which_prompts_can_be_read,
+    "_check_generation": test_which_prompts_can_be_read,
     "pad_left": test_prompts_with_padding_on_their_left,
-    "min_p_filter": test_min_p_keeps_what_transformers_keeps,
-    "next_token": test_tokens_are_those_that_transformers_draws,
     "config_from_transformers": test_models_of_transformers_in_other_shapes,
     "_check_published": test_entries_that_are_not_known,
     "_read_transformers": test_models_of_transformers_in_other_shapes,

@@ -333,7 +333,7 @@ def test_sizes_and_operations_are_those_of_the_model(config):
         model(tokens).sum().backward()
     attention, operations = scaling.operations_of(config)
     counted = counter.get_total_flops() / config.block_size
-    channels = config.n_layer * config.n_head * config.head_width
+    channels = config.n_layer * config.n_head * config.resolved_head_dim
     assert counted == operations - attention + 12 * channels * config.block_size
     window = min(config.window or config.block_size, config.block_size)
     seen = window * (config.block_size - window) + window**2 / 2  # of the first ones half
@@ -405,7 +405,7 @@ def test_plans_that_are_possible(config, devices, node, batch):
     for own in plans:
         assert own.devices <= devices and own.tensor <= node
         assert batch % (own.data * own.micro) == 0
-        assert config.n_head % own.tensor == config.kv_heads % own.tensor == 0
+        assert config.n_head % own.tensor == config.resolved_n_kv_head % own.tensor == 0
         assert own.pipeline == 1 or not config.tied
         assert own.pipeline * own.interleave <= max(config.n_layer, own.pipeline)
         assert own.zero == 0 or own.data * own.context > 1

@@ -6,9 +6,18 @@ from dense import agree
 from draws import drawn, dtypes, normal, seeds
 from hypothesis import example
 from hypothesis import strategies as st
+from signatures import unchecked
 
 import attnlib.seq2seq as library
-from attnlib.seq2seq import RecurrentDecoder, RecurrentEncoder, Seq2Seq
+from attnlib.seq2seq import (
+    RecurrentDecoder,
+    RecurrentEncoder,
+    Seq2Seq,
+    check_padding,
+    check_some_tokens,
+    check_token,
+    check_tokens,
+)
 
 SOURCE, TARGET, EMBED, HIDDEN = 9, 8, 3, 4  # sizes of vocabularies and layers
 steps = st.integers(min_value=1, max_value=6)
@@ -27,9 +36,9 @@ def random(module, dtype, seed):
     return module.to(dtype)
 
 
-def tokens(lengths, vocab, padding_idx, extra, seed):
+def tokens(lengths, vocab, pad_id, extra, seed):
     """Random sentences of these lengths with padding behind, the longest with `extra` of it."""
-    padding = padding_idx % vocab
+    padding = pad_id % vocab
     generator = torch.Generator().manual_seed(seed)
     found = torch.randint(vocab - 1, (len(lengths), max(lengths) + extra), generator=generator)
     found = found + (found >= padding)  # every token but the padding
@@ -85,20 +94,20 @@ def first_state(p, summary):
     return torch.tanh(p["start.weight"] @ summary[HIDDEN:] + p["start.bias"])
 
 
-def unpadded(src, padding_idx, vocab):
+def unpadded(src, pad_id, vocab):
     """The sentences as lists."""
-    return [[t for t in row if t != padding_idx % vocab] for row in src.tolist()]
+    return [[t for t in row if t != pad_id % vocab] for row in src.tolist()]
 
 
 @drawn(sentences, st.integers(0, 2), paddings, dtypes(), seeds)
-def test_the_encoder(lengths, extra, padding_idx, dtype, seed):
-    encoder = RecurrentEncoder(SOURCE, EMBED, HIDDEN, padding_idx=padding_idx)
+def test_the_encoder(lengths, extra, pad_id, dtype, seed):
+    encoder = RecurrentEncoder(SOURCE, EMBED, HIDDEN, pad_id=pad_id)
     encoder = random(encoder, dtype, seed)
-    src = tokens(lengths, SOURCE, padding_idx, extra, seed)
+    src = tokens(lengths, SOURCE, pad_id, extra, seed)
     states, summary, mask = encoder(src)
     p = exact(encoder)
     total, wanted = 0, 0
-    for b, sentence in enumerate(unpadded(src, padding_idx, SOURCE)):
+    for b, sentence in enumerate(unpadded(src, pad_id, SOURCE)):
         annotations, last = encode(p, sentence)
         m = len(sentence)
         agree(states[b, :m], annotations, dtype)
@@ -109,16 +118,16 @@ def test_the_encoder(lengths, extra, padding_idx, dtype, seed):
         wanted = wanted + (annotations * weighting).sum() + last.sum()
     total.backward()
     wanted.backward()
-    p["embed.weight"].grad[padding_idx] = 0
+    p["embed.weight"].grad[pad_id] = 0
     for name, parameter in encoder.named_parameters():
         agree(parameter.grad, p[name].grad, dtype, steps=64)
 
 
 @drawn(sentences, steps, st.booleans(), paddings, dtypes(), seeds)
-def test_the_whole_model(lengths, n, attention, padding_idx, dtype, seed):
+def test_the_whole_model(lengths, n, attention, pad_id, dtype, seed):
     options = dict(embed_dim=EMBED, hidden_dim=HIDDEN, attention=attention)
-    model = random(Seq2Seq(SOURCE, TARGET, padding_idx=padding_idx, **options), dtype, seed)
-    src = tokens(lengths, SOURCE, padding_idx, 1, seed)
+    model = random(Seq2Seq(SOURCE, TARGET, pad_id=pad_id, **options), dtype, seed)
+    src = tokens(lengths, SOURCE, pad_id, 1, seed)
     tgt = torch.randint(
         TARGET, (len(lengths), n), generator=torch.Generator().manual_seed(seed)
     )
@@ -128,7 +137,7 @@ def test_the_whole_model(lengths, n, attention, padding_idx, dtype, seed):
     logits.backward(weighting)
     encoder, decoder = exact(model.encoder), exact(model.decoder)
     rows, maps = [], torch.zeros(*tgt.shape, src.shape[1], dtype=torch.float64)
-    for b, sentence in enumerate(unpadded(src, padding_idx, SOURCE)):
+    for b, sentence in enumerate(unpadded(src, pad_id, SOURCE)):
         annotations, summary = encode(encoder, sentence)
         state = first_state(decoder, summary)
         for i, token in enumerate(tgt[b].tolist()):
@@ -140,7 +149,7 @@ def test_the_whole_model(lengths, n, attention, padding_idx, dtype, seed):
     agree(logits, wanted, dtype, steps=32)
     wanted.backward(weighting.double())
     for part, p in ((model.encoder, encoder), (model.decoder, decoder)):
-        p["embed.weight"].grad[padding_idx] = 0  # which PyTorch never trains
+        p["embed.weight"].grad[pad_id] = 0  # which PyTorch never trains
         for name, parameter in part.named_parameters():
             agree(parameter.grad, p[name].grad, dtype, steps=64)
     if attention:
@@ -154,7 +163,7 @@ def test_greedy(lengths, max_length, attention, end, seed):
     model = random(Seq2Seq(SOURCE, TARGET, **options), torch.float64, seed)
     src = tokens(lengths, SOURCE, 0, 1, seed)
     before, state = model.training, torch.get_rng_state()
-    found = model.greedy(src, max_length, start=1, end=end)
+    found = model.greedy(src, max_length, bos_id=1, eos_id=end)
     assert model.training == before and torch.equal(torch.get_rng_state(), state)
     encoder, decoder = exact(model.encoder), exact(model.decoder)
     rows = []
@@ -210,20 +219,69 @@ def test_one_step_of_the_decoder(lengths, attention, dtype, seed):
     assert (weights is None) == (not attention)
 
 
-@pytest.mark.parametrize("shape", [(2, 0), (3, 2)])
-def test_targets_that_do_not_fit_the_memory(shape):
+@pytest.mark.parametrize(
+    "shape, message",
+    [((2, 0), "neither 0"), ((3, 2), "each of the 2 sentences in memory")],
+)
+def test_targets_that_do_not_fit_the_memory(shape, message):
     model = Seq2Seq(SOURCE, TARGET, embed_dim=EMBED, hidden_dim=HIDDEN)
     memory = model.encoder(torch.ones(2, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"tgt of shape .* each of the 2 sentences in memory"):
+    with pytest.raises(ValueError, match=f"tgt of shape .*{message}"):
         model.decoder(torch.ones(shape, dtype=torch.int64), memory)
+
+
+def passes(call, *errors):
+    """Whether a call passes; it may raise only errors that say what is allowed."""
+    try:
+        with unchecked():
+            call()
+    except errors as error:
+        assert "must" in str(error) or "there are" in str(error)
+        return False
+    return True
+
+
+@drawn(
+    st.lists(st.lists(st.integers(-1, 4), min_size=0, max_size=4), max_size=3),
+    st.sampled_from((torch.int64, torch.int32, torch.int16, torch.float32)),
+    st.integers(0, 3),
+    st.sampled_from((0, 3)),
+)
+def test_which_tokens_can_be_read(rows, dtype, offset, pad_id):
+    longest = max(map(len, rows), default=0)
+    rows = [row + [pad_id] * (longest - len(row)) for row in rows]
+    tokens = torch.tensor(rows, dtype=dtype).reshape(len(rows), longest)
+    allowed = dtype in (torch.int64, torch.int32) and 0 < longest <= 5 - offset
+    allowed = allowed and all(0 <= token < 4 for row in rows for token in row)
+    call = lambda: check_tokens("src", tokens, 4, 5, offset)  # noqa: E731
+    assert passes(call, ValueError, TypeError) == allowed
+    assert passes(lambda: check_tokens("src", tokens, 4), ValueError, TypeError) >= allowed
+    behind = all(
+        row[i] != pad_id or row[i + 1] == pad_id for row in rows for i in range(longest - 1)
+    )
+    if rows:
+        assert passes(lambda: check_padding("src", tokens, pad_id), ValueError) == behind
+        some = all(any(token != pad_id for token in row) for row in rows)
+        assert passes(lambda: check_some_tokens("src", tokens, pad_id), ValueError) == some
+
+
+@drawn(st.sampled_from((0, 3, 4, -1, 1.0, True, None, "0")))
+def test_which_numbers_are_tokens(token):
+    found = passes(lambda: check_token("eos_id", token, 4), ValueError)
+    assert found == (type(token) is int and 0 <= token < 4)
 
 
 ORACLES = {
     "RecurrentEncoder": test_the_encoder,
     "RecurrentDecoder": test_one_step_of_the_decoder,
     "Seq2Seq": test_the_whole_model,
+    "check_token": test_which_numbers_are_tokens,
+    "check_tokens": test_which_tokens_can_be_read,
+    "check_padding": test_which_tokens_can_be_read,
+    "check_some_tokens": test_which_tokens_can_be_read,
 }
+NOT_HERE = {"can_read": "says whether check_tokens may look; tests/test_transformations.py"}
 
 
 def test_nothing_is_left_out():
-    assert set(library.__all__) == ORACLES.keys()
+    assert set(library.__all__) == (ORACLES | NOT_HERE).keys()
