@@ -179,9 +179,10 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "replace": "replace_module",
     },
     "mae": {
-        "check_hidden": "_check_masked_ratio",
         "check_noise": "_check_noise",
-        "pieces": "photo_crops",
+        "init_weights": "_init_weights",
+        "normalized": "normalize_patches",
+        "positions": "_position_embeddings",
     },
     "models": {
         "CLASSIFIER": "_CLASSIFIER",
@@ -297,6 +298,17 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     "data": {"data_extra": "use attnlib.backbone.requires"},
     "decoding": {"check_count": "use attnlib.backbone.check_counts"},
     "detr": {"detection_extra": "use attnlib.backbone.requires"},
+    "mae": {
+        "check_hidden": "`MaskedAutoencoder.forward` checks this itself",
+        "harmonic_fill": "it is defined on the page nbs/40_mae",
+        "hidden_pixels": "it is masked_pixels on the page nbs/40_mae",
+        "kernel_fill": "it is defined on the page nbs/40_mae",
+        "last_block": "it is defined on the page nbs/40_mae",
+        "lean_loss": "it is defined on the page nbs/40_mae",
+        "linear_fill": "it is defined on the page nbs/40_mae",
+        "pieces": "it is photo_crops on the page nbs/40_mae",
+        "stack": "append attnlib.vit.Block to nn.Sequential in a loop",
+    },
     "models": {"hub_extra": "use attnlib.backbone.requires"},
 }
 MODULES = {  # name of a module until version 0.2: its name since version 0.3

@@ -79,7 +79,7 @@ def parts(tiny):
         answers = answers[:10]
     return {
         "train": shifted_digits(x[count:], y[count:]),
-        "valid": shifted_digits(x[:count], y[:count], log_every=4),
+        "valid": shifted_digits(x[:count], y[:count], every=4),
         "test": shifted_digits(unseen, answers),
     }
 

@@ -1088,8 +1088,6 @@ PLANNED_OTHERS = dict(
     cluster=scaling.Cluster(16, flops=1e9, inside=1e9, between=1e9),
     batch=128,
 )
-HIDDEN = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.4
-FILLED = dict(images=numbers(2, 1, 6, 6), hidden=HIDDEN)
 SUBNET = autoformer.Subnet(16, (1, 2), (1, 2))
 SPACE = autoformer.Space((16, 32, 48), (1, 2, 3), (1, 2, 3), (1, 2, 3))
 
@@ -1267,40 +1265,16 @@ FUNCTIONS |= {
             num_prefix_tokens=Fails(0, ""),
         ),
     ),
-    "mae.harmonic_fill": Row(
-        FILLED, dict(images=2 * FILLED["images"], hidden=HIDDEN.flip(0), steps=1)
-    ),
-    "mae.kernel_fill": Row(
-        FILLED | dict(train=numbers(5, 1, 6, 6, seed=1), width=2.0),
-        dict(
-            images=2 * FILLED["images"],
-            hidden=HIDDEN.flip(0),
-            train=numbers(5, 1, 6, 6, seed=2),
-            width=4.0,
-        ),
-    ),
-    "mae.linear_fill": Row(
-        FILLED | dict(train=numbers(50, 1, 6, 6, seed=1)),
-        dict(
-            images=2 * FILLED["images"],
-            hidden=HIDDEN.flip(0),
-            train=numbers(50, 1, 6, 6, seed=2),
-            ridge=1.0,
-        ),
-    ),
     "mae.random_masking": Row(
         dict(noise=numbers(2, 16), mask_ratio=0.75),
         dict(noise=-numbers(2, 16), mask_ratio=0.5),
     ),
-    "mae.positions": Row(dict(grid_size=(2, 3), dim=8), dict(grid_size=(3, 2), dim=12) | META),
+    "mae._position_embeddings": Row(
+        dict(grid_size=(2, 3), dim=8), dict(grid_size=(3, 2), dim=12) | META
+    ),
     "mae.patchify": Row(
         dict(images=image(), patch_size=(4, 4)), dict(images=2 * image(), patch_size=(8, 4))
     ),
-    "mae.hidden_pixels": Row(
-        dict(mask=HIDDEN.flatten(1)[:, :16], grid_size=(4, 4), patch_size=(2, 2)),
-        dict(mask=~HIDDEN.flatten(1)[:, :16], grid_size=(2, 8), patch_size=(4, 2)),
-    ),
-    "mae.photo_crops": Row(dict(count=2), dict(count=3, split="test", size=32, seed=1)),
     "gpt.rope_cos_sin": Row(
         dict(config=config(), positions=torch.arange(5)),
         dict(config=config(rope_base=100.0), positions=torch.arange(6), dtype=torch.float64),
@@ -1467,7 +1441,7 @@ FUNCTIONS |= {
     ),
     "autoformer.shifted_digits": Row(
         dict(images=image(), labels=torch.arange(4)),
-        dict(images=2 * image(), labels=torch.arange(1, 5), log_every=4),
+        dict(images=2 * image(), labels=torch.arange(1, 5), every=4),
     ),
     "panoptic.dice_loss": Row(
         dict(logits=LOGITS, targets=(LOGITS > 0).float()),

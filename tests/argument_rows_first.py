@@ -12,7 +12,6 @@ import torch
 import torch.nn as nn
 from argument_rows import (
     META,
-    ON_TOKENS,
     SAME,
     SEARCH,
     SEARCH_OTHERS,
@@ -44,7 +43,6 @@ from attnlib import (
     models,
     swin,
     vit,
-    vit_variants,
 )
 
 SMALL = dict(img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=3)
@@ -557,22 +555,12 @@ FIRST |= {
         dict(options=dict(depth=2), trained=dict(depth=2)),
         dict(options=Fails(dict(depth=3), "depth"), trained=Fails(dict(depth=3), "depth")),
     ),
-    "mae._check_masked_ratio": Row(
-        dict(mask_ratio=0.1, hidden=1, count=9), dict(hidden=Fails(0, "mask_ratio"))
-    ),
     "mae._check_noise": Row(
         dict(noise=NOISE, shape=(4, 16)),
         dict(noise=Fails(NOISE[1:], "noise"), shape=Fails((4, 15), "noise")),
     ),
-    "mae.init_weights": Row(
+    "mae._init_weights": Row(
         dict(module=linear()), dict(module=linear(12, 7)), after=changed("module")
-    ),
-    "mae.last_block": Row(
-        dict(block=block(), x=TOKENS, m=3), dict(block=block(seed=1), x=2 * TOKENS, m=4)
-    ),
-    "mae.lean_loss": Row(
-        dict(model=small_mae(), images=image(), noise=NOISE),
-        dict(model=small_mae(depth=1), images=2 * image(), noise=-NOISE, mask_ratio=0.5),
     ),
     "mae.load_encoder": Row(
         dict(model=small_vit(), stored=small_vit(seed=1).state_dict()),
@@ -585,12 +573,7 @@ FIRST |= {
         dict(model=small_mae(), batch=(image(),)),
         dict(model=small_mae(depth=1), batch=(2 * image(),), mask_ratio=0.5),
     ),
-    "mae.normalized": Row(dict(patches=TOKENS), dict(patches=TOKENS.square())),
-    "mae.stack": Row(
-        dict(depth=2, dim=12, num_heads=3),
-        dict(depth=1, dim=24, num_heads=2, mlp_layer=vit_variants.SwiGLU),
-        ON_TOKENS,
-    ),
+    "mae.normalize_patches": Row(dict(patches=TOKENS), dict(patches=TOKENS.square())),
     "mae.unpatchify": Row(
         dict(patches=numbers(2, 6, 24), grid_size=(2, 3), patch_size=(2, 4)),
         dict(patches=numbers(2, 6, 24, seed=1), grid_size=(3, 2), patch_size=(4, 2)),
@@ -848,5 +831,4 @@ SPARED_FIRST = {  # arguments without another value here, and why
     "decoding.generate": dict(use_cache=SAME),
     "detr._check_values": dict(name=ERROR),
     "gpt._tie_weights": dict(incompatible_keys=HOOK),
-    "mae._check_masked_ratio": dict(mask_ratio=ERROR, count=ERROR),
 }

@@ -47,7 +47,7 @@ def test_a_digit_is_at_each_of_nine_places():
         found = placed[k::9]
         assert torch.allclose(found[..., y : y + 8, x : x + 8], 4 * images - 1)
         assert torch.allclose(found.sum((1, 2, 3)) + 100, 4 * images.sum((1, 2, 3)))
-    few, names = shifted_digits(images, labels, log_every=4)
+    few, names = shifted_digits(images, labels, every=4)
     assert torch.equal(few, placed.view(5, 9, 1, 10, 10)[:, ::4].flatten(0, 1))
     assert len(names) == 15
 

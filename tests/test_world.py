@@ -327,11 +327,6 @@ KEPT = {  # "module.function": (what makes the model, the call)
         autoformer.small_supernet,
         lambda m: autoformer.sandwich_loss(m, image(10, 1), labels()),
     ),
-    "mae.lean_loss": (make_mae, lambda m: mae.lean_loss(m, image(), noise())),
-    "mae.last_block": (
-        partial(build, "vit"),
-        lambda m: mae.last_block(m.blocks[0], torch.ones(1, 5, 24), 2),
-    ),
     "models.check_classifies": (partial(build, "vit"), models.check_classifies),
     "models.classify": (
         make_named,
@@ -462,7 +457,7 @@ DRAWS = {  # functions that draw random numbers, and why
     "autoformer.sandwich_loss": "a subnet",
     "beit.FeatureEncoder": "the weights of its linear layer",
     "detr.DETR": "the weights of the transformer",
-    "mae.masked_loss": "which patches are hidden",
+    "mae.masked_loss": "which patches are masked",
     "vit_variants.RotaryAttention": "its weights",
     "panoptic.PanopticDETR": "the weights of the mask head",
     "spatial.Captioner": "the weights of the decoder",
@@ -504,11 +499,11 @@ CHANGED = {  # "module.function": (model, call, the kinds of changes, words of t
         WEIGHTS,
         "overwritten",
     ),
-    "mae.init_weights": (
+    "mae._init_weights": (
         partial(build, "vit"),
-        lambda m: m.apply(mae.init_weights),
+        lambda m: m.apply(mae._init_weights),
         WEIGHTS,
-        "initialize",
+        "Initialize",
     ),
     "models.load_pretrained": (
         partial(build, "vit"),
@@ -831,7 +826,6 @@ SEEDED = {  # "module.function": a call that has numbers of its own
     ),
     "gpt.next_token": lambda: gpt.next_token(torch.zeros(4, 20), generator=torch_generator()),
     "gpt.text_batches": lambda: gpt.text_batches(torch.arange(50), 5, 3)(1),
-    "mae.photo_crops": lambda: mae.photo_crops(2),
     "panoptic.panoptic_scenes": lambda: panoptic.panoptic_scenes(2),
     "finetune.fine_tune": tuned,
     "recipes.train_translator": lambda: recipes.train_translator(
