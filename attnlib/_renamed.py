@@ -39,9 +39,11 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "source_grid": "_source_grid",
     },
     "beit": {
+        "TABLE": "_TABLE",
         "adapt_tables": "_adapt_tables",
-        "check_mask": "_check_mask",
-        "check_masked": "_check_masked",
+        "bias_table": "_bias_table",
+        "check_mask": "_check_masked",
+        "check_masked": "_check_num_masked",
         "check_vocabulary": "_check_vocabulary",
         "gather_rows": "_gather_rows",
         "hide_rectangle": "_mask_rectangle",

@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from attnlib import (
     autoformer,
+    beit,
     cost,
     decoding,
     detr,
@@ -1153,13 +1154,8 @@ FUNCTIONS |= {
         ),
     ),
     "beit.dvae_loss": Row(
-        dict(x=image(), reconstruction=2 * image(), logits=numbers(4, 5, 2, 2), beta=1.0),
-        dict(
-            x=3 * image(),
-            reconstruction=4 * image(),
-            logits=2 * numbers(4, 5, 2, 2),
-            beta=0.5,
-        ),
+        dict(model=beit.DiscreteVAE(5, dim=8), batch=(image(),), beta=1.0),
+        dict(model=beit.DiscreteVAE(6, dim=8), batch=(3 * image(),), beta=0.5, tau=0.2),
     ),
     "beit.perplexity": Row(
         dict(tokens=tokens(), num_embeddings=20),

@@ -500,14 +500,14 @@ FIRST |= {
         dict(state_dict=ROWS, model=small_beit()),
         dict(state_dict=OTHER_ROWS, model=small_beit(img_size=24), old_grid=(2, 14)),
     ),
-    "beit.bias_table": Row(
+    "beit._bias_table": Row(
         dict(window_size=(3, 5), num_heads=2), dict(window_size=(5, 5), num_heads=3) | META
     ),
-    "beit._check_mask": Row(
-        dict(mask=HIDDEN, shape=(2, 16)),
-        dict(mask=Fails(emptied(HIDDEN, 1), "hide"), shape=Fails((2, 15), "shape")),
-    ),
     "beit._check_masked": Row(
+        dict(masked=HIDDEN, shape=(2, 16)),
+        dict(masked=Fails(emptied(HIDDEN, 1), "masked"), shape=Fails((2, 15), "shape")),
+    ),
+    "beit._check_num_masked": Row(
         dict(num_masked=3, num_patches=16),
         dict(num_masked=Fails(16, "num_masked"), num_patches=Fails(3, "num_masked")),
     ),
@@ -515,27 +515,25 @@ FIRST |= {
         dict(num_embeddings=3), dict(num_embeddings=Fails(1, "num_embeddings"))
     ),
     "beit._mask_rectangle": Row(
-        dict(mask=torch.zeros(6, 6, dtype=torch.bool), height=2, width=3, most=9)
+        dict(masked=torch.zeros(6, 6, dtype=torch.bool), height=2, width=3, most=9)
         | dict(rng=random.Random(0)),
         dict(
-            mask=torch.ones(6, 6, dtype=torch.bool),
+            masked=torch.ones(6, 6, dtype=torch.bool),
             height=3,
             width=2,
             most=1,
             rng=random.Random(1),
         ),
-        after=changed("mask"),
+        after=changed("masked"),
     ),
     "beit._init_beit": Row(
         dict(model=small_beit()), dict(model=small_beit(depth=1)), after=changed("model")
     ),
     "beit.masked_loss": Row(
-        dict(model=small_masked(), x=image(n=2), tokens=CODES, mask=HIDDEN.view(2, 4, 4)),
+        dict(model=small_masked(), batch=(image(n=2), CODES, HIDDEN.view(2, 4, 4))),
         dict(
             model=small_masked(depth=1),
-            x=2 * image(n=2),
-            tokens=CODES.flip(1),
-            mask=OTHER_HIDDEN.view(2, 4, 4),
+            batch=(2 * image(n=2), CODES.flip(1), OTHER_HIDDEN.view(2, 4, 4)),
         ),
     ),
     "beit.position_bias": Row(

@@ -319,7 +319,7 @@ def test_other_models_without_images():
 def test_pretraining_of_beit_without_images():
     model = beit.BeitForMaskedImageModeling(32, 8, 3, 16, 24, 1, 3).double()
     mask = torch.zeros(0, 4, 4, dtype=torch.bool)
-    loss = lambda x: beit.masked_loss(model, x, mask.long(), mask)[0]  # noqa: E731
+    loss = lambda x: beit.masked_loss(model, (x, mask.long(), mask))[0]  # noqa: E731
     check_empty(loss, (), [images(0)], model)
     quantizer = beit.VectorQuantizer(4, 8, kmeans_steps=0).double()
     before = quantizer.embedding.clone()

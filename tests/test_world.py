@@ -214,7 +214,7 @@ KEPT = {  # "module.function": (what makes the model, the call)
     ),
     "beit.masked_loss": (
         make_masked_beit,
-        lambda m: beit.masked_loss(m, image(), hidden().long(), hidden()),
+        lambda m: beit.masked_loss(m, (image(), hidden().long(), hidden())),
     ),
     "beit.VQAutoencoder": (
         lambda: beit.conv_encoder(3, 8, 4, 8),
