@@ -19,12 +19,10 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "narrow_bias": "_narrow_bias",
     },
     "autoformer": {
-        "at_places": "shifted_digits",
         "check_elastic": "_check_elastic",
-        "chosen": "best_subnet",
+        "chosen": "_best_subnet",
         "draw": "sample_distinct",
         "first_outputs": "_first_outputs",
-        "random_subnet": "_random_subnet",
         "relative_index": "_relative_index",
         "renew_grid": "_renew_grid",
         "sample": "sample_subnet",
@@ -296,6 +294,14 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     },
 }
 MOVED = {  # module: {name until version 0.2: what to use instead}
+    "autoformer": {
+        "at_places": "it is shifted_digits on the page nbs/44_autoformer",
+        "random_search": "it is defined on the page nbs/44_autoformer",
+        "random_subnet": "it is defined on the page nbs/44_autoformer",
+        "sandwich_loss": "it is defined on the page nbs/44_autoformer",
+        "small_supernet": "it is defined on the page nbs/44_autoformer",
+        "uniform_loss": "it is defined on the page nbs/44_autoformer",
+    },
     "backbone": {"torchvision_import": "use attnlib.backbone.requires"},
     "data": {"data_extra": "use attnlib.backbone.requires"},
     "decoding": {"check_count": "use attnlib.backbone.check_counts"},

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['SPACES', 'WIDTHS', 'RELEASED', 'Subnet', 'Space', 'sample_subnet', 'Linear', 'InterleavedLinear', 'LayerNorm',
            'RelativePositions', 'Attention', 'Block', 'AutoFormer', 'SuperTransformer', 'extract', 'ClassicalSharing',
-           'parameter_count', 'operations', 'mutate', 'crossover', 'budget', 'sample_distinct', 'evolutionary_search',
-           'random_search', 'best_subnet', 'shifted_digits', 'small_supernet', 'uniform_loss', 'sandwich_loss']
+           'parameter_count', 'operations', 'mutate', 'crossover', 'budget', 'sample_distinct', 'evolutionary_search']
 
 # %% ../nbs/44_autoformer.ipynb #imports
 import itertools
@@ -354,35 +353,53 @@ class Attention(nn.Module):
         self.register_buffer("places", places, persistent=False)
 
     def project(self, x, num_heads):
-        """Queries, keys and values (B, h, N, d) of tokens (B, N, C)."""
+        """Project tokens (B, N, C) to queries, keys, and values, (B, h, N, d) each."""
         d = self.head_dim
         width = 3 * num_heads * d
         full = 3 * self.num_heads * d
         qkv = _first_outputs(self.qkv, x, count=width, full=full)  # (B, N, C) -> (B, N, 3 h d)
         qkv = qkv.unflatten(-1, (num_heads, d, 3))  # -> (B, N, h, d, 3)
         qkv = qkv.permute(4, 0, 2, 1, 3)  # -> (3, B, h, N, d)
-        return qkv.unbind()
+        q, k, v = qkv.unbind()
+        return q, k, v
 
     def forward(self, x, num_heads=None):
-        """Tokens (B, N, C) to tokens, by the first `num_heads` heads; by all if not given."""
+        """Attend with the first heads.
+
+        Parameters
+        ----------
+        x : Tensor, shape (B, N, C)
+            Tokens of up to `dim` channels, the class token first.
+        num_heads : int, optional
+            The number of heads h; all by default.
+
+        Returns
+        -------
+        Tensor, shape (B, N, C)
+        """
         C = x.shape[-1]
         d = self.head_dim
         if num_heads is None:
             num_heads = self.num_heads
         if not 1 <= num_heads <= self.num_heads:
             raise ValueError(f"num_heads ({num_heads}) must be from 1 to {self.num_heads}")
-        q, k, v = self.project(x, num_heads)  # (B, h, N, d) each
-        places = self.places.to(q).expand(*q.shape[:2], -1, -1)  # (B, h, N, P)
+        q, k, v = self.project(x, num_heads)  # (B, N, C) -> (B, h, N, d) each
         R_k = self.rel_k(self.rows, self.columns)  # (N, P, d)
         R_v = self.rel_v(self.rows, self.columns)
-        # A key's `places` are zeros, with ones at its row and at its column. Appended to the
-        # key, they select two of the query's P products with R_k. Appended to the value, they
-        # become the attention weight of each row and column, by which R_v is averaged.
+
+        # Shaw et al., equation 4: add the products of queries and relative positions to the
+        # logits. A key's `places` are zeros, with ones at its row and at its column. Appended
+        # to the key, they select two of the query's P products with R_k. Appended to the value,
+        # they become the attention weight of each row and column, by which R_v is averaged.
+        places = self.places.to(q)  # (N, P)
+        places = places.expand(*q.shape[:2], -1, -1)  # -> (B, h, N, P)
         q_by_place = torch.einsum("bhnd,npd->bhnp", q, R_k)
         q = torch.cat([q, q_by_place], dim=-1)  # (B, h, N, d + P)
         k = torch.cat([k, places], dim=-1)
         v = torch.cat([v, places], dim=-1)
         mean = attention(q, k, v, scale=d**-0.5)  # (B, h, N, d + P)
+
+        # Shaw et al., equation 3: the mean of the values and of their relative positions
         x, weight_by_place = mean.split([d, places.shape[-1]], dim=-1)
         x = x + torch.einsum("bhnp,npd->bhnd", weight_by_place, R_v)  # (B, h, N, d)
         x = merge_heads(x)  # -> (B, N, h d)
@@ -405,7 +422,7 @@ def _renew_grid(layer, incompatible_keys=None):
 
 # %% ../nbs/44_autoformer.ipynb #block
 class Block(nn.Module):
-    """A pre-norm layer that can also run with fewer channels, fewer heads, a narrower MLP.
+    """A pre-norm block that can also run with fewer channels, fewer heads, a narrower MLP.
 
     Parameters
     ----------
@@ -437,17 +454,37 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x, num_heads=None, mlp_ratio=None):
-        """Tokens (B, N, C) to tokens; with all heads and the whole MLP if not given."""
-        C = x.shape[-1]
+        """Apply attention and the MLP, of which the first heads and units are used.
+
+        Parameters
+        ----------
+        x : Tensor, shape (B, N, C)
+            Tokens of up to `dim` channels.
+        num_heads : int, optional
+            All heads by default.
+        mlp_ratio : float, optional
+            Width of the MLP's hidden layer in units of C; that of the full layer by default.
+
+        Returns
+        -------
+        Tensor, shape (B, N, C)
+        """
         if mlp_ratio is None:
             mlp_ratio = self.mlp_ratio
-        x = x + self.drop_path(self.attn(self.norm1(x), num_heads))
-        width = hidden_width(C, mlp_ratio)
-        full = hidden_width(self.dim, self.mlp_ratio)
+        C = x.shape[-1]
+        hidden = hidden_width(C, mlp_ratio)
+        full_hidden = hidden_width(self.dim, self.mlp_ratio)
+
+        # attention
+        y = self.norm1(x)
+        y = self.attn(y, num_heads)
+        x = x + self.drop_path(y)
+
+        # the MLP
         y = self.norm2(x)
-        hidden = _first_outputs(self.fc1, y, count=width, full=full)  # (B, N, width)
-        hidden = F.gelu(hidden)
-        y = _first_outputs(self.fc2, hidden, count=C, full=self.dim)  # -> (B, N, C)
+        y = _first_outputs(self.fc1, y, count=hidden, full=full_hidden)  # -> (B, N, hidden)
+        y = F.gelu(y)
+        y = _first_outputs(self.fc2, y, count=C, full=self.dim)  # -> (B, N, C)
         return x + self.drop_path(y)
 
 # %% ../nbs/44_autoformer.ipynb #autoformer-class
@@ -541,33 +578,37 @@ class AutoFormer(Backbone):
         self.update_config(num_classes=num_classes)
 
     def embed(self, x, embed_dim=None):
-        """Images (B, C, H, W) to tokens (B, 1 + N', embed_dim), of full width by default."""
-        x = self.patch_embed(x)  # (B, N', D), of which narrow networks use a part
+        """Embed images (B, C, H, W) as tokens (B, 1 + N', embed_dim), by default of full width.
+        """
+        # embed the patches; narrow networks use the first channels
+        x = self.patch_embed(x)  # (B, C, H, W) -> (B, N', D)
         x = x[..., :embed_dim]  # -> (B, N', embed_dim)
+
+        # prepend the class token and add positions
         cls_token = self.cls_token[..., :embed_dim]  # (1, 1, embed_dim)
         cls_token = cls_token.expand(x.shape[0], -1, -1)  # -> (B, 1, embed_dim)
         x = torch.cat([cls_token, x], dim=1)  # (B, 1 + N', embed_dim)
         return x + self.pos_embed[..., :embed_dim]
 
     def forward_features(self, x):
-        """All tokens (B, 1 + N', C) after the last norm, the class token first."""
-        x = self.embed(x)
+        """Compute all tokens (B, 1 + N', C) after the last norm, the class token first."""
+        x = self.embed(x)  # (B, in_chans, H, W) -> (B, 1 + N', C)
         for block in self.blocks:
             x = self.checkpointed(block, x)
         return self.norm(x)
 
     def forward_head(self, x, pre_logits=False):
-        """Logits (B, num_classes) of the tokens; with `pre_logits` the input of the head."""
+        """Compute logits (B, num_classes); with `pre_logits`, return the input of the head."""
         x = self.pool(x)  # (B, 1 + N', C) -> (B, C); all tokens if `global_pool` is ""
         x = self.head_drop(x)
         if pre_logits:
             return x
-        return self.head(x)
+        return self.head(x)  # -> (B, num_classes)
 
     def forward(self, x):
-        """Logits (B, num_classes) of images (B, in_chans, H, W)."""
-        x = self.forward_features(x)
-        return self.forward_head(x)
+        """Compute logits (B, num_classes) of images (B, in_chans, H, W)."""
+        x = self.forward_features(x)  # (B, in_chans, H, W) -> (B, 1 + N', C)
+        return self.forward_head(x)  # -> (B, num_classes)
 
     def set_input_size(self, img_size):
         """Accept images of another size: absolute positions are interpolated, once."""
@@ -596,7 +637,7 @@ class SuperTransformer(AutoFormer):
     Parameters
     ----------
     space : Space
-    img_size, patch_size, num_classes, head_dim, in_chans
+    img_size, patch_size, in_chans, num_classes, head_dim
         As for `AutoFormer`.
     embed_dim : int, optional
         Width of the stored weights; the largest choice by default. The authors' "tiny" has 256,
@@ -615,8 +656,8 @@ class SuperTransformer(AutoFormer):
 
     elastic = True
 
-    def __init__(self, space, img_size=224, patch_size=16, num_classes=1000, head_dim=64,
-                 in_chans=3, *, embed_dim=None, **options):
+    def __init__(self, space, img_size=224, patch_size=16, in_chans=3, num_classes=1000,
+                 head_dim=64, *, embed_dim=None, **options):
         largest = space.largest()
         if embed_dim is None:
             embed_dim = largest.embed_dim
@@ -631,30 +672,62 @@ class SuperTransformer(AutoFormer):
         self.num_features = largest.embed_dim  # the stored weights may be wider
 
     def embed(self, x, embed_dim=None):
-        """Images (B, C, H, W) to tokens (B, 1 + N', embed_dim), by default of the largest
-        network."""
+        """Embed images (B, C, H, W) as tokens (B, 1 + N', embed_dim), by default those of the
+        largest network.
+        """
         if embed_dim is None:
             embed_dim = self.space.largest().embed_dim
         return super().embed(x, embed_dim)
 
-    def forward(self, x, subnet=None):
-        """Logits (B, num_classes) of images, by one of the networks; the largest by default."""
-        x = self.forward_features(x, subnet)
-        return self.forward_head(x)
-
     def forward_features(self, x, subnet=None):
-        """All tokens (B, 1 + N', C) after the last norm, the class token first."""
+        """Compute all tokens after the last norm by one of the networks.
+
+        Parameters
+        ----------
+        x : Tensor, shape (B, in_chans, H, W)
+        subnet : Subnet, optional
+            The largest network by default.
+
+        Returns
+        -------
+        Tensor, shape (B, 1 + N', C)
+            The class token first; C is the width of the network.
+        """
         if subnet is None:
             subnet = self.space.largest()
         else:
             self.space.check(subnet)
         if subnet != self.subnet:
             _check_elastic(self)
-        x = self.embed(x, subnet.embed_dim)
+
+        # a narrower network uses the first channels
+        x = self.embed(x, subnet.embed_dim)  # (B, in_chans, H, W) -> (B, 1 + N', C)
+
         # a shallower network runs the first blocks alone
         for block, heads, ratio in zip(self.blocks, subnet.num_heads, subnet.mlp_ratio):
             x = self.checkpointed(block, x, num_heads=heads, mlp_ratio=ratio)
         return self.norm(x)
+
+    def forward(self, x, subnet=None):
+        """Compute logits (B, num_classes) of images by one of the networks.
+
+        Parameters
+        ----------
+        x : Tensor, shape (B, in_chans, H, W)
+        subnet : Subnet, optional
+            The largest network by default.
+
+        Returns
+        -------
+        Tensor, shape (B, num_classes)
+
+        Raises
+        ------
+        ValueError
+            If the network is not one of the space.
+        """
+        x = self.forward_features(x, subnet)  # (B, in_chans, H, W) -> (B, 1 + N', C)
+        return self.forward_head(x)  # -> (B, num_classes)
 
 
 def _check_elastic(supernet):
@@ -759,20 +832,31 @@ class ClassicalSharing(nn.Module):
             self.stems.append(stem)
 
     def forward(self, x, subnet=None):
-        """Logits (B, num_classes) of images, by one of the networks; the largest by default."""
+        """Compute logits (B, num_classes) of images by one of the networks.
+
+        Parameters
+        ----------
+        x : Tensor, shape (B, in_chans, H, W)
+        subnet : Subnet, optional
+            The largest network by default.
+
+        Returns
+        -------
+        Tensor, shape (B, num_classes)
+        """
         if subnet is None:
             subnet = self.space.largest()
         else:
             self.space.check(subnet)
         width = self.space.embed_dim.index(subnet.embed_dim)
         stem = self.stems[width]
-        x = stem.embed(x)
+        x = stem.embed(x)  # (B, in_chans, H, W) -> (B, 1 + N', C)
         for i in range(subnet.depth):
             choice = self.choices.index((subnet.num_heads[i], subnet.mlp_ratio[i]))
             block = self.blocks[width][choice][i]
             x = block(x)
         x = stem.norm(x)
-        return stem.forward_head(x)
+        return stem.forward_head(x)  # -> (B, num_classes)
 
 # %% ../nbs/44_autoformer.ipynb #counts
 def parameter_count(model, subnet):
@@ -1057,42 +1141,7 @@ def evolutionary_search(score, supernet, *, population=50, generations=20, paren
         missing = population - len(fresh)
         fresh += sample_distinct(random_network, missing, fits=fits, seen={*scores, *fresh})
         scores |= _scores_of(fresh, score)
-    return best_subnet(scores, limits)
-
-
-def random_search(score, supernet, *, evaluations=1000, seed=0, **limits):
-    """The best of some random networks, what `evolutionary_search` is compared with.
-
-    Parameters
-    ----------
-    score : callable
-    supernet : SuperTransformer
-    evaluations : int
-        How many distinct networks are scored.
-    seed : int
-    **limits
-        All but `evaluations` as in `evolutionary_search`.
-
-    Returns
-    -------
-    best : Subnet
-    history : list of (Subnet, float)
-        As of `evolutionary_search`.
-
-    Raises
-    ------
-    ValueError
-        As of `evolutionary_search`.
-    """
-    rng = random.Random(seed)
-    fits = budget(supernet, **limits)
-
-    def random_network():
-        return sample_subnet(supernet.space, rng)
-
-    drawn = sample_distinct(random_network, evaluations, fits=fits, seen={})
-    scores = _scores_of(drawn, score)
-    return best_subnet(scores, limits)
+    return _best_subnet(scores, limits)
 
 
 def _scores_of(subnets, score):
@@ -1122,7 +1171,7 @@ def _scores_of(subnets, score):
     return scores
 
 
-def best_subnet(scores, limits):
+def _best_subnet(scores, limits):
     """The network of the highest score, and all with their scores.
 
     Parameters
@@ -1147,103 +1196,6 @@ def best_subnet(scores, limits):
     best = max(scores, key=scores.get)
     history = list(scores.items())
     return best, history
-
-# %% ../nbs/44_autoformer.ipynb #small
-def shifted_digits(images, labels, every=1):
-    """Small images at the nine places of a canvas that is two pixels wider and higher.
-
-    Parameters
-    ----------
-    images : Tensor, shape (n, C, H, W)
-        From 0 to 1.
-    labels : Tensor, shape (n,)
-    every : int
-        Take only one place in so many: with 4, two opposite corners and the middle.
-
-    Returns
-    -------
-    images : Tensor, shape (9 n, C, H + 2, W + 2), or fewer
-        From -1 to 3; the mean of digits is then about -0.2, the deviation about 1.3.
-    labels : Tensor, shape (9 n,), or fewer
-    """
-    places = []
-    for top in range(3):
-        for left in range(3):
-            places.append(F.pad(images, (left, 2 - left, top, 2 - top)))
-    places = places[::every]
-    placed = torch.stack(places, dim=1)  # (n, 9, C, H + 2, W + 2)
-    placed = placed.flatten(0, 1)  # -> (9 n, C, H + 2, W + 2)
-    labels = labels.repeat_interleave(len(places))  # (n,) -> (9 n,)
-    return 4 * placed - 1, labels
-
-
-def small_supernet(sharing=SuperTransformer, **shape):
-    """A supernet of 22,140 networks for digits `shifted_digits`, with either kind of sharing.
-
-    Parameters
-    ----------
-    sharing : type
-        `SuperTransformer` or `ClassicalSharing`.
-    **shape
-        What is otherwise for another task, such as ``num_classes=24``.
-    """
-    space = Space(embed_dim=(16, 32, 48), depth=(1, 2, 3, 4), num_heads=(1, 2, 3),
-                  mlp_ratio=(1, 2, 4))
-    digits = dict(img_size=10, patch_size=2, num_classes=10, in_chans=1)
-    shape = digits | shape
-    return sharing(space, head_dim=16, max_distance=4, **shape)
-
-# %% ../nbs/44_autoformer.ipynb #losses
-def _random_subnet(space):
-    """A subnet of a `space`, whose seed is drawn by PyTorch's own generator.
-
-    Returns
-    -------
-    Subnet
-    """
-    seed = int(torch.randint(2**31, ()))
-    return sample_subnet(space, seed)
-
-
-def uniform_loss(supernet, images, labels):
-    """The loss of one random subnet, summed over a batch.
-
-    Parameters
-    ----------
-    supernet : Module
-        A `SuperTransformer` or `ClassicalSharing`.
-    images : Tensor, shape (B, C, H, W)
-    labels : int64 Tensor, shape (B,)
-
-    Returns
-    -------
-    Tensor, scalar
-    """
-    logits = supernet(images, _random_subnet(supernet.space))
-    return F.cross_entropy(logits, labels, reduction="sum")
-
-
-def sandwich_loss(supernet, images, labels):
-    """The losses of the largest subnet, the smallest and a random one, added up.
-
-    Parameters
-    ----------
-    supernet : Module
-        A `SuperTransformer` or `ClassicalSharing`.
-    images : Tensor, shape (B, C, H, W)
-    labels : int64 Tensor, shape (B,)
-
-    Returns
-    -------
-    Tensor, scalar
-    """
-    space = supernet.space
-    subnets = [space.largest(), space.smallest(), _random_subnet(space)]
-    loss = 0.0
-    for subnet in subnets:
-        logits = supernet(images, subnet)
-        loss = loss + F.cross_entropy(logits, labels, reduction="sum")
-    return loss
 
 # %% ../nbs/44_autoformer.ipynb #former-names
 from ._renamed import former_name

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import torch
 import torch.nn as nn
+from small_models import small_supernet
 
 from attnlib import (
     autoformer,
@@ -1435,10 +1436,6 @@ FUNCTIONS |= {
     "autoformer._relative_index": Row(
         dict(grid_size=(2, 3)), dict(grid_size=(3, 2), max_distance=1, device="meta")
     ),
-    "autoformer.shifted_digits": Row(
-        dict(images=image(), labels=torch.arange(4)),
-        dict(images=2 * image(), labels=torch.arange(1, 5), every=4),
-    ),
     "panoptic.dice_loss": Row(
         dict(logits=LOGITS, targets=(LOGITS > 0).float()),
         dict(logits=2 * LOGITS, targets=(LOGITS < 0).float()),
@@ -1661,11 +1658,11 @@ FUNCTIONS |= {
         dict(texts=["six"]),
     ),
     "autoformer.evolutionary_search": Row(
-        dict(score=lambda subnet: sum(subnet.num_heads), supernet=autoformer.small_supernet())
+        dict(score=lambda subnet: sum(subnet.num_heads), supernet=small_supernet())
         | dict(population=6, generations=2, parents=3, crossovers=2, mutations=2),
         dict(
             score=lambda subnet: -subnet.embed_dim,
-            supernet=autoformer.SuperTransformer(SPACE, 8, 4, 5, 8, 1),
+            supernet=autoformer.SuperTransformer(SPACE, 8, 4, 1, 5, 8),
             population=8,
             generations=1,
             parents=2,
@@ -1673,18 +1670,6 @@ FUNCTIONS |= {
             mutations=3,
             mutate_prob=0.9,
             depth_prob=0.9,
-            seed=1,
-            max_params=20_000,
-        ),
-        lambda pair: [[vars(one), score] for one, score in pair[1]],
-    ),
-    "autoformer.random_search": Row(
-        dict(score=lambda subnet: sum(subnet.num_heads), supernet=autoformer.small_supernet())
-        | dict(evaluations=5),
-        dict(
-            score=lambda subnet: -subnet.embed_dim,
-            supernet=autoformer.SuperTransformer(SPACE, 8, 4, 5, 8, 1),
-            evaluations=6,
             seed=1,
             max_params=20_000,
         ),

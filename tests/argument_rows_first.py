@@ -30,6 +30,7 @@ from argument_rows import (
     trained,
     words,
 )
+from small_models import small_supernet
 
 from attnlib import (
     attention,
@@ -314,7 +315,7 @@ SUBNET = autoformer.Subnet(16, (1, 2), (1, 2))
 OTHER_SUBNET = autoformer.Subnet(32, (2, 1, 3), (1, 2, 2))
 DRAWN = [autoformer.sample_subnet(SPACE, seed) for seed in range(30)]
 LABELS = torch.tensor([1, 2, 3, 0])
-OF_SUBNET = partial(autoformer.parameter_count, autoformer.small_supernet())
+OF_SUBNET = partial(autoformer.parameter_count, small_supernet())
 
 
 def supernet(seed=0, **options):
@@ -382,7 +383,7 @@ FIRST |= {
     "autoformer._check_elastic": Row(
         dict(supernet=supernet()), dict(supernet=Fails(with_plain_norm(), "norm", TypeError))
     ),
-    "autoformer.best_subnet": Row(
+    "autoformer._best_subnet": Row(
         dict(scores={SUBNET: 1.0, OTHER_SUBNET: 2.0}, limits=dict(max_params=9)),
         dict(scores={SUBNET: 3.0, OTHER_SUBNET: 2.0}),
     ),
@@ -427,30 +428,14 @@ FIRST |= {
         dict(model=supernet(), subnet=SUBNET),
         dict(model=supernet(img_size=12), subnet=OTHER_SUBNET),
     ),
-    "autoformer._random_subnet": Row(
-        dict(space=SPACE), dict(space=autoformer.Space((64,), (1,), (1,), (1,)))
-    ),
     "autoformer._renew_grid": Row(
         dict(layer=elastic_attention()),
         dict(layer=elastic_attention((5, 3))),
         after=buffers_of("layer"),
     ),
-    "autoformer.sandwich_loss": Row(
-        dict(supernet=supernet(), images=DIGITS, labels=LABELS),
-        dict(supernet=supernet(seed=1), images=2 * DIGITS, labels=LABELS + 1),
-    ),
     "autoformer._scores_of": Row(
         dict(subnets=[SUBNET], score=OF_SUBNET),
         dict(subnets=[OTHER_SUBNET], score=lambda subnet: -1.0),
-    ),
-    "autoformer.small_supernet": Row(
-        dict(num_classes=10),
-        dict(sharing=autoformer.ClassicalSharing, num_classes=9),
-        state,
-    ),
-    "autoformer.uniform_loss": Row(
-        dict(supernet=supernet(), images=DIGITS, labels=LABELS),
-        dict(supernet=supernet(seed=1), images=2 * DIGITS, labels=LABELS + 1),
     ),
 }
 
@@ -821,7 +806,7 @@ FIRST |= {
 HOOK = "PyTorch passes it to a hook, which does not use it"
 ERROR = "stands in the error"
 SPARED_FIRST = {  # arguments without another value here, and why
-    "autoformer.best_subnet": dict(limits=ERROR),
+    "autoformer._best_subnet": dict(limits=ERROR),
     "autoformer._renew_grid": dict(incompatible_keys=HOOK),
     "backbone.resize": dict(hook="it forgets what it has known"),
     "beit._renew_index": dict(incompatible_keys=HOOK),

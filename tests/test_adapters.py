@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+from small_models import small_supernet
 from torch.nn.utils import prune
 
-from attnlib.autoformer import AutoFormer, Subnet, extract, small_supernet
+from attnlib.autoformer import AutoFormer, Subnet, extract
 from attnlib.beit import BeitForMaskedImageModeling, DiscreteVAE
 from attnlib.decoding import greedy
 from attnlib.detr import DETR, BoxQueryDETR, small_detr

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy.special import log_softmax, logsumexp, softmax
+from small_models import small_supernet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attnlib import (
-    autoformer,
     backbone,
     beit,
     decoding,
@@ -701,7 +701,7 @@ WHOLE |= {
     "rotary ViT": rotary,
     "MAE": masked,
     "BEiT": guessing,
-    "AutoFormer": lambda: (autoformer.small_supernet(), (numbers(2, 1, 10, 10),)),
+    "AutoFormer": lambda: (small_supernet(), (numbers(2, 1, 10, 10),)),
     "Seq2Seq": lambda: (seq2seq.Seq2Seq(11, 11), (tokens(2, 6), tokens(2, 5))),
     "Captioner": lambda: (spatial.Captioner(11), (numbers(2, 3, 32, 32), tokens(2, 5))),
     "Draw": lambda: (spatial.Draw(16, 2), (numbers(2, 1, 16, 16).sigmoid(),)),

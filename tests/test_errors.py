@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from small_models import small_supernet
 from torch import nn
 
 from attnlib import (
@@ -152,7 +153,7 @@ def merge(**options):
 
 
 def with_adapter():
-    supernet = autoformer.small_supernet()
+    supernet = small_supernet()
     supernet.blocks[0].fc1 = nn.Linear(48, 192)
     return supernet
 
@@ -311,11 +312,10 @@ VISION = [
         "num_classes",
     ),
     (
-        lambda: autoformer.evolutionary_search(nan, autoformer.small_supernet()),
+        lambda: autoformer.evolutionary_search(nan, small_supernet()),
         ValueError,
         "score",
     ),
-    (lambda: autoformer.random_search(nan, autoformer.small_supernet()), ValueError, "score"),
     (lambda: mae.check_encoder_options(dict(depth=3), dict(depth=2)), ValueError, "depth"),
     (lambda: mae.load_encoder(nn.Linear(2, 2), {}), ValueError, "options"),
     (lambda: mae.MaskedAutoencoder(**TINY_MAE).encoder(qkv_bias=False), ValueError, "qkv_bias"),
@@ -535,13 +535,11 @@ TASKS = [
     (lambda: spatial.Captioner(9, linear()), TypeError, "encoder"),
     (lambda: spatial.Captioner(9, attention="soft"), TypeError, "attention"),
     (
-        lambda: autoformer.extract(
-            autoformer.small_supernet(), autoformer.Subnet(5, (1,), (1,))
-        ),
+        lambda: autoformer.extract(small_supernet(), autoformer.Subnet(5, (1,), (1,))),
         ValueError,
         "subnet",
     ),
-    (lambda: autoformer.extract(autoformer.small_supernet(), None), ValueError, "subnet"),
+    (lambda: autoformer.extract(small_supernet(), None), ValueError, "subnet"),
     (lambda: autoformer._check_elastic(with_adapter()), TypeError, "fc1"),
     (lambda: autoformer.extract(with_adapter(), None), TypeError, "fc1"),
     (lambda: detr.DETR(3, backbone=linear()), TypeError, "backbone"),

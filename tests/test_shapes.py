@@ -6,11 +6,11 @@ shape, and gradients are zero. What cannot be empty is refused by name.
 
 import pytest
 import torch
+from small_models import small_supernet
 from torch._dynamo.testing import CompileCounter
 from torch.utils._pytree import tree_leaves
 
 from attnlib import (
-    autoformer,
     beit,
     decoding,
     detr,
@@ -308,7 +308,7 @@ def rotary():
 def test_other_models_without_images():
     model = rotary().double()
     check_empty(model, (0, 5), [images(0)], model)
-    model = autoformer.small_supernet().double()
+    model = small_supernet().double()
     check_empty(model, (0, 10), [images(0, 10, 1)])
     model = mae.MaskedAutoencoder(32, 8, 3, 24, 1, 3, 16, 1, 2).double()
     check_empty(model, (), [images(0)], model)
