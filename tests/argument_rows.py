@@ -1262,6 +1262,10 @@ FUNCTIONS |= {
             num_prefix_tokens=Fails(0, ""),
         ),
     ),
+    "mae.MaskedAutoencoderOutput": Row(
+        dict(loss=numbers(1), prediction=numbers(2, 4, 12), masked=numbers(2, 4) > 0),
+        dict(loss=-numbers(1), prediction=-numbers(2, 4, 12), masked=numbers(2, 4) < 0),
+    ),
     "mae.random_masking": Row(
         dict(noise=numbers(2, 16), mask_ratio=0.75),
         dict(noise=-numbers(2, 16), mask_ratio=0.5),
