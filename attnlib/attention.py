@@ -5,36 +5,42 @@
 # %% auto #0
 __all__ = ['BACKENDS', 'masked_softmax', 'causal_mask', 'padding_mask', 'broadcasts', 'check_fits', 'AdditiveAttention',
            'check_attention', 'combined_bias', 'attention_weights', 'reference', 'sdpa', 'float32_products',
-           'fastest_backend', 'current_backend', 'register_backend', 'active_backend', 'attention_backend', 'attention',
+           'fastest_backend', 'current_backend', 'register_backend', 'attention_backend', 'attention',
            'record_attention', 'checkpoint_block']
 
 # %% ../nbs/10_attention.ipynb #imports
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 # %% ../nbs/10_attention.ipynb #masked-softmax
-def masked_softmax(logits, mask=None):
+def masked_softmax(
+    logits: Float[Tensor, "*batch N M"], mask: Tensor | None = None
+) -> Float[Tensor, "*batch N M"]:
     """Softmax over the last axis among the entries that may be chosen.
 
     Parameters
     ----------
-    logits : Tensor, shape (..., N, M)
+    logits : Tensor
         Entries of -inf are never chosen.
     mask : bool Tensor, broadcastable to `logits`, optional
         True where an entry may be chosen.
 
     Returns
     -------
-    Tensor, shape (..., N, M)
+    Tensor
         Rows that sum to one; a row with nothing to choose from is zero, and so is its gradient.
     """
     if mask is not None:
@@ -45,7 +51,9 @@ def masked_softmax(logits, mask=None):
     return weights.masked_fill(empty, 0)
 
 # %% ../nbs/10_attention.ipynb #masks
-def causal_mask(n, m=None, device=None):
+def causal_mask(
+    n: int, m: int | None = None, device: torch.device | str | None = None
+) -> Bool[Tensor, "n m"]:
     """The mask with which query i attends to keys up to its own position only.
 
     Parameters
@@ -58,7 +66,7 @@ def causal_mask(n, m=None, device=None):
 
     Returns
     -------
-    bool Tensor, shape (n, m)
+    bool Tensor
 
     Raises
     ------
@@ -72,18 +80,18 @@ def causal_mask(n, m=None, device=None):
     return torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n)
 
 
-def padding_mask(lengths, m=None):
+def padding_mask(lengths: Int[Tensor, "B"], m: int | None = None) -> Bool[Tensor, "B 1 1 m"]:
     """The mask that hides the padding behind sequences of different lengths.
 
     Parameters
     ----------
-    lengths : int Tensor, shape (B,), of real tokens in each sequence
+    lengths : int Tensor, of real tokens in each sequence
     m : int, optional
         Number of keys, at least the longest length and by default equal to it.
 
     Returns
     -------
-    bool Tensor, shape (B, 1, 1, m)
+    bool Tensor
         Broadcastable over the heads and queries of logits (B, h, N, m).
 
     Raises
@@ -102,7 +110,7 @@ def padding_mask(lengths, m=None):
     return mask[:, None, None, :]  # (B, m) -> (B, 1, 1, m)
 
 # %% ../nbs/10_attention.ipynb #mask-fits-code
-def broadcasts(shape, to):
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     """Whether a tensor of one shape broadcasts to another shape.
 
     Parameters
@@ -121,7 +129,7 @@ def broadcasts(shape, to):
     return True
 
 
-def check_fits(name, x, shape):
+def check_fits(name: Literal["mask", "bias"], x: Tensor, shape: tuple[int, ...]) -> None:
     """Raise unless a mask or bias fits logits of a shape.
 
     Parameters
@@ -167,7 +175,7 @@ class AdditiveAttention(nn.Module):
         If a width is not an integer of at least 1.
     """
 
-    def __init__(self, query_dim, key_dim, hidden_dim):
+    def __init__(self, query_dim: int, key_dim: int, hidden_dim: int):
         super().__init__()
         widths = dict(query_dim=query_dim, key_dim=key_dim, hidden_dim=hidden_dim)
         for name, width in widths.items():
@@ -177,8 +185,11 @@ class AdditiveAttention(nn.Module):
         self.key_proj = nn.Linear(key_dim, hidden_dim, bias=False)
         self.score = nn.Linear(hidden_dim, 1, bias=False)
 
-    def attention_weights(self, q, k, mask=None):
-        """Weights (..., N, M) for queries (..., N, query_dim) and keys (..., M, key_dim)."""
+    def attention_weights(
+        self, q: Float[Tensor, "... N query_dim"], k: Float[Tensor, "... M key_dim"],
+        mask: Tensor | None = None,
+    ) -> Float[Tensor, "... N M"]:
+        """Weights with which `forward` averages the values of the keys."""
         queries = self.query_proj(q).unsqueeze(-2)  # (..., N, 1, hidden)
         keys = self.key_proj(k).unsqueeze(-3)  # (..., 1, M, hidden)
         hidden = (queries + keys).tanh()  # (..., N, M, hidden)
@@ -187,12 +198,18 @@ class AdditiveAttention(nn.Module):
             check_fits("mask", mask, tuple(logits.shape))
         return masked_softmax(logits, mask)
 
-    def forward(self, q, k, v, mask=None):
-        """Attend to values (..., M, d_v) where the boolean `mask` is True: (..., N, d_v)."""
+    def forward(
+        self, q: Float[Tensor, "... N query_dim"], k: Float[Tensor, "... M key_dim"],
+        v: Float[Tensor, "... M d_v"], mask: Tensor | None = None,
+    ) -> Float[Tensor, "... N d_v"]:
+        """Attend to values where the boolean `mask` is True."""
         return self.attention_weights(q, k, mask) @ v
 
 # %% ../nbs/10_attention.ipynb #check
-def check_attention(q, k, v, mask=None, bias=None, dropout_p=0.0):
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None = None,
+    bias: Tensor | None = None, dropout_p: float = 0.0,
+) -> torch.Size:
     """Raise if the arguments of `attention` do not fit together, saying which do not.
 
     Parameters
@@ -237,14 +254,17 @@ def check_attention(q, k, v, mask=None, bias=None, dropout_p=0.0):
     return leading
 
 # %% ../nbs/10_attention.ipynb #combine
-def combined_bias(mask, bias, q, k):
+def combined_bias(
+    mask: Tensor | Literal["causal"] | None, bias: Tensor | None,
+    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
+) -> tuple[Tensor, Tensor]:
     """Mask and bias as one tensor for the logits, and which queries have no key.
 
     Parameters
     ----------
     mask, bias
         As in `attention`.
-    q, k : Tensor, shapes (..., N, d_k) and (..., M, d_k)
+    q, k : Tensor
         Of them only shape, dtype and device are read.
 
     Returns
@@ -270,19 +290,23 @@ def combined_bias(mask, bias, q, k):
     return bias.masked_fill(empty, 0), empty
 
 # %% ../nbs/10_attention.ipynb #weights
-def attention_weights(q, k, *, mask=None, bias=None, scale=None):
+def attention_weights(
+    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"], *,
+    mask: Tensor | Literal["causal"] | None = None, bias: Tensor | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "... N M"]:
     """The weights softmax(QKᵀ/√d_k + bias) with which `attention` averages the values.
 
     Parameters
     ----------
-    q : Tensor, shape (..., N, d_k)
-    k : Tensor, shape (..., M, d_k)
+    q : Tensor
+    k : Tensor
     mask, bias, scale
         As in `attention`.
 
     Returns
     -------
-    Tensor, shape (..., N, M)
+    Tensor
 
     Raises
     ------
@@ -307,7 +331,11 @@ def attention_weights(q, k, *, mask=None, bias=None, scale=None):
     return weights
 
 # %% ../nbs/10_attention.ipynb #reference
-def reference(q, k, v, mask, bias, scale, dropout_p):
+def reference(
+    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
+    v: Float[Tensor, "... M d_v"], mask: Tensor | Literal["causal"] | None,
+    bias: Tensor | None, scale: float | None, dropout_p: float,
+) -> Float[Tensor, "... N d_v"]:
     """Attention as the equation says it; the arguments are those of `attention`."""
     weights = attention_weights(q, k, mask=mask, bias=bias, scale=scale)  # (..., N, M)
     if dropout_p > 0:
@@ -315,7 +343,7 @@ def reference(q, k, v, mask, bias, scale, dropout_p):
     return weights @ v  # (..., N, M) @ (..., M, d_v) -> (..., N, d_v)
 
 # %% ../nbs/10_attention.ipynb #narrow
-def _narrow_bias(bias, q):
+def _narrow_bias(bias: Tensor, q: Float[Tensor, "... N d_k"]) -> Tensor:
     """A bias in q's dtype, with the differences within each row as exact as they can be.
 
     The kernels add a bias in the dtype of the queries. In bfloat16, 300 and 301 are one number,
@@ -326,7 +354,7 @@ def _narrow_bias(bias, q):
     ----------
     bias : Tensor, broadcastable to (..., N, M)
         From `combined_bias`: no row consists of -inf only.
-    q : Tensor, shape (..., N, d_k)
+    q : Tensor
 
     Returns
     -------
@@ -342,7 +370,11 @@ def _narrow_bias(bias, q):
     return (bias - largest).to(q.dtype)
 
 # %% ../nbs/10_attention.ipynb #sdpa
-def sdpa(q, k, v, mask, bias, scale, dropout_p):
+def sdpa(
+    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
+    v: Float[Tensor, "... M d_v"], mask: Tensor | Literal["causal"] | None,
+    bias: Tensor | None, scale: float | None, dropout_p: float,
+) -> Float[Tensor, "... N d_v"]:
     """Attention by PyTorch's fused kernels; the arguments are those of `attention`."""
     if scale is not None and scale <= 0:  # a kernel may mask first: 0 · (-inf) is NaN
         if scale < 0:
@@ -364,7 +396,7 @@ def sdpa(q, k, v, mask, bias, scale, dropout_p):
     return out.masked_fill(empty, 0)
 
 # %% ../nbs/10_attention.ipynb #float32-products
-def float32_products(device):
+def float32_products(device: torch.device | str) -> Literal["ieee", "tf32", "bf16"]:
     """The precision of float32 matrix products on a device, whichever interface has set it.
 
     Parameters
@@ -389,7 +421,7 @@ def float32_products(device):
 
 # %% ../nbs/10_attention.ipynb #rule
 @cache
-def _cpu_flags():
+def _cpu_flags() -> frozenset[str]:
     """Return the names of this CPU's features; the first call reads them from Linux.
 
     Returns
@@ -405,7 +437,7 @@ def _cpu_flags():
     return frozenset()
 
 
-def _has_amx():
+def _has_amx() -> bool:
     """Return whether this CPU has units that multiply tiles of bfloat16 (AMX).
 
     Returns
@@ -415,7 +447,9 @@ def _has_amx():
     return "amx_bf16" in _cpu_flags()
 
 
-def fastest_backend(q, k, bias=None, dropout_p=0.0):
+def fastest_backend(
+    q: Tensor, k: Tensor, bias: Tensor | None = None, dropout_p: float = 0.0
+) -> Literal["reference", "sdpa"]:
     """The backend measured fastest: the kernels, or the equation for few keys on a CPU.
 
     Parameters
@@ -445,11 +479,11 @@ def fastest_backend(q, k, bias=None, dropout_p=0.0):
     return "sdpa"
 
 # %% ../nbs/10_attention.ipynb #backend
-BACKENDS = {("attention", "reference"): reference, ("attention", "sdpa"): sdpa}
+BACKENDS = {"reference": reference, "sdpa": sdpa}
 _local = threading.local()  # `backend` is the name of a backend, or a function
 
 
-def current_backend():
+def current_backend() -> str | Callable:
     """Return the backend in force in this thread, as it was given to `attention_backend`.
 
     Returns
@@ -460,32 +494,21 @@ def current_backend():
     return getattr(_local, "backend", "auto")
 
 
-def register_backend(name, function, operation="attention"):
-    """Let ``attention_backend(name)`` compute an operation by a function.
+def register_backend(name: str, function: Callable) -> None:
+    """Let ``attention_backend(name)`` compute attention by a function.
 
     Parameters
     ----------
     name : str
     function : callable
-        For "attention" called as ``function(q, k, v, mask, bias, scale, dropout_p)``, with all
-        leading axes in q; what another operation is called with, its own module says.
-    operation : str
+        Called as ``function(q, k, v, mask, bias, scale, dropout_p)``, with all leading axes in
+        q.
     """
-    BACKENDS[operation, name] = function
-
-
-def active_backend(operation):
-    """What the backend in force has registered for an `operation`, or None.
-
-    Returns
-    -------
-    callable or None
-    """
-    return BACKENDS.get((operation, current_backend()))
+    BACKENDS[name] = function
 
 
 @contextmanager
-def attention_backend(name):
+def attention_backend(name: str | Callable) -> Iterator[None]:
     """Compute every attention inside the `with` block by the backend `name`.
 
     The choice holds for the thread that enters the block, as that of `torch.no_grad` does:
@@ -496,8 +519,8 @@ def attention_backend(name):
     ----------
     name : {"auto", "reference", "sdpa", "triton"}, or another that is registered, or a function
         "reference" is the equation as written, "sdpa" PyTorch's fused kernels, "triton" the
-        kernels of `attnlib.flash` and `attnlib.windows` where they can serve, "auto" what was
-        measured fastest. A function is called like one that is registered.
+        kernels of `attnlib.flash` where they can serve, "auto" what was measured fastest. A
+        function is called like one that is registered.
 
     Raises
     ------
@@ -506,12 +529,9 @@ def attention_backend(name):
     ImportError
         If "triton" is asked for and the package is missing.
     """
-    if name == "triton":  # its modules register themselves
-        for operation, module in (("attention", "flash"), ("window_attention", "windows")):
-            if (operation, name) not in BACKENDS:
-                import_module(f"attnlib.{module}")
-    registered = [own for operation, own in BACKENDS if operation == "attention"]
-    names = ["auto", *registered]
+    if name == "triton" and name not in BACKENDS:
+        import_module("attnlib.flash")  # which registers it
+    names = ["auto", *BACKENDS]
     if not callable(name) and name not in names:
         raise ValueError(f"name ({name!r}) must be one of {', '.join(map(repr, names))}")
     previous = current_backend()
@@ -522,17 +542,21 @@ def attention_backend(name):
         _local.backend = previous
 
 # %% ../nbs/10_attention.ipynb #attention
-def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):
+def attention(
+    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
+    v: Float[Tensor, "... M d_v"], *, mask: Tensor | Literal["causal"] | None = None,
+    bias: Tensor | None = None, scale: float | None = None, dropout_p: float = 0.0,
+) -> Float[Tensor, "... N d_v"]:
     """Scaled dot-product attention softmax(QKᵀ/√d_k + bias) V
     (Vaswani et al. 2017, equation 1).
 
     Parameters
     ----------
-    q : Tensor, shape (..., N, d_k)
+    q : Tensor
         Queries.
-    k : Tensor, shape (..., M, d_k)
+    k : Tensor
         Keys.
-    v : Tensor, shape (..., M, d_v)
+    v : Tensor
         Values, one for each key.
     mask : bool Tensor, broadcastable to (..., N, M), or "causal", optional
         True where a query may attend. A query that may attend nowhere gets zeros, with zero
@@ -547,7 +571,7 @@ def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):
 
     Returns
     -------
-    Tensor, shape (..., N, d_v)
+    Tensor
 
     Raises
     ------
@@ -562,7 +586,7 @@ def attention(q, k, v, *, mask=None, bias=None, scale=None, dropout_p=0.0):
     backend = current_backend()
     if backend == "auto":
         backend = fastest_backend(q, k, bias, dropout_p)
-    function = backend if callable(backend) else BACKENDS["attention", backend]
+    function = backend if callable(backend) else BACKENDS[backend]
     return function(q, k, v, mask, bias, scale, dropout_p)
 
 # %% ../nbs/10_attention.ipynb #record
@@ -575,10 +599,14 @@ class _MapRecorder:
         The weights of each call, as they are before dropout.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.maps = []
 
-    def __call__(self, q, k, v, mask, bias, scale, dropout_p):
+    def __call__(
+        self, q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
+        v: Float[Tensor, "... M d_v"], mask: Tensor | Literal["causal"] | None,
+        bias: Tensor | None, scale: float | None, dropout_p: float,
+    ) -> Float[Tensor, "... N d_v"]:
         """Attention; the arguments are those of `attention`."""
         weights = attention_weights(q, k, mask=mask, bias=bias, scale=scale)  # (..., N, M)
         self.maps.append(weights)
@@ -588,7 +616,7 @@ class _MapRecorder:
 
 
 @contextmanager
-def record_attention():
+def record_attention() -> Iterator[list[Float[Tensor, "... N M"]]]:
     """Keep the weights of every call of `attention` inside the `with` block, in this thread.
 
     Yields
@@ -609,24 +637,24 @@ class _SameBackend:
     since the forward pass has recorded them.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         backend = current_backend()
         self.backend = reference if isinstance(backend, _MapRecorder) else backend
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self.previous = current_backend()
         _local.backend = self.backend
 
-    def __exit__(self, *error):
+    def __exit__(self, *error) -> None:
         _local.backend = self.previous
 
 
-def _checkpoint_contexts():
+def _checkpoint_contexts() -> tuple[nullcontext, _SameBackend]:
     """The contexts of a checkpointed function's first computation and of its second.
 
     Returns
     -------
-    contextlib.nullcontext, SameBackend
+    contextlib.nullcontext, _SameBackend
     """
     return nullcontext(), _SameBackend()
 
@@ -643,16 +671,16 @@ class _SameTensors:
     block : nn.Module
     """
 
-    def __init__(self, block):
+    def __init__(self, block: nn.Module):
         self.block = block
         self.tensors = self.present()
 
-    def present(self):
+    def present(self) -> dict[str, Tensor]:
         """The module's parameters and buffers by name, without those that are sharded."""
         tensors = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
         return {name: x for name, x in tensors.items() if not hasattr(x, "device_mesh")}
 
-    def __call__(self, *inputs, **options):
+    def __call__(self, *inputs, **options) -> Tensor | tuple[Tensor, ...]:
         """``block(*inputs, **options)``."""
         present = self.present()
         if all(present.get(name) is x for name, x in self.tensors.items()):
@@ -660,7 +688,9 @@ class _SameTensors:
         return functional_call(self.block, self.tensors, inputs, options)
 
 
-def checkpoint_block(block, *inputs, **options):
+def checkpoint_block(
+    block: Callable, *inputs: Tensor | tuple[Tensor, ...], **options
+) -> Tensor | tuple[Tensor, ...]:
     """Compute ``block(*inputs, **options)`` now and again in the backward pass, to save memory.
 
     Autograd keeps the inputs alone (Chen et al. 2016). The second computation uses the same
@@ -687,8 +717,11 @@ def checkpoint_block(block, *inputs, **options):
                       **options)
 
 # %% ../nbs/10_attention.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

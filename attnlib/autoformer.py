@@ -1198,8 +1198,11 @@ def _best_subnet(scores, limits):
     return best, history
 
 # %% ../nbs/44_autoformer.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

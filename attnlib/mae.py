@@ -521,8 +521,11 @@ def masked_loss(model, batch, mask_ratio=0.75):
     return output.loss * len(images), len(images)
 
 # %% ../nbs/40_mae.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -8,9 +8,13 @@ __all__ = ['SIZES', 'PatchEmbed', 'check_divides', 'check_images', 'Mlp', 'Layer
 
 # %% ../nbs/30_vit.ipynb #imports
 import math
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.nn as nn
+from jaxtyping import Float
+from torch import Tensor
 
 from .attention import attention
 from attnlib.backbone import (
@@ -39,8 +43,12 @@ class PatchEmbed(nn.Module):
         Accept images of `img_size` only, and not every size that the patch divides.
     """
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, embed_dim=768, *,
-                 norm_layer=None, flatten=True, strict_img_size=True, device=None, dtype=None):
+    def __init__(
+        self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3, embed_dim: int = 768, *, norm_layer: Callable | None = None,
+        flatten: bool = True, strict_img_size: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_counts(in_chans=in_chans, embed_dim=embed_dim)
         check_sizes(patch_size=patch_size)
@@ -56,13 +64,13 @@ class PatchEmbed(nn.Module):
         if norm_layer is not None:
             self.norm = norm_layer(embed_dim, **options)
 
-    def set_input_size(self, img_size):
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Expect images of another size from now on."""
         self.grid_size = self.grid_of(img_size)
         self.img_size = to_2tuple(img_size)
         self.num_patches = math.prod(self.grid_size)
 
-    def grid_of(self, img_size):
+    def grid_of(self, img_size: int | tuple[int, int]) -> tuple[int, int]:
         """Return the rows and columns of patches of images of a size, an int or a pair."""
         check_sizes(img_size=img_size)
         img_size = to_2tuple(img_size)
@@ -71,7 +79,7 @@ class PatchEmbed(nn.Module):
         columns = img_size[1] // self.patch_size[1]
         return rows, columns
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B ... D"]:
         """Images (B, C, H, W) to tokens (B, N, D), or to a map (B, H', W', D)."""
         only_size = self.img_size if self.strict_img_size else None
         check_images(x, self.in_chans, only_size)
@@ -83,7 +91,7 @@ class PatchEmbed(nn.Module):
         return self.norm(x)
 
 # %% ../nbs/30_vit.ipynb #patch-check
-def check_divides(patch_size, img_size):
+def check_divides(patch_size: tuple[int, int], img_size: tuple[int, int]) -> None:
     """Raise unless a patch divides an image, both (rows, columns).
 
     Parameters
@@ -102,12 +110,14 @@ def check_divides(patch_size, img_size):
         raise ValueError(f"patch_size {patch_size} must divide the image's size {img_size}")
 
 
-def check_images(x, in_chans, img_size=None):
+def check_images(
+    x: Float[Tensor, "B in_chans H W"], in_chans: int, img_size: tuple[int, int] | None = None
+) -> None:
     """Raise unless x is a batch of images with so many channels, and of `img_size` if given.
 
     Parameters
     ----------
-    x : Tensor, shape (B, in_chans, H, W)
+    x : Tensor
     in_chans : int
     img_size : (int, int), optional
         The only H and W allowed.
@@ -150,8 +160,11 @@ class Mlp(nn.Module):
         If a width is not an integer of at least 1, or `drop` is not in [0, 1).
     """
 
-    def __init__(self, in_features, hidden_features=None, out_features=None, drop=0.0,
-                 act_layer=nn.GELU, device=None, dtype=None):
+    def __init__(
+        self, in_features: int, hidden_features: int | None = None,
+        out_features: int | None = None, drop: float = 0.0, act_layer: Callable = nn.GELU,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         hidden_features = in_features if hidden_features is None else hidden_features
         out_features = in_features if out_features is None else out_features
@@ -163,15 +176,19 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden_features, out_features, device=device, dtype=dtype)
         self.drop = nn.Dropout(drop)
 
-    def forward(self, x):
-        """Tokens (..., in_features) to (..., out_features)."""
+    def forward(
+        self, x: Float[Tensor, "*batch in_features"]
+    ) -> Float[Tensor, "*batch out_features"]:
+        """Tokens to tokens, each by itself."""
         x = self.act(self.fc1(x))  # (..., in) -> (..., hidden)
         x = self.drop(x)
         x = self.fc2(x)  # -> (..., out)
         return self.drop(x)
 
 # %% ../nbs/30_vit.ipynb #attention-class
-def LayerNorm(dim, device=None, dtype=None):
+def LayerNorm(
+    dim: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> nn.LayerNorm:
     """The norm of the paper over `dim` channels, with ε = 1e-6 and not PyTorch's 1e-5."""
     return nn.LayerNorm(dim, eps=1e-6, device=device, dtype=dtype)
 
@@ -193,8 +210,11 @@ class Attention(nn.Module):
         Makes these two norms of a head's width.
     """
 
-    def __init__(self, dim, num_heads=8, qkv_bias=True, attn_drop=0.0, proj_drop=0.0,
-                 qk_norm=False, norm_layer=LayerNorm, device=None, dtype=None):
+    def __init__(
+        self, dim: int, num_heads: int = 8, qkv_bias: bool = True, attn_drop: float = 0.0,
+        proj_drop: float = 0.0, qk_norm: bool = False, norm_layer: Callable = LayerNorm,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_heads(num_heads, embed_dim=dim)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
@@ -211,7 +231,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim, **options)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B N dim"]:
         """Tokens (B, N, dim) to tokens."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, N, 3 dim) -> three times (B, N, dim)
         q = self.q_norm(split_heads(q, self.num_heads))  # -> (B, h, N, d)
@@ -234,17 +254,23 @@ class LayerScale(nn.Module):
         What all factors start from, such as 1e-5.
     """
 
-    def __init__(self, dim, init_values, device=None, dtype=None):
+    def __init__(
+        self, dim: int, init_values: float, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         ones = torch.ones(dim, device=device, dtype=dtype)
         self.gamma = nn.Parameter(init_values * ones)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         """Tokens (..., dim) to tokens."""
         return self.gamma * x
 
 
-def _learned_tokens(count, dim, device=None, dtype=None):
+def _learned_tokens(
+    count: int, dim: int, device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter | None:
     """So many tokens (1, count, dim), the same for all images; near zero, as timm starts.
 
     Returns
@@ -277,9 +303,13 @@ class Block(nn.Module):
         Make other norms than `LayerNorm`, another network than `Mlp`.
     """
 
-    def __init__(self, dim, num_heads, mlp_ratio=4.0, qkv_bias=True, proj_drop=0.0,
-                 attn_drop=0.0, drop_path=0.0, qk_norm=False, init_values=None,
-                 norm_layer=LayerNorm, mlp_layer=Mlp, device=None, dtype=None):
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = True,
+        proj_drop: float = 0.0, attn_drop: float = 0.0, drop_path: float = 0.0,
+        qk_norm: bool = False, init_values: float | None = None,
+        norm_layer: Callable = LayerNorm, mlp_layer: Callable = Mlp,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         options = dict(device=device, dtype=dtype)
         hidden = hidden_width(dim, mlp_ratio)
@@ -296,7 +326,7 @@ class Block(nn.Module):
             self.ls2 = LayerScale(dim, init_values, **options)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B N dim"]:
         """Tokens (B, N, dim) to tokens."""
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))  # equation (2)
         return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))  # equation (3)
@@ -350,12 +380,18 @@ class VisionTransformer(Backbone):
 
     family = "vit"  # whose names `attnlib.convert` translates
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, num_classes=1000,
-                 global_pool="token", embed_dim=768, depth=12, num_heads=12, mlp_ratio=4.0,
-                 qkv_bias=True, *, class_token=True, drop_rate=0.0, pos_drop_rate=0.0,
-                 proj_drop_rate=0.0, attn_drop_rate=0.0, drop_path_rate=0.0,
-                 dynamic_img_size=False, reg_tokens=0, no_embed_class=False, pre_norm=False,
-                 norm_layer=LayerNorm, device=None, dtype=None, **block_options):
+    def __init__(
+        self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3, num_classes: int = 1000,
+        global_pool: Literal["token", "avg", ""] = "token", embed_dim: int = 768,
+        depth: int = 12, num_heads: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = True, *,
+        class_token: bool = True, drop_rate: float = 0.0, pos_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0, attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0,
+        dynamic_img_size: bool = False, reg_tokens: int = 0, no_embed_class: bool = False,
+        pre_norm: bool = False, norm_layer: Callable = LayerNorm,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        **block_options,
+    ):
         super().__init__()
         check_naturals(num_classes=num_classes, reg_tokens=reg_tokens)
         check_rates(drop_rate=drop_rate, pos_drop_rate=pos_drop_rate,
@@ -399,15 +435,15 @@ class VisionTransformer(Backbone):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     @property
-    def num_placed_tokens(self):
+    def num_placed_tokens(self) -> int:
         """The number of prefix tokens that have positions: all or none of them."""
         return 0 if self.no_embed_class else self.num_prefix_tokens
 
-    def prefix_tokens(self):
+    def prefix_tokens(self) -> list[Tensor]:
         """The learned tokens before those of the patches, (1, n, D) each; DeiT has two."""
         return [x for x in (self.cls_token, self.reg_token) if x is not None]
 
-    def embed(self, x):
+    def embed(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L D"]:
         """Images (B, C, H, W) to the tokens z₀ (B, k + N, D) of equation (1), mostly k = 1."""
         x = self.patch_embed(x)  # (B, H', W', D)
         pos_embed = self.pos_embed  # (1, k + N, D); (1, N, D) if no_embed_class
@@ -422,25 +458,29 @@ class VisionTransformer(Backbone):
             x = torch.cat([*prefix, x], dim=1) + pos_embed
         return self.norm_pre(self.pos_drop(x))  # (B, k + N, D)
 
-    def forward_features(self, x):
+    def forward_features(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L D"]:
         """All tokens (B, k + N, D) after the last norm."""
         x = self.embed(x)
         for block in self.blocks:
             x = self.checkpointed(block, x)
         return self.norm(x)
 
-    def forward_head(self, x, pre_logits=False):
+    def forward_head(
+        self, x: Float[Tensor, "B L D"], pre_logits: bool = False
+    ) -> Float[Tensor, "B ... num_classes"]:
         """Logits (B, num_classes) of the tokens; with `pre_logits` what the head is given."""
         x = self.pool(x)  # (B, k + N, D) -> (B, D)
         x = self.head_drop(self.fc_norm(x))
         return x if pre_logits else self.head(x)
 
-    def forward(self, x):
+    def forward(
+        self, x: Float[Tensor, "B in_chans H W"]
+    ) -> Float[Tensor, "B ... num_classes"]:
         """Logits (B, num_classes) of images (B, in_chans, H, W)."""
         x = self.forward_features(x)
         return self.forward_head(x)
 
-    def set_input_size(self, img_size):
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Accept images of another size from now on: positions are interpolated, once."""
         embed = self.patch_embed
         old_grid = embed.grid_size
@@ -449,7 +489,9 @@ class VisionTransformer(Backbone):
                                             self.num_placed_tokens)
         self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
-    def resample_state_dict(self, state_dict, img_size=None):
+    def resample_state_dict(
+        self, state_dict: dict[str, Tensor], img_size: int | tuple[int, int] | None = None
+    ) -> dict[str, Tensor]:
         """Weights whose position embeddings are interpolated for this model's grid.
 
         `img_size` is the size of the images that the weights belong to, as in
@@ -481,12 +523,15 @@ register_model("vit_collages", VisionTransformer, hub="attnlib/vit_collages", nu
                img_size=64, patch_size=8, embed_dim=64, depth=6, num_heads=4)
 
 # %% ../nbs/30_vit.ipynb #attention-distance
-def attention_distance(weights, grid_size, patch_size=1, num_prefix_tokens=1):
+def attention_distance(
+    weights: Float[Tensor, "B h N N"], grid_size: int | tuple[int, int],
+    patch_size: int | tuple[int, int] = 1, num_prefix_tokens: int = 1,
+) -> Float[Tensor, "h"]:
     """Mean distance at which each head attends, in pixels (Dosovitskiy et al. 2021, D.7).
 
     Parameters
     ----------
-    weights : Tensor, shape (B, h, N, N)
+    weights : Tensor
         Of one block; prefix tokens are left out and the rest is normalized again. So are
         queries that attend to no patch.
     grid_size, patch_size : int or (int, int)
@@ -496,7 +541,7 @@ def attention_distance(weights, grid_size, patch_size=1, num_prefix_tokens=1):
 
     Returns
     -------
-    Tensor, shape (h,), of at least float32
+    Tensor, of at least float32
         0 for a head without queries that attend to patches.
 
     Raises
@@ -522,17 +567,17 @@ def attention_distance(weights, grid_size, patch_size=1, num_prefix_tokens=1):
     return distance.sum((0, 2)) / counted  # -> (h,)
 
 # %% ../nbs/30_vit.ipynb #rollout
-def attention_rollout(maps):
+def attention_rollout(maps: Sequence[Float[Tensor, "B h N N"]]) -> Float[Tensor, "B N N"]:
     """Where the last layer's tokens come from (Abnar and Zuidema 2020, section 3).
 
     Parameters
     ----------
-    maps : sequence of Tensor, shape (B, h, N, N)
+    maps : sequence of Tensor
         The weights of each block, from the first to the last, as `attention_maps` returns them.
 
     Returns
     -------
-    Tensor, shape (B, N, N)
+    Tensor
         Row i: the shares of the input tokens in token i; each row sums to one.
 
     Raises
@@ -556,18 +601,18 @@ def attention_rollout(maps):
     return rollout
 
 
-def patch_shares(model, x):
+def patch_shares(model: nn.Module, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N"]:
     """Return the shares of the patches in what the head reads, by `attention_rollout`.
 
     Parameters
     ----------
     model : Module
         A `Backbone` in evaluation mode whose blocks attend among all tokens.
-    x : Tensor, shape (B, C, H, W)
+    x : Tensor
 
     Returns
     -------
-    Tensor, shape (B, N)
+    Tensor
         The row of the class token if the head reads it (`global_pool` is "token"), the mean of
         both tokens' rows if two heads read one each (as in DeiT), and otherwise the mean of the
         rows of the N patches.
@@ -602,8 +647,11 @@ def patch_shares(model, x):
     return read.mean(1)[:, prefix:]  # -> (B, N)
 
 # %% ../nbs/30_vit.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

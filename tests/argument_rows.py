@@ -27,6 +27,15 @@ from attnlib import (
 )
 
 
+def advice(requires):
+    """What an import that fails in this context says."""
+    try:
+        with requires:
+            raise ModuleNotFoundError(name="package")
+    except ImportError as error:
+        return str(error)
+
+
 @dataclass
 class Row:
     """A call by keywords, other values for each of them, and how the result is used.
@@ -942,6 +951,7 @@ FUNCTIONS = {
     "backbone.drop_path_rates": Row(dict(rate=0.3, depth=4), dict(rate=0.2, depth=3)),
     "backbone.hidden_width": Row(dict(dim=12, mlp_ratio=4.0), dict(dim=24, mlp_ratio=2.0)),
     "backbone.to_2tuple": Row(dict(x=3), dict(x=(3, 4))),
+    "backbone.requires": Row(dict(extra="data"), dict(extra="plot"), advice),
     "backbone.feature_take_indices": Row(
         dict(indices=2, depth=5), dict(indices=[0, 1], depth=6)
     ),
@@ -1737,36 +1747,63 @@ SPARED = {  # arguments without another value here, and why
 }
 NOT_YET = set(  # functions whose arguments have no other values here yet
     """
-    attention.active_backend
-    backbone.is_plain backbone.is_unchanged
-    beit._gather_rows
-    cli._benchmark cli._print_times
-    cost._Diagnosis cost.Operator cost._Precision cost._PrecisionChoice cost.Probe cost._Saved
+    backbone.is_plain
+    backbone.is_unchanged
+    cost.Operator
+    cost.Probe
     cost.TrainingMemory
-    data.cifar data.flickr8k data.multi30k
-    detr.Features detr.Output
-    flash.compile_for flash.compile_kernel flash.launch flash.product_precision flash.refusal
+    data.cifar
+    data.flickr8k
+    data.multi30k
+    detr.Features
+    detr.Output
+    flash.compile_for
+    flash.compile_kernel
+    flash.launch
+    flash.product_precision
+    flash.refusal
     flash.triton_mode
-    inference.FastResNet inference._can_pack_resnet inference.fuse inference.packing_pays
+    inference.FastResNet
+    inference.fuse
+    inference.packing_pays
     models.fetch_weights
     panoptic.PanopticOutput
     plot.show
     recipes.train_processes
-    scaling.Sleeper scaling.Workers scaling.bytes_sent scaling._check_shards
-    scaling.shard_contiguous scaling.shard_module scaling.copy_to_group scaling._ring_iter
-    scaling._join_group scaling.nap_lesson scaling.reduce_lesson scaling.ring_all_reduce
-    scaling.ring_attention scaling.ring_lesson scaling._send_on scaling.stage_lesson
-    scaling.states_lesson scaling.sum_gradient scaling.tensor_lesson scaling.tensor_parallel
+    scaling.Sleeper
+    scaling.Workers
+    scaling.bytes_sent
+    scaling.copy_to_group
+    scaling.nap_lesson
+    scaling.reduce_lesson
+    scaling.ring_all_reduce
+    scaling.ring_attention
+    scaling.ring_lesson
+    scaling.shard_contiguous
+    scaling.shard_module
+    scaling.stage_lesson
+    scaling.states_lesson
+    scaling.sum_gradient
+    scaling.tensor_lesson
+    scaling.tensor_parallel
     spatial.Drawing
     swin.WindowLayout
-    swinv2._restore_trained_window swinv2._store_trained_window
-    train.shuffled_batches train.load_checkpoint train.machine train.prepare train.print_speed
-    train.resume train.save_checkpoint train._save_shards train.shard_blocks
-    train._share_buffers train.train_step train.write_record
-    transformer.tie transformer._tie_embeddings
-    translation.from_marian translation._keep_best translation.length_run
-    translation.load_marian translation._marian_weights translation.multi30k_run
+    train.load_checkpoint
+    train.machine
+    train.prepare
+    train.print_speed
+    train.resume
+    train.save_checkpoint
+    train.shard_blocks
+    train.shuffled_batches
+    train.train_step
+    train.write_record
+    transformer.tie
+    translation.from_marian
+    translation.length_run
+    translation.load_marian
+    translation.multi30k_run
     translation.number_run
-    windows.compile_for windows._compile_linear
+    windows.compile_for
     """.split()
 )

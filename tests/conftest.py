@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import no_hypothesis
 import pytest
+import signatures
 import torch
 
 if find_spec("hypothesis") is None:  # as on a machine that is there for its GPU
@@ -18,7 +19,9 @@ if not torch.cuda.is_available():
 if find_spec("hypothesis") is None:
     collect_ignore = ["oracles"]  # nothing in there goes without it
 
-from tools import torchvision_ops  # noqa: F401  before any test that imports torchvision
+signatures.install()  # before anything imports the library
+
+from tools import torchvision_ops  # noqa: E402, F401  before any test that imports torchvision
 
 pytest.register_assert_rewrite("world")  # its assertions say what differs
 from world import changes, files, world  # noqa: E402

@@ -366,7 +366,7 @@ def test_evaluation_sees_the_model_in_evaluation_mode():
         ),
         (
             dict(steps=50, log_every=10, stop_after=15),
-            r"stop_after \(15\) must be a multiple of every \(10\)",
+            r"stop_after \(15\) must be a multiple of log_every \(10\)",
         ),
     ],
 )
@@ -456,7 +456,7 @@ SCRIPT = """
 import sys, torch
 sys.path.insert(0, {tests!r})
 from test_train import network, data
-from attnlib.train import fit, epochs
+from attnlib.train import fit, shuffled_batches
 import torch.nn as nn, torch.nn.functional as F
 
 def uneven(model, batch):  # counts differ between the processes: only some terms count
@@ -466,8 +466,8 @@ def uneven(model, batch):  # counts differ between the processes: only some term
 
 model = network()
 model[3] = nn.Identity()
-batches = epochs(*data(), batch_size=16)
-history = fit(model, uneven, batches, steps=20, lr=1e-2, every=5, checkpoint={out!r})
+batches = shuffled_batches(*data(), batch_size=16)
+history = fit(model, uneven, batches, steps=20, lr=1e-2, log_every=5, checkpoint={out!r})
 """
 
 

@@ -288,7 +288,7 @@ def test_states_are_the_weights_and_moments(model, steps, seed):
 
 def test_a_run_does_not_stop_before_it_began():
     with pytest.raises(
-        ValueError, match=r"stop_after \(-2\) must be a multiple of every \(2\)"
+        ValueError, match=r"stop_after \(-2\) must be a multiple of log_every \(2\)"
     ):
         fit(
             nn.Linear(1, 1),
