@@ -11,11 +11,15 @@ __all__ = ['SPACES', 'WIDTHS', 'RELEASED', 'Subnet', 'Space', 'sample_subnet', '
 import itertools
 import math
 import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from .attention import attention
 from attnlib.backbone import (
@@ -55,7 +59,7 @@ class Subnet:
                                  "must be tuples with an entry for each layer")
 
     @property
-    def depth(self):
+    def depth(self) -> int:
         """The number of layers."""
         return len(self.num_heads)
 
@@ -88,7 +92,7 @@ class Space:
                 raise ValueError(f"{name} ({choices!r}) must be a tuple of positive choices in "
                                  "increasing order")
 
-    def count(self):
+    def count(self) -> int:
         """The number of networks, ``Σ_d |C| (|h| |r|)^d`` over the depths d."""
         choices_per_layer = len(self.num_heads) * len(self.mlp_ratio)
         total = 0
@@ -96,21 +100,21 @@ class Space:
             total += len(self.embed_dim) * choices_per_layer**depth
         return total
 
-    def smallest(self):
+    def smallest(self) -> Subnet:
         """The network of the smallest choices."""
         depth = self.depth[0]
         num_heads = (self.num_heads[0],) * depth
         mlp_ratio = (self.mlp_ratio[0],) * depth
         return Subnet(self.embed_dim[0], num_heads, mlp_ratio)
 
-    def largest(self):
+    def largest(self) -> Subnet:
         """The network of the largest choices."""
         depth = self.depth[-1]
         num_heads = (self.num_heads[-1],) * depth
         mlp_ratio = (self.mlp_ratio[-1],) * depth
         return Subnet(self.embed_dim[-1], num_heads, mlp_ratio)
 
-    def subnets(self):
+    def subnets(self) -> Iterator[Subnet]:
         """All networks, one after the other."""
         layer_choices = list(itertools.product(self.num_heads, self.mlp_ratio))
         for depth, embed_dim in itertools.product(self.depth, self.embed_dim):
@@ -119,7 +123,7 @@ class Space:
                 mlp_ratio = tuple(r for _, r in layers)
                 yield Subnet(embed_dim, num_heads, mlp_ratio)
 
-    def __contains__(self, subnet):
+    def __contains__(self, subnet: object) -> bool:
         """Whether all choices of a network are among those of the space."""
         if not isinstance(subnet, Subnet):
             return False
@@ -127,14 +131,14 @@ class Space:
                 and set(subnet.num_heads) <= set(self.num_heads)
                 and set(subnet.mlp_ratio) <= set(self.mlp_ratio))
 
-    def check(self, subnet):
+    def check(self, subnet: Subnet) -> Subnet:
         """Return the network if it is in the space; else raise."""
         if subnet not in self:
             raise ValueError(f"subnet {subnet} must be a network of {self}")
         return subnet
 
 # %% ../nbs/44_autoformer.ipynb #sample
-def sample_subnet(space, seed):
+def sample_subnet(space: Space, seed: int | random.Random) -> Subnet:
     """A random network: width, depth, and then each layer's choices, all with equal chances.
 
     Parameters
@@ -181,7 +185,9 @@ class Linear(nn.Linear):
     such as an adapter, can stand in its place in a network of full width.
     """
 
-    def forward(self, x, out_features=None):
+    def forward(
+        self, x: Float[Tensor, "... C"], out_features: int | None = None
+    ) -> Float[Tensor, "... out_features"]:
         """Tokens (..., C) to (..., out_features), by default of full width."""
         weight = self.weight[:out_features, : x.shape[-1]]  # (out_features, C)
         bias = None if self.bias is None else self.bias[:out_features]
@@ -195,7 +201,9 @@ class InterleavedLinear(Linear):
     The bias is cut in three instead: first that of all queries, then keys, then values.
     """
 
-    def forward(self, x, out_features=None):
+    def forward(
+        self, x: Float[Tensor, "... C"], out_features: int | None = None
+    ) -> Float[Tensor, "... out_features"]:
         """Tokens (..., C) to (..., out_features), interleaved as the rows are."""
         if out_features is None:
             out_features = self.out_features
@@ -210,7 +218,7 @@ class InterleavedLinear(Linear):
 class LayerNorm(nn.LayerNorm):
     """A norm of which the first weights serve narrower networks."""
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "*batch C"]) -> Float[Tensor, "*batch C"]:
         """Tokens (..., C), normalized over their own C channels."""
         C = x.shape[-1]
         weight = None if self.weight is None else self.weight[:C]
@@ -218,20 +226,22 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, (C,), weight=weight, bias=bias, eps=self.eps)
 
 
-def _first_outputs(layer, x, count, full):
+def _first_outputs(
+    layer: nn.Module, x: Float[Tensor, "*batch C"], count: int, full: int
+) -> Float[Tensor, "*batch count"]:
     """The first outputs of a layer, which is called without a width if these are all.
 
     Parameters
     ----------
     layer : Module
         A `Linear`; if `count` is `full`, any module from tokens to tokens.
-    x : Tensor, shape (..., C)
+    x : Tensor
     count, full : int
         How many outputs are wanted, and how many there are.
 
     Returns
     -------
-    Tensor, shape (..., count)
+    Tensor
 
     Raises
     ------
@@ -246,7 +256,7 @@ def _first_outputs(layer, x, count, full):
     return layer(x, count)
 
 # %% ../nbs/44_autoformer.ipynb #relative
-def _axis_index(own, size, max_distance):
+def _axis_index(own: Tensor, size: int, max_distance: int) -> tuple[Tensor, Tensor]:
     """`_relative_index` along one axis of `size` places, on which each patch has its `own`.
 
     Return the rows of the table (1 + N', 1 + size), and where each token is, of equal shape.
@@ -259,7 +269,9 @@ def _axis_index(own, size, max_distance):
     return index, own_place[:, None] == places
 
 
-def _relative_index(grid_size, max_distance=14, device=None):
+def _relative_index(
+    grid_size: tuple[int, int], max_distance: int = 14, device: torch.device | str | None = None
+) -> tuple[Int[Tensor, "L rows"], Int[Tensor, "L columns"], Bool[Tensor, "L P"]]:
     """For each axis, which row of its table belongs to each pair of a token and a place.
 
     Parameters
@@ -296,7 +308,10 @@ class RelativePositions(nn.Module):
     head_dim, max_distance : int
     """
 
-    def __init__(self, head_dim, max_distance=14, device=None, dtype=None):
+    def __init__(
+        self, head_dim: int, max_distance: int = 14, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         shape = (2 * max_distance + 2, head_dim)  # row 0 is the class token's
         self.vertical = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -304,7 +319,9 @@ class RelativePositions(nn.Module):
         nn.init.trunc_normal_(self.vertical, std=0.02)
         nn.init.trunc_normal_(self.horizontal, std=0.02)
 
-    def forward(self, rows, columns):
+    def forward(
+        self, rows: Int[Tensor, "L rows"], columns: Int[Tensor, "L columns"]
+    ) -> Float[Tensor, "L rows+columns d"]:
         """The vector for the distance of each token to each row and column: (N, P, d)."""
         vertical = self.vertical[rows]  # (N, 1 + H', d)
         horizontal = self.horizontal[columns]  # (N, 1 + W', d)
@@ -327,8 +344,11 @@ class Attention(nn.Module):
         Whether the layer can also run with fewer channels and heads.
     """
 
-    def __init__(self, dim, num_heads, head_dim=64, grid_size=(14, 14), max_distance=14,
-                 elastic=True, device=None, dtype=None):
+    def __init__(
+        self, dim: int, num_heads: int, head_dim: int = 64,
+        grid_size: tuple[int, int] = (14, 14), max_distance: int = 14, elastic: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         options = dict(device=device, dtype=dtype)
         linear = Linear if elastic else nn.Linear
@@ -343,7 +363,7 @@ class Attention(nn.Module):
         self.set_grid(grid_size)
         self.register_load_state_dict_post_hook(_renew_grid)
 
-    def set_grid(self, grid_size):
+    def set_grid(self, grid_size: tuple[int, int]) -> None:
         """Expect so many rows and columns of patches from now on."""
         self.grid_size = grid_size
         device = self.rel_k.vertical.device
@@ -352,7 +372,9 @@ class Attention(nn.Module):
         self.register_buffer("columns", columns, persistent=False)
         self.register_buffer("places", places, persistent=False)
 
-    def project(self, x, num_heads):
+    def project(
+        self, x: Float[Tensor, "B N C"], num_heads: int
+    ) -> tuple[Float[Tensor, "B h N d"], Float[Tensor, "B h N d"], Float[Tensor, "B h N d"]]:
         """Project tokens (B, N, C) to queries, keys, and values, (B, h, N, d) each."""
         d = self.head_dim
         width = 3 * num_heads * d
@@ -363,19 +385,21 @@ class Attention(nn.Module):
         q, k, v = qkv.unbind()
         return q, k, v
 
-    def forward(self, x, num_heads=None):
+    def forward(
+        self, x: Float[Tensor, "B N C"], num_heads: int | None = None
+    ) -> Float[Tensor, "B N C"]:
         """Attend with the first heads.
 
         Parameters
         ----------
-        x : Tensor, shape (B, N, C)
+        x : Tensor
             Tokens of up to `dim` channels, the class token first.
         num_heads : int, optional
             The number of heads h; all by default.
 
         Returns
         -------
-        Tensor, shape (B, N, C)
+        Tensor
         """
         C = x.shape[-1]
         d = self.head_dim
@@ -406,7 +430,7 @@ class Attention(nn.Module):
         return _first_outputs(self.proj, x, count=C, full=self.dim)  # -> (B, N, C)
 
 
-def _renew_grid(layer, incompatible_keys=None):
+def _renew_grid(layer: Attention, incompatible_keys: object = None) -> None:
     """Compute the indices of an `Attention` again, because a state dict does not hold them.
 
     It runs after each `load_state_dict`. A model that was made on the device "meta" or emptied
@@ -437,8 +461,11 @@ class Block(nn.Module):
         `head_dim`, `grid_size` and `max_distance` of `Attention`, `device`, `dtype`.
     """
 
-    def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0, elastic=True, device=None,
-                 dtype=None, **options):
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float = 4.0, drop_path: float = 0.0,
+        elastic: bool = True, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, **options,
+    ):
         super().__init__()
         device_dtype = dict(device=device, dtype=dtype)
         linear = Linear if elastic else nn.Linear
@@ -453,12 +480,15 @@ class Block(nn.Module):
         self.fc2 = linear(hidden, dim, **device_dtype)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x, num_heads=None, mlp_ratio=None):
+    def forward(
+        self, x: Float[Tensor, "B N C"], num_heads: int | None = None,
+        mlp_ratio: float | None = None,
+    ) -> Float[Tensor, "B N C"]:
         """Apply attention and the MLP, of which the first heads and units are used.
 
         Parameters
         ----------
-        x : Tensor, shape (B, N, C)
+        x : Tensor
             Tokens of up to `dim` channels.
         num_heads : int, optional
             All heads by default.
@@ -467,7 +497,7 @@ class Block(nn.Module):
 
         Returns
         -------
-        Tensor, shape (B, N, C)
+        Tensor
         """
         if mlp_ratio is None:
             mlp_ratio = self.mlp_ratio
@@ -520,10 +550,15 @@ class AutoFormer(Backbone):
     num_prefix_tokens = 1  # the class token
     elastic = False  # whether narrower networks use the same layers
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, num_classes=1000,
-                 global_pool="avg", embed_dim=384, num_heads=(6,) * 12, mlp_ratio=(4.0,) * 12,
-                 head_dim=64, max_distance=14, *, drop_rate=0.0, drop_path_rate=0.0,
-                 device=None, dtype=None):
+    def __init__(
+        self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3, num_classes: int = 1000,
+        global_pool: Literal["avg", "token", ""] = "avg", embed_dim: int = 384,
+        num_heads: Sequence[int] = (6,) * 12, mlp_ratio: Sequence[float] = (4.0,) * 12,
+        head_dim: int = 64, max_distance: int = 14, *, drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         self.subnet = Subnet(embed_dim, tuple(num_heads), tuple(mlp_ratio))
         check_counts(embed_dim=embed_dim, head_dim=head_dim, max_distance=max_distance)
@@ -560,7 +595,7 @@ class AutoFormer(Backbone):
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
-    def reset_classifier(self, num_classes, global_pool=None):
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Make a new head for `num_classes` classes (none if 0), and possibly another pooling.
         """
         check_naturals(num_classes=num_classes)
@@ -577,7 +612,9 @@ class AutoFormer(Backbone):
         self.head.train(self.training)
         self.update_config(num_classes=num_classes)
 
-    def embed(self, x, embed_dim=None):
+    def embed(
+        self, x: Float[Tensor, "B C H W"], embed_dim: int | None = None
+    ) -> Float[Tensor, "B L D"]:
         """Embed images (B, C, H, W) as tokens (B, 1 + N', embed_dim), by default of full width.
         """
         # embed the patches; narrow networks use the first channels
@@ -590,14 +627,16 @@ class AutoFormer(Backbone):
         x = torch.cat([cls_token, x], dim=1)  # (B, 1 + N', embed_dim)
         return x + self.pos_embed[..., :embed_dim]
 
-    def forward_features(self, x):
+    def forward_features(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L D"]:
         """Compute all tokens (B, 1 + N', C) after the last norm, the class token first."""
         x = self.embed(x)  # (B, in_chans, H, W) -> (B, 1 + N', C)
         for block in self.blocks:
             x = self.checkpointed(block, x)
         return self.norm(x)
 
-    def forward_head(self, x, pre_logits=False):
+    def forward_head(
+        self, x: Float[Tensor, "B L D"], pre_logits: bool = False
+    ) -> Float[Tensor, "B ... num_classes"]:
         """Compute logits (B, num_classes); with `pre_logits`, return the input of the head."""
         x = self.pool(x)  # (B, 1 + N', C) -> (B, C); all tokens if `global_pool` is ""
         x = self.head_drop(x)
@@ -605,12 +644,14 @@ class AutoFormer(Backbone):
             return x
         return self.head(x)  # -> (B, num_classes)
 
-    def forward(self, x):
+    def forward(
+        self, x: Float[Tensor, "B in_chans H W"]
+    ) -> Float[Tensor, "B ... num_classes"]:
         """Compute logits (B, num_classes) of images (B, in_chans, H, W)."""
         x = self.forward_features(x)  # (B, in_chans, H, W) -> (B, 1 + N', C)
         return self.forward_head(x)  # -> (B, num_classes)
 
-    def set_input_size(self, img_size):
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Accept images of another size: absolute positions are interpolated, once."""
         embed = self.patch_embed
         old_size = embed.grid_size
@@ -620,7 +661,9 @@ class AutoFormer(Backbone):
             block.attn.set_grid(embed.grid_size)
         self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
-    def resample_state_dict(self, state_dict, img_size=None):
+    def resample_state_dict(
+        self, state_dict: dict[str, Tensor], img_size: int | tuple[int, int] | None = None
+    ) -> dict[str, Tensor]:
         """Weights whose absolute positions are interpolated for this model's grid.
 
         `img_size` is the size of the images that the weights belong to, as in
@@ -656,8 +699,11 @@ class SuperTransformer(AutoFormer):
 
     elastic = True
 
-    def __init__(self, space, img_size=224, patch_size=16, in_chans=3, num_classes=1000,
-                 head_dim=64, *, embed_dim=None, **options):
+    def __init__(
+        self, space: Space, img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16, in_chans: int = 3, num_classes: int = 1000,
+        head_dim: int = 64, *, embed_dim: int | None = None, **options,
+    ):
         largest = space.largest()
         if embed_dim is None:
             embed_dim = largest.embed_dim
@@ -671,7 +717,9 @@ class SuperTransformer(AutoFormer):
         self.space = space
         self.num_features = largest.embed_dim  # the stored weights may be wider
 
-    def embed(self, x, embed_dim=None):
+    def embed(
+        self, x: Float[Tensor, "B C H W"], embed_dim: int | None = None
+    ) -> Float[Tensor, "B L D"]:
         """Embed images (B, C, H, W) as tokens (B, 1 + N', embed_dim), by default those of the
         largest network.
         """
@@ -679,12 +727,14 @@ class SuperTransformer(AutoFormer):
             embed_dim = self.space.largest().embed_dim
         return super().embed(x, embed_dim)
 
-    def forward_features(self, x, subnet=None):
+    def forward_features(
+        self, x: Float[Tensor, "B in_chans H W"], subnet: Subnet | None = None
+    ) -> Float[Tensor, "B L D"]:
         """Compute all tokens after the last norm by one of the networks.
 
         Parameters
         ----------
-        x : Tensor, shape (B, in_chans, H, W)
+        x : Tensor
         subnet : Subnet, optional
             The largest network by default.
 
@@ -708,18 +758,20 @@ class SuperTransformer(AutoFormer):
             x = self.checkpointed(block, x, num_heads=heads, mlp_ratio=ratio)
         return self.norm(x)
 
-    def forward(self, x, subnet=None):
+    def forward(
+        self, x: Float[Tensor, "B in_chans H W"], subnet: Subnet | None = None
+    ) -> Float[Tensor, "B ... num_classes"]:
         """Compute logits (B, num_classes) of images by one of the networks.
 
         Parameters
         ----------
-        x : Tensor, shape (B, in_chans, H, W)
+        x : Tensor
         subnet : Subnet, optional
             The largest network by default.
 
         Returns
         -------
-        Tensor, shape (B, num_classes)
+        Tensor
 
         Raises
         ------
@@ -730,7 +782,7 @@ class SuperTransformer(AutoFormer):
         return self.forward_head(x)  # -> (B, num_classes)
 
 
-def _check_elastic(supernet):
+def _check_elastic(supernet: SuperTransformer) -> None:
     """Raise unless all layers of a supernet can serve narrower networks.
 
     Parameters
@@ -755,7 +807,7 @@ def _check_elastic(supernet):
 
 # %% ../nbs/44_autoformer.ipynb #extract
 @torch.no_grad()
-def extract(supernet, subnet):
+def extract(supernet: SuperTransformer, subnet: Subnet) -> AutoFormer:
     """One network of a supernet as a model of its own, with copies of its weights.
 
     Parameters
@@ -813,7 +865,7 @@ class ClassicalSharing(nn.Module):
         Keywords of `AutoFormer`: `img_size`, `num_classes` and so on.
     """
 
-    def __init__(self, space, **options):
+    def __init__(self, space: Space, **options):
         super().__init__()
         self.space = space
         self.choices = list(itertools.product(space.num_heads, space.mlp_ratio))
@@ -831,18 +883,20 @@ class ClassicalSharing(nn.Module):
             stem.blocks = nn.ModuleList()  # they are in `self.blocks`
             self.stems.append(stem)
 
-    def forward(self, x, subnet=None):
+    def forward(
+        self, x: Float[Tensor, "B in_chans H W"], subnet: Subnet | None = None
+    ) -> Float[Tensor, "B ... num_classes"]:
         """Compute logits (B, num_classes) of images by one of the networks.
 
         Parameters
         ----------
-        x : Tensor, shape (B, in_chans, H, W)
+        x : Tensor
         subnet : Subnet, optional
             The largest network by default.
 
         Returns
         -------
-        Tensor, shape (B, num_classes)
+        Tensor
         """
         if subnet is None:
             subnet = self.space.largest()
@@ -859,7 +913,7 @@ class ClassicalSharing(nn.Module):
         return stem.forward_head(x)  # -> (B, num_classes)
 
 # %% ../nbs/44_autoformer.ipynb #counts
-def parameter_count(model, subnet):
+def parameter_count(model: nn.Module, subnet: Subnet) -> int:
     """The number of parameters of a network, in closed form.
 
     Parameters
@@ -889,7 +943,7 @@ def parameter_count(model, subnet):
     return total
 
 
-def operations(model, subnet):
+def operations(model: nn.Module, subnet: Subnet) -> int:
     """The number of multiplications of a network for one image, in closed form.
 
     Parameters
@@ -927,7 +981,9 @@ for name, subnet in RELEASED.items():
                    embed_dim=WIDTHS[name])
 
 # %% ../nbs/44_autoformer.ipynb #evolve
-def _mutate_entries(entries, choices, depth, mutate_prob, rng):
+def _mutate_entries(
+    entries: tuple, choices: tuple, depth: int, mutate_prob: float, rng: random.Random
+) -> tuple:
     """The entries of `depth` layers: some are drawn again, and all that are missing."""
     mutated = []
     for entry in entries[:depth]:
@@ -938,7 +994,9 @@ def _mutate_entries(entries, choices, depth, mutate_prob, rng):
     return tuple(mutated)
 
 
-def mutate(subnet, space, mutate_prob, depth_prob, rng):
+def mutate(
+    subnet: Subnet, space: Space, mutate_prob: float, depth_prob: float, rng: random.Random
+) -> Subnet:
     """A network with some choices drawn again, those of width and depth and those of each
     layer.
 
@@ -968,7 +1026,7 @@ def mutate(subnet, space, mutate_prob, depth_prob, rng):
     return Subnet(embed_dim, num_heads, mlp_ratio)
 
 
-def _cross_entries(deep, shallow, depth, rng):
+def _cross_entries(deep: tuple, shallow: tuple, depth: int, rng: random.Random) -> tuple:
     """The entries of `depth` layers: of either parent, or of the one that has the layer."""
     crossed = []
     for i in range(depth):
@@ -979,7 +1037,7 @@ def _cross_entries(deep, shallow, depth, rng):
     return tuple(crossed)
 
 
-def crossover(one, other, rng):
+def crossover(one: Subnet, other: Subnet, rng: random.Random) -> Subnet:
     """Each choice is from one of the two parents; further layers are from the deeper.
 
     Parameters
@@ -1003,7 +1061,10 @@ def crossover(one, other, rng):
     return Subnet(embed_dim, num_heads, mlp_ratio)
 
 # %% ../nbs/44_autoformer.ipynb #budget
-def budget(supernet, *, max_params=None, min_params=None, max_operations=None):
+def budget(
+    supernet: SuperTransformer, *, max_params: int | None = None, min_params: int | None = None,
+    max_operations: int | None = None,
+) -> Callable[[Subnet], bool]:
     """A test of whether a network is within limits.
 
     Parameters
@@ -1048,7 +1109,10 @@ def budget(supernet, *, max_params=None, min_params=None, max_operations=None):
     return fits
 
 
-def sample_distinct(make, count, fits, seen, tries=200):
+def sample_distinct(
+    make: Callable[[], Subnet], count: int, fits: Callable[[Subnet], bool],
+    seen: Collection[Subnet], tries: int = 200,
+) -> list[Subnet]:
     """Up to `count` distinct networks that fit and have not been seen.
 
     Parameters
@@ -1076,9 +1140,11 @@ def sample_distinct(make, count, fits, seen, tries=200):
     return list(found)
 
 # %% ../nbs/44_autoformer.ipynb #search
-def evolutionary_search(score, supernet, *, population=50, generations=20, parents=10,
-                        crossovers=25, mutations=25, mutate_prob=0.2, depth_prob=0.4, seed=0,
-                        **limits):
+def evolutionary_search(
+    score: Callable[[Subnet], float], supernet: SuperTransformer, *, population: int = 50,
+    generations: int = 20, parents: int = 10, crossovers: int = 25, mutations: int = 25,
+    mutate_prob: float = 0.2, depth_prob: float = 0.4, seed: int = 0, **limits,
+) -> tuple[Subnet, list[tuple[Subnet, float]]]:
     """The best network that evolution finds (Chen et al. 2021, section 3.4).
 
     Parameters
@@ -1144,7 +1210,9 @@ def evolutionary_search(score, supernet, *, population=50, generations=20, paren
     return _best_subnet(scores, limits)
 
 
-def _scores_of(subnets, score):
+def _scores_of(
+    subnets: Iterable[Subnet], score: Callable[[Subnet], float]
+) -> dict[Subnet, float]:
     """The score of each network.
 
     Parameters
@@ -1171,7 +1239,9 @@ def _scores_of(subnets, score):
     return scores
 
 
-def _best_subnet(scores, limits):
+def _best_subnet(
+    scores: dict[Subnet, float], limits: dict
+) -> tuple[Subnet, list[tuple[Subnet, float]]]:
     """The network of the highest score, and all with their scores.
 
     Parameters

@@ -10,12 +10,16 @@ __all__ = ['SIZES', 'conv_encoder', 'conv_decoder', 'DiscreteVAE', 'dvae_loss', 
 # %% ../nbs/41_beit.ipynb #imports
 import math
 import random
+from collections.abc import Sequence
 from numbers import Real
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from ._renamed import former_arguments
 from .attention import attention
@@ -30,7 +34,9 @@ from .swin import relative_position_index, resize_rel_pos_bias_table
 from .vit import LayerNorm, Mlp, PatchEmbed
 
 # %% ../nbs/41_beit.ipynb #conv-coder
-def conv_encoder(in_chans, dim, out_dim, patch_size):
+def conv_encoder(
+    in_chans: int, dim: int, out_dim: int, patch_size: int | tuple[int, int]
+) -> nn.Sequential:
     """Convolutions that turn an image into a feature map with one position per patch.
 
     Parameters
@@ -52,7 +58,9 @@ def conv_encoder(in_chans, dim, out_dim, patch_size):
         nn.Conv2d(dim, out_dim, kernel_size=1))
 
 
-def conv_decoder(in_dim, dim, out_chans, patch_size):
+def conv_decoder(
+    in_dim: int, dim: int, out_chans: int, patch_size: int | tuple[int, int]
+) -> nn.Sequential:
     """Convolutions that turn a feature map with one position per patch into an image.
 
     Parameters
@@ -74,7 +82,7 @@ def conv_decoder(in_dim, dim, out_chans, patch_size):
         nn.Conv2d(dim, out_chans, kernel_size=3, padding=1))
 
 
-def _check_vocabulary(num_embeddings):
+def _check_vocabulary(num_embeddings: int) -> None:
     """Raise a ValueError unless `num_embeddings` is an integer of at least 2."""
     if not isinstance(num_embeddings, int) or num_embeddings < 2:
         raise ValueError(f"num_embeddings ({num_embeddings!r}) must be an integer of at least "
@@ -100,7 +108,10 @@ class DiscreteVAE(nn.Module):
         least 1.
     """
 
-    def __init__(self, num_embeddings, in_chans=3, patch_size=8, dim=64):
+    def __init__(
+        self, num_embeddings: int, in_chans: int = 3, patch_size: int | tuple[int, int] = 8,
+        dim: int = 64,
+    ):
         super().__init__()
         _check_vocabulary(num_embeddings)
         check_counts(in_chans=in_chans, dim=dim)
@@ -110,12 +121,14 @@ class DiscreteVAE(nn.Module):
         self.codes = nn.Conv2d(num_embeddings, dim, 1, bias=False)  # one column for each code
         self.decoder = conv_decoder(dim, dim, in_chans, patch_size)
 
-    def forward(self, x, tau=1.0, hard=False):
+    def forward(
+        self, x: Float[Tensor, "B C H W"], tau: float = 1.0, hard: bool = False
+    ) -> tuple[Float[Tensor, "B C H W"], Float[Tensor, "B K Hp Wp"]]:
         """Encode images, sample tokens, and decode them.
 
         Parameters
         ----------
-        x : Tensor, shape (B, C, H, W)
+        x : Tensor
         tau : float
             Temperature of the Gumbel-softmax, which softens the sample.
         hard : bool
@@ -123,8 +136,8 @@ class DiscreteVAE(nn.Module):
 
         Returns
         -------
-        reconstruction : Tensor, shape (B, C, H, W)
-        logits : Tensor, shape (B, K, H', W')
+        reconstruction : Tensor
+        logits : Tensor
             Those of q(z | x).
         """
         logits = self.encoder(x)  # (B, C, H, W) -> (B, K, H', W')
@@ -133,12 +146,12 @@ class DiscreteVAE(nn.Module):
         reconstruction = self.decoder(codes)  # -> (B, C, H, W)
         return reconstruction, logits
 
-    def tokens(self, x):
+    def tokens(self, x: Float[Tensor, "B C H W"]) -> Int[Tensor, "B Hp Wp"]:
         """Return the most probable token of each patch: (B, C, H, W) to (B, H', W')."""
         logits = self.encoder(x)  # (B, C, H, W) -> (B, K, H', W')
         return logits.argmax(1)
 
-    def decode(self, tokens):
+    def decode(self, tokens: Int[Tensor, "B Hp Wp"]) -> Float[Tensor, "B C H W"]:
         """Decode tokens (B, H', W') to images (B, C, H, W)."""
         z = F.one_hot(tokens, self.num_embeddings)  # (B, H', W') -> (B, H', W', K)
         z = z.permute(0, 3, 1, 2)  # -> (B, K, H', W')
@@ -147,13 +160,16 @@ class DiscreteVAE(nn.Module):
         return self.decoder(codes)  # -> (B, C, H, W)
 
 # %% ../nbs/41_beit.ipynb #dvae-loss
-def dvae_loss(model, batch, beta=0.0, tau=1.0):
+def dvae_loss(
+    model: nn.Module, batch: Sequence[Tensor], beta: float = 0.0, tau: float = 1.0
+) -> tuple[Float[Tensor, ""], int]:
     """The negative variational bound of a `DiscreteVAE`, summed over the images of a batch.
 
     Parameters
     ----------
-    model : DiscreteVAE
-    batch : tuple of one Tensor, shape (B, C, H, W)
+    model : Module
+        A `DiscreteVAE`.
+    batch : sequence of one Tensor, shape (B, C, H, W)
         The images.
     beta : float
         Weight of the divergence KL(q ‖ uniform); 1 is the bound for pixels of variance 1/2.
@@ -177,7 +193,7 @@ def dvae_loss(model, batch, beta=0.0, tau=1.0):
     return error + beta * divergence.sum(), len(x)
 
 # %% ../nbs/41_beit.ipynb #perplexity
-def perplexity(tokens, num_embeddings):
+def perplexity(tokens: Int[Tensor, "..."], num_embeddings: int) -> float:
     """The exponential of the entropy of the tokens' frequencies.
 
     Parameters
@@ -206,12 +222,12 @@ def perplexity(tokens, num_embeddings):
     return torch.special.entr(share).sum().exp().item()
 
 # %% ../nbs/41_beit.ipynb #quantizer
-def _gather_rows(x):
+def _gather_rows(x: Float[Tensor, "M D"]) -> Float[Tensor, "rows D"]:
     """The rows of all processes, in their order; they may have unequally many.
 
     Parameters
     ----------
-    x : Tensor, shape (M, D)
+    x : Tensor
         Of this process.
 
     Returns
@@ -233,7 +249,7 @@ def _gather_rows(x):
     return torch.cat(rows)
 
 
-def _unit_vectors(x):
+def _unit_vectors(x: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch D"]:
     """Vectors (..., D) over their lengths; a zero vector stays zero.
 
     In float16 the lengths are computed in float32: the smallest that PyTorch divides by, 1e-12,
@@ -269,7 +285,10 @@ class VectorQuantizer(nn.Module):
         given fewer vectors than codes.
     """
 
-    def __init__(self, num_embeddings, embedding_dim, decay=0.99, kmeans_steps=10):
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, decay: float = 0.99,
+        kmeans_steps: int = 10,
+    ):
         super().__init__()
         _check_vocabulary(num_embeddings)
         check_counts(embedding_dim=embedding_dim)
@@ -281,23 +300,25 @@ class VectorQuantizer(nn.Module):
         self.register_buffer("embedding", F.normalize(codes, dim=-1))
         self.register_buffer("started", torch.tensor(kmeans_steps == 0))
 
-    def tokens(self, z):
+    def tokens(self, z: Float[Tensor, "*batch D"]) -> Int[Tensor, "*batch"]:
         """Return the index of the code with the largest cosine: (..., D) to (...)."""
         cosines = z @ self.embedding.T  # (..., D) @ (D, K) -> (..., K)
         return cosines.argmax(-1)
 
-    def forward(self, z):
+    def forward(
+        self, z: Float[Tensor, "M D"]
+    ) -> tuple[Float[Tensor, "M D"], Int[Tensor, "M"], Float[Tensor, ""]]:
         """Quantize vectors; in training, move the codes.
 
         Parameters
         ----------
-        z : Tensor, shape (M, D)
+        z : Tensor
 
         Returns
         -------
-        codes : Tensor, shape (M, D)
+        codes : Tensor
             The nearest code of each vector, with the vector's gradient (straight-through).
-        tokens : int64 Tensor, shape (M,)
+        tokens : int64 Tensor
             The indices of the codes.
         loss : Tensor, scalar
             The commitment loss, which pulls the vectors towards their codes.
@@ -319,7 +340,7 @@ class VectorQuantizer(nn.Module):
         codes = z + (codes - z).detach()  # the gradient goes straight through to the encoder
         return codes, tokens, loss
 
-    def move(self, z, tokens, decay):
+    def move(self, z: Float[Tensor, "M D"], tokens: Int[Tensor, "M"], decay: float) -> None:
         """Move each code that was chosen towards the mean of the vectors that chose it."""
         z = z.to(torch.promote_types(z.dtype, torch.float32))  # for long sums
         chosen = F.one_hot(tokens, len(self.embedding)).to(z.dtype)  # (M, K)
@@ -333,7 +354,7 @@ class VectorQuantizer(nn.Module):
         moved = _unit_vectors(decay * self.embedding + (1 - decay) * mean)
         self.embedding = torch.where(count > 0, moved.to(self.embedding), self.embedding)
 
-    def start(self, z):
+    def start(self, z: Float[Tensor, "M D"]) -> None:
         """Set the codes by spherical k-means on the first batch, of all processes together."""
         together = dist.is_available() and dist.is_initialized()
         if together:
@@ -363,24 +384,26 @@ class VQAutoencoder(nn.Module):
         From feature maps (B, D, H', W') to the target, such as the images.
     """
 
-    def __init__(self, encoder, quantizer, decoder):
+    def __init__(self, encoder: nn.Module, quantizer: nn.Module, decoder: nn.Module):
         super().__init__()
         self.encoder = encoder
         self.quantizer = quantizer
         self.decoder = decoder
 
-    def forward(self, x):
+    def forward(
+        self, x: Float[Tensor, "B C H W"]
+    ) -> tuple[Tensor, Int[Tensor, "B Hp Wp"], Float[Tensor, ""]]:
         """Encode images, quantize the feature maps, and decode the codes.
 
         Parameters
         ----------
-        x : Tensor, shape (B, C, H, W)
+        x : Tensor
 
         Returns
         -------
         output : Tensor
             The output of the decoder.
-        tokens : int64 Tensor, shape (B, H', W')
+        tokens : int64 Tensor
         loss : Tensor, scalar
             The commitment loss of the quantizer.
         """
@@ -397,27 +420,30 @@ class VQAutoencoder(nn.Module):
         output = self.decoder(codes)
         return output, tokens, loss
 
-    def tokens(self, x):
+    def tokens(self, x: Float[Tensor, "B C H W"]) -> Int[Tensor, "B Hp Wp"]:
         """Return the token of each patch: (B, C, H, W) to (B, H', W')."""
         z = self.encoder(x)  # (B, C, H, W) -> (B, D, H', W')
         z = z.permute(0, 2, 3, 1)  # -> (B, H', W', D)
         return self.quantizer.tokens(z)
 
-    def decode(self, tokens):
+    def decode(self, tokens: Int[Tensor, "B Hp Wp"]) -> Tensor:
         """Decode tokens (B, H', W')."""
         codes = self.quantizer.embedding[tokens]  # (B, H', W') -> (B, H', W', D)
         codes = codes.permute(0, 3, 1, 2)  # -> (B, D, H', W')
         return self.decoder(codes)
 
 # %% ../nbs/41_beit.ipynb #block-mask
-def _check_num_masked(num_masked, num_patches):
+def _check_num_masked(num_masked: int, num_patches: int) -> None:
     """Raise a ValueError unless `num_masked` is an integer from 1 to `num_patches` - 1."""
     if not isinstance(num_masked, int) or not 1 <= num_masked < num_patches:
         raise ValueError(f"num_masked ({num_masked!r}) must be an integer from 1 to "
                          f"{num_patches - 1}: some of {num_patches} patches stay visible")
 
 
-def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=None):
+def block_mask(
+    grid_size: tuple[int, int], num_masked: int, min_patches: int = 16, min_aspect: float = 0.3,
+    rng: random.Random | None = None,
+) -> Bool[Tensor, "Hp Wp"]:
     """Mask random rectangles of patches, which may overlap (Bao et al. 2022, algorithm 1).
 
     As in the authors' code, a rectangle is drawn again if it would mask too many patches, and
@@ -440,7 +466,7 @@ def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=None):
 
     Returns
     -------
-    bool Tensor, shape (H', W')
+    bool Tensor
         True where a patch is masked.
 
     Raises
@@ -489,7 +515,7 @@ def block_mask(grid_size, num_masked, min_patches=16, min_aspect=0.3, rng=None):
     return masked
 
 
-def _random_rectangle(area, min_aspect, rng):
+def _random_rectangle(area: float, min_aspect: float, rng: random.Random) -> tuple[int, int]:
     """Draw the sides of a rectangle.
 
     Parameters
@@ -511,12 +537,14 @@ def _random_rectangle(area, min_aspect, rng):
     return height, width
 
 
-def _mask_rectangle(masked, height, width, most, rng):
+def _mask_rectangle(
+    masked: Bool[Tensor, "Hp Wp"], height: int, width: int, most: int, rng: random.Random
+) -> int:
     """Mask a rectangle at a random position, unless it would mask too many patches.
 
     Parameters
     ----------
-    masked : bool Tensor, shape (H', W')
+    masked : bool Tensor
         True where a patch is masked; it is changed.
     height, width : int
         Sides of the rectangle.
@@ -539,7 +567,9 @@ def _mask_rectangle(masked, height, width, most, rng):
     return new
 
 # %% ../nbs/41_beit.ipynb #position-index
-def beit_position_index(window_size, device=None):
+def beit_position_index(
+    window_size: tuple[int, int], device: torch.device | str | None = None
+) -> Int[Tensor, "L L"]:
     """The row of the bias table for each pair of tokens; the class token comes first.
 
     Parameters
@@ -564,7 +594,10 @@ def beit_position_index(window_size, device=None):
     return index
 
 # %% ../nbs/41_beit.ipynb #resize-table
-def _resize_beit_table(table, new_window, old_window=None):
+def _resize_beit_table(
+    table: Float[Tensor, "rows h"], new_window: tuple[int, int],
+    old_window: tuple[int, int] | None = None,
+) -> Float[Tensor, "new_rows h"]:
     """A bias table for another window; the three rows of the class token stay.
 
     Parameters
@@ -575,13 +608,16 @@ def _resize_beit_table(table, new_window, old_window=None):
 
     Returns
     -------
-    Tensor, shape (rows, h)
+    Tensor
     """
     offsets = resize_rel_pos_bias_table(table[:-3], new_window, old_window)
     return torch.cat([offsets, table[-3:]])
 
 # %% ../nbs/41_beit.ipynb #position-bias
-def _bias_table(window_size, num_heads, device=None, dtype=None):
+def _bias_table(
+    window_size: tuple[int, int], num_heads: int, device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter:
     """A learned table with a row for each offset and three for the class token.
 
     Parameters
@@ -600,12 +636,14 @@ def _bias_table(window_size, num_heads, device=None, dtype=None):
     return nn.Parameter(torch.zeros(rows, num_heads, device=device, dtype=dtype))
 
 
-def position_bias(table, index):
+def position_bias(
+    table: Float[Tensor, "rows h"], index: Int[Tensor, "L L"]
+) -> Float[Tensor, "h L L"]:
     """Look up the bias that is added to the attention logits.
 
     Parameters
     ----------
-    table : Tensor, shape (rows, h)
+    table : Tensor
         From `_bias_table`.
     index : int64 Tensor, shape (1 + N, 1 + N)
         From `beit_position_index`.
@@ -617,7 +655,7 @@ def position_bias(table, index):
     bias = table.T.index_select(1, index.flatten())  # (h, rows) -> (h, (1 + N)²)
     return bias.unflatten(1, index.shape)  # -> (h, 1 + N, 1 + N)
 
-def _renew_index(module, incompatible_keys=None):
+def _renew_index(module: nn.Module, incompatible_keys: object = None) -> None:
     """Compute the index of a bias table again, because a state dict does not hold it.
 
     It runs after each `load_state_dict`. A model that was made on the device "meta" or emptied
@@ -647,8 +685,11 @@ class BeitAttention(nn.Module):
         Dropout of the weights and of the output.
     """
 
-    def __init__(self, dim, num_heads, window_size, qkv_bias=True, attn_drop=0.0,
-                 proj_drop=0.0, device=None, dtype=None):
+    def __init__(
+        self, dim: int, num_heads: int, window_size: tuple[int, int], qkv_bias: bool = True,
+        attn_drop: float = 0.0, proj_drop: float = 0.0,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_heads(num_heads, dim=dim)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
@@ -669,7 +710,9 @@ class BeitAttention(nn.Module):
         self.proj = nn.Linear(dim, dim, **options)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x, bias=None):
+    def forward(
+        self, x: Float[Tensor, "B L dim"], bias: Tensor | None = None
+    ) -> Float[Tensor, "B L dim"]:
         """Tokens (B, 1 + N, dim) to tokens, with its own table's bias unless one is given."""
         qkv = self.qkv(x)  # (B, 1 + N, 3 dim)
         if self.q_bias is not None:
@@ -687,7 +730,7 @@ class BeitAttention(nn.Module):
         x = self.proj(merge_heads(x))  # -> (B, 1 + N, dim)
         return self.proj_drop(x)
 
-    def set_window_size(self, window_size):
+    def set_window_size(self, window_size: int | tuple[int, int]) -> None:
         """Expect another grid of patches from now on; the table is interpolated."""
         window_size = tuple(window_size)
         if window_size != tuple(self.window_size):  # else keep it: an optimizer may hold it
@@ -717,9 +760,12 @@ class BeitBlock(nn.Module):
         Initial value of γ₁ and γ₂; None for a block without them.
     """
 
-    def __init__(self, dim, num_heads, window_size, mlp_ratio=4.0, qkv_bias=True,
-                 proj_drop=0.0, attn_drop=0.0, drop_path=0.0, init_values=None, device=None,
-                 dtype=None):
+    def __init__(
+        self, dim: int, num_heads: int, window_size: tuple[int, int], mlp_ratio: float = 4.0,
+        qkv_bias: bool = True, proj_drop: float = 0.0, attn_drop: float = 0.0,
+        drop_path: float = 0.0, init_values: float | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         options = dict(device=device, dtype=dtype)
         self.norm1 = LayerNorm(dim, **options)
@@ -734,7 +780,9 @@ class BeitBlock(nn.Module):
             self.gamma_1 = nn.Parameter(init_values * torch.ones(dim, **options))
             self.gamma_2 = nn.Parameter(init_values * torch.ones(dim, **options))
 
-    def forward(self, x, bias=None):
+    def forward(
+        self, x: Float[Tensor, "B L dim"], bias: Tensor | None = None
+    ) -> Float[Tensor, "B L dim"]:
         """Tokens (B, 1 + N, dim) to tokens; `bias` as in `BeitAttention`."""
         y = self.attn(self.norm1(x), bias)
         x = x + self.drop_path(self.gamma_1 * y)
@@ -742,7 +790,7 @@ class BeitBlock(nn.Module):
         return x + self.drop_path(self.gamma_2 * y)
 
 
-def _init_beit(model):
+def _init_beit(model: nn.Module) -> None:
     """Initialize as the authors do for fine-tuning: both output layers of block ℓ are divided
     by √(2ℓ) (Bao et al. 2022, section 2.5).
 
@@ -805,11 +853,16 @@ class Beit(Backbone):
     family = "beit"
     num_prefix_tokens = 1
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, num_classes=1000,
-                 global_pool="avg", embed_dim=768, depth=12, num_heads=12, mlp_ratio=4.0,
-                 qkv_bias=True, *, drop_rate=0.0, pos_drop_rate=0.0, proj_drop_rate=0.0,
-                 attn_drop_rate=0.0, drop_path_rate=0.0, init_values=None, device=None,
-                 dtype=None):
+    def __init__(
+        self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3, num_classes: int = 1000,
+        global_pool: Literal["avg", "token", ""] = "avg", embed_dim: int = 768, depth: int = 12,
+        num_heads: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = True, *,
+        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0,
+        init_values: float | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_rates(drop_rate=drop_rate, pos_drop_rate=pos_drop_rate,
                     proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate)
@@ -838,21 +891,23 @@ class Beit(Backbone):
         if num_classes:
             self.head.weight.data.mul_(0.001)  # so the first logits are nearly zero
 
-    def embed(self, x):
+    def embed(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L D"]:
         """Embed images (B, C, H, W) as tokens (B, 1 + N, D) without position embeddings."""
         x = self.patch_embed(x)  # (B, C, H, W) -> (B, N, D)
         cls_token = self.cls_token.expand(x.shape[0], -1, -1)  # (B, 1, D)
         x = torch.cat([cls_token, x], dim=1)  # (B, 1 + N, D)
         return self.pos_drop(x)
 
-    def forward_features(self, x):
+    def forward_features(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L D"]:
         """Compute all tokens (B, 1 + N, D), normalized unless `fc_norm` follows the mean."""
         x = self.embed(x)
         for block in self.blocks:
             x = self.checkpointed(block, x)
         return self.norm(x)
 
-    def forward_head(self, x, pre_logits=False):
+    def forward_head(
+        self, x: Float[Tensor, "B L D"], pre_logits: bool = False
+    ) -> Float[Tensor, "B ... num_classes"]:
         """Compute logits (B, num_classes); with `pre_logits`, return the input of the head."""
         x = self.pool(x)  # (B, 1 + N, D) -> (B, D)
         x = self.fc_norm(x)
@@ -861,12 +916,14 @@ class Beit(Backbone):
             return x
         return self.head(x)  # -> (B, num_classes)
 
-    def forward(self, x):
+    def forward(
+        self, x: Float[Tensor, "B in_chans H W"]
+    ) -> Float[Tensor, "B ... num_classes"]:
         """Compute logits (B, num_classes) of images (B, in_chans, H, W)."""
         x = self.forward_features(x)  # (B, C, H, W) -> (B, 1 + N, D)
         return self.forward_head(x)  # -> (B, num_classes)
 
-    def set_input_size(self, img_size):
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Accept images of another size from now on: the tables are interpolated, once."""
         embed = self.patch_embed
         embed.set_input_size(img_size)
@@ -874,7 +931,9 @@ class Beit(Backbone):
             block.attn.set_window_size(embed.grid_size)
         self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
-    def resample_state_dict(self, state_dict, img_size=None):
+    def resample_state_dict(
+        self, state_dict: dict[str, Tensor], img_size: int | tuple[int, int] | None = None
+    ) -> dict[str, Tensor]:
         """Weights made to fit this model: tables of another grid are interpolated, one that all
         blocks share is copied to each; the norm of a mean starts anew after pre-training.
 
@@ -887,7 +946,7 @@ class Beit(Backbone):
         state_dict = _without_pretraining(state_dict, self)
         return _adapt_tables(state_dict, self, old_grid)
 
-    def no_weight_decay(self):
+    def no_weight_decay(self) -> set[str]:
         """Names of parameters that are not to decay; bias tables are among them."""
         names = super().no_weight_decay()
         for name, _ in self.named_parameters():
@@ -899,7 +958,9 @@ class Beit(Backbone):
 _TABLE = "relative_position_bias_table"
 
 
-def _adapt_tables(state_dict, model, old_grid=None):
+def _adapt_tables(
+    state_dict: dict[str, Tensor], model: nn.Module, old_grid: tuple[int, int] | None = None
+) -> dict[str, Tensor]:
     """A state dict whose bias tables of another grid are interpolated for the model's.
 
     Parameters
@@ -924,7 +985,7 @@ def _adapt_tables(state_dict, model, old_grid=None):
     return state_dict | tables
 
 
-def _without_pretraining(state_dict, model):
+def _without_pretraining(state_dict: dict[str, Tensor], model: Beit) -> dict[str, Tensor]:
     """Weights of pre-training as those of a `Beit`: a copy of the table for each block.
 
     Parameters
@@ -969,7 +1030,10 @@ class BeitPositionBias(nn.Module):
     num_heads : int
     """
 
-    def __init__(self, window_size, num_heads, device=None, dtype=None):
+    def __init__(
+        self, window_size: tuple[int, int], num_heads: int,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         self.relative_position_bias_table = _bias_table(window_size, num_heads, device, dtype)
         index = beit_position_index(window_size, device)
@@ -977,7 +1041,7 @@ class BeitPositionBias(nn.Module):
         self.register_load_state_dict_post_hook(_renew_index)
         self.window_size = window_size
 
-    def forward(self):
+    def forward(self) -> Float[Tensor, "h L L"]:
         """The bias of all blocks, (h, 1 + N, 1 + N)."""
         return position_bias(self.relative_position_bias_table, self.relative_position_index)
 
@@ -1009,9 +1073,13 @@ class BeitForMaskedImageModeling(nn.Module):
 
     family = "beit"
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, vocab_size=8192, embed_dim=768,
-                 depth=12, num_heads=12, mlp_ratio=4.0, *, drop_path_rate=0.0, init_values=0.1,
-                 device=None, dtype=None):
+    def __init__(
+        self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3, vocab_size: int = 8192, embed_dim: int = 768, depth: int = 12,
+        num_heads: int = 12, mlp_ratio: float = 4.0, *, drop_path_rate: float = 0.0,
+        init_values: float | None = 0.1, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         if not isinstance(vocab_size, int) or vocab_size < 2:
             raise ValueError(f"vocab_size ({vocab_size!r}) must be an integer of at least 2")
@@ -1038,18 +1106,20 @@ class BeitForMaskedImageModeling(nn.Module):
         nn.init.trunc_normal_(self.mask_token, std=0.02)
 
     @former_arguments(mask="masked")
-    def forward_features(self, x, masked):
+    def forward_features(
+        self, x: Float[Tensor, "B C H W"], masked: Bool[Tensor, "B N"]
+    ) -> Float[Tensor, "B 1+N D"]:
         """Compute the tokens of images with masked patches.
 
         Parameters
         ----------
-        x : Tensor, shape (B, C, H, W)
-        masked : bool Tensor, shape (B, N)
+        x : Tensor
+        masked : bool Tensor
             True where a patch is masked.
 
         Returns
         -------
-        Tensor, shape (B, 1 + N, D)
+        Tensor
             The class token and the tokens of all patches.
         """
         # embed the patches and replace the masked ones
@@ -1067,18 +1137,20 @@ class BeitForMaskedImageModeling(nn.Module):
         return self.norm(x)
 
     @former_arguments(mask="masked")
-    def forward(self, x, masked):
+    def forward(
+        self, x: Float[Tensor, "B C H W"], masked: Bool[Tensor, "B Hp Wp"] | Bool[Tensor, "B N"]
+    ) -> Float[Tensor, "M K"]:
         """Compute the logits of the visual tokens of masked patches.
 
         Parameters
         ----------
-        x : Tensor, shape (B, C, H, W)
-        masked : bool Tensor, shape (B, H', W') or (B, N)
+        x : Tensor
+        masked : bool Tensor
             True where a patch is masked; in each image some patches are, and not all.
 
         Returns
         -------
-        Tensor, shape (M, K)
+        Tensor
             A row for each of the M masked patches of the batch, image by image, in the order of
             ``tokens[masked]``. Images may have different numbers of masked patches.
 
@@ -1094,11 +1166,11 @@ class BeitForMaskedImageModeling(nn.Module):
         patches = patches[masked]  # -> (M, D)
         return self.lm_head(patches)  # -> (M, K)
 
-    def no_weight_decay(self):
+    def no_weight_decay(self) -> set[str]:
         """Names of parameters that are not to decay: tokens, and the table of biases."""
         return {"cls_token", "mask_token", f"rel_pos_bias.{_TABLE}"}
 
-    def encoder(self, num_classes=0, **options):
+    def encoder(self, num_classes: int = 0, **options) -> Beit:
         """Return a `Beit` with a copy of these weights, in which each block has its own table.
 
         Parameters
@@ -1125,12 +1197,12 @@ class BeitForMaskedImageModeling(nn.Module):
         return model
 
 # %% ../nbs/41_beit.ipynb #masked-loss
-def _check_masked(masked, shape):
+def _check_masked(masked: Bool[Tensor, "B N"], shape: tuple[int, int]) -> None:
     """Raise unless some patches of each image are masked, and not all.
 
     Parameters
     ----------
-    masked : bool Tensor, shape (B, N)
+    masked : bool Tensor
     shape : (int, int)
         The expected shape (B, N).
 
@@ -1148,13 +1220,16 @@ def _check_masked(masked, shape):
                          f"there must be 1 to {shape[1] - 1}")
 
 
-def masked_loss(model, batch):
+def masked_loss(
+    model: nn.Module, batch: Sequence[Tensor]
+) -> tuple[Float[Tensor, ""], int]:
     """The cross-entropy of masked patches' tokens, summed as `attnlib.train.fit` wants.
 
     Parameters
     ----------
-    model : BeitForMaskedImageModeling
-    batch : tuple of Tensor
+    model : Module
+        A `BeitForMaskedImageModeling`.
+    batch : sequence of three Tensors
         Images (B, C, H, W); the tokens of all their patches from a tokenizer, int64 (B, H',
         W'); and masks, bool (B, H', W'), True where a patch is masked.
 
@@ -1194,12 +1269,12 @@ class FeatureEncoder(nn.Module):
         Width of the vectors that are to be quantized.
     """
 
-    def __init__(self, backbone, out_dim):
+    def __init__(self, backbone: Backbone, out_dim: int):
         super().__init__()
         self.backbone = backbone
         self.proj = nn.Conv2d(backbone.num_features, out_dim, kernel_size=1)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B out_dim Hp Wp"]:
         """Encode images (B, C, H, W) as feature maps (B, out_dim, H', W')."""
         maps = self.backbone.forward_intermediates(x, 1, norm=True, intermediates_only=True)
         last = maps[0]  # (B, D, H', W'), of the last block

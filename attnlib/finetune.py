@@ -472,11 +472,8 @@ def transfer(name, train, test, *, img_size=None, pretrained=True, device="cpu",
     return model, (answers == test[1]).float().mean().item()
 
 # %% ../nbs/36_finetune.ipynb #former-names
-from typing import TYPE_CHECKING
-
 from ._renamed import former_name
 
-if not TYPE_CHECKING:  # which would take every name for one that there is
 
-    def __getattr__(name):
-        return former_name(__name__, name)
+def __getattr__(name):
+    return former_name(__name__, name)

@@ -7,10 +7,12 @@ __all__ = ['random_masking', 'patchify', 'unpatchify', 'normalize_patches', 'Mas
            'check_encoder_options', 'load_encoder', 'masked_loss']
 
 # %% ../nbs/40_mae.ipynb #imports
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from ._renamed import former_arguments
@@ -20,21 +22,23 @@ from .position import sincos_2d
 from .vit import SIZES, Block, PatchEmbed, VisionTransformer, check_divides
 
 # %% ../nbs/40_mae.ipynb #masking
-def random_masking(noise, mask_ratio):
+def random_masking(
+    noise: Float[Tensor, "B N"], mask_ratio: float
+) -> tuple[Int[Tensor, "B k"], Bool[Tensor, "B N"]]:
     """Keep the patches with the smallest noise and mask the others (He et al. 2022, section 3).
 
     Parameters
     ----------
-    noise : Tensor, shape (B, N)
+    noise : Tensor
         A random number for each patch, in float32 or float64: in half precision there are ties.
     mask_ratio : float
         The share of patches to mask, in [0, 1). The number of visible patches is rounded down.
 
     Returns
     -------
-    keep : int64 Tensor, shape (B, k)
+    keep : int64 Tensor
         The indices of the visible patches, in the order of their noise.
-    masked : bool Tensor, shape (B, N)
+    masked : bool Tensor
         True where a patch is masked.
 
     Raises
@@ -56,12 +60,14 @@ def random_masking(noise, mask_ratio):
     return keep, masked
 
 # %% ../nbs/40_mae.ipynb #patchify
-def patchify(images, patch_size):
+def patchify(
+    images: Shaped[Tensor, "B C H W"], patch_size: int | tuple[int, int]
+) -> Shaped[Tensor, "B N P"]:
     """Cut images into patches and flatten each, with the channels of a pixel side by side.
 
     Parameters
     ----------
-    images : Tensor, shape (B, C, H, W)
+    images : Tensor
     patch_size : int or (int, int)
         Height p and width q of a patch.
 
@@ -84,7 +90,10 @@ def patchify(images, patch_size):
     return x.flatten(1, 2)  # -> (B, N, p q C)
 
 
-def unpatchify(patches, grid_size, patch_size):
+def unpatchify(
+    patches: Shaped[Tensor, "B N P"], grid_size: tuple[int, int],
+    patch_size: int | tuple[int, int],
+) -> Shaped[Tensor, "B C H W"]:
     """Put patches together to images, the inverse of `patchify`.
 
     Parameters
@@ -107,7 +116,7 @@ def unpatchify(patches, grid_size, patch_size):
     return x.flatten(2, 3)  # -> (B, C, H' p, W' q)
 
 
-def normalize_patches(patches):
+def normalize_patches(patches: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch P"]:
     """Subtract from each patch its mean and divide by its standard deviation (He et al. 2022,
     section 3).
 
@@ -141,13 +150,13 @@ class MaskedAutoencoderOutput(NamedTuple):
         The mean squared error of the masked patches.
     prediction : Tensor, shape (B, N, p·q·C)
         The predicted pixels of all patches, in the order of `patchify`.
-    masked : bool Tensor, shape (B, N)
+    masked : bool Tensor
         True where a patch was masked.
     """
 
-    loss: Tensor
-    prediction: Tensor
-    masked: Tensor
+    loss: Float[Tensor, ""]
+    prediction: Float[Tensor, "B N P"]
+    masked: Bool[Tensor, "B N"]
 
 
 class MaskedAutoencoder(nn.Module):
@@ -178,9 +187,13 @@ class MaskedAutoencoder(nn.Module):
 
     family = "mae"  # whose names `attnlib.convert` translates
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, embed_dim=768, depth=12,
-                 num_heads=12, decoder_embed_dim=512, decoder_depth=8, decoder_num_heads=16,
-                 mlp_ratio=4.0, norm_pix_loss=False, *, device=None, dtype=None):
+    def __init__(
+        self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3, embed_dim: int = 768, depth: int = 12, num_heads: int = 12,
+        decoder_embed_dim: int = 512, decoder_depth: int = 8, decoder_num_heads: int = 16,
+        mlp_ratio: float = 4.0, norm_pix_loss: bool = False, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_counts(embed_dim=embed_dim, depth=depth, decoder_embed_dim=decoder_embed_dim,
                      decoder_depth=decoder_depth, decoder_num_heads=decoder_num_heads)
@@ -220,24 +233,26 @@ class MaskedAutoencoder(nn.Module):
         nn.init.normal_(self.cls_token, std=0.02)
         nn.init.normal_(self.mask_token, std=0.02)
 
-    def forward_encoder(self, images, mask_ratio, noise):
+    def forward_encoder(
+        self, images: Float[Tensor, "B C H W"], mask_ratio: float, noise: Float[Tensor, "B N"]
+    ) -> tuple[Float[Tensor, "B L D"], Int[Tensor, "B k"], Bool[Tensor, "B N"]]:
         """Encode the visible patches alone.
 
         Parameters
         ----------
-        images : Tensor, shape (B, C, H, W)
+        images : Tensor
         mask_ratio : float
             The share of patches to mask, in [0, 1).
-        noise : Tensor, shape (B, N)
+        noise : Tensor
             A random number for each patch, as for `random_masking`.
 
         Returns
         -------
         x : Tensor, shape (B, 1 + k, D)
             The class token and the tokens of the visible patches.
-        keep : int64 Tensor, shape (B, k)
+        keep : int64 Tensor
             The indices of the visible patches.
-        masked : bool Tensor, shape (B, N)
+        masked : bool Tensor
             True where a patch is masked.
         """
         # embed the patches and add their positions
@@ -258,14 +273,16 @@ class MaskedAutoencoder(nn.Module):
         x = self.norm(x)
         return x, keep, masked
 
-    def forward_decoder(self, x, keep):
+    def forward_decoder(
+        self, x: Float[Tensor, "B L D"], keep: Int[Tensor, "B k"]
+    ) -> Float[Tensor, "B N P"]:
         """Predict the pixels of all patches.
 
         Parameters
         ----------
         x : Tensor, shape (B, 1 + k, D)
             The class token and the tokens of the visible patches, from the encoder.
-        keep : int64 Tensor, shape (B, k)
+        keep : int64 Tensor
             The indices of the visible patches.
 
         Returns
@@ -295,14 +312,17 @@ class MaskedAutoencoder(nn.Module):
         return self.decoder_pred(x)  # -> (B, N, p q C)
 
     @former_arguments(mask="masked")
-    def forward_loss(self, images, prediction, masked):
+    def forward_loss(
+        self, images: Float[Tensor, "B C H W"], prediction: Float[Tensor, "B N P"],
+        masked: Bool[Tensor, "B N"],
+    ) -> Float[Tensor, ""]:
         """Compute the mean squared error of the masked patches.
 
         Parameters
         ----------
-        images : Tensor, shape (B, C, H, W)
+        images : Tensor
         prediction : Tensor, shape (B, N, p·q·C)
-        masked : bool Tensor, shape (B, N)
+        masked : bool Tensor
             True where a patch is masked; the error of the others does not count.
 
         Returns
@@ -318,15 +338,18 @@ class MaskedAutoencoder(nn.Module):
         error = error.to(torch.promote_types(error.dtype, torch.float32))  # for a long sum
         return (error * masked).sum() / masked.sum().clamp(min=1)
 
-    def forward(self, images, mask_ratio=0.75, noise=None):
+    def forward(
+        self, images: Float[Tensor, "B C H W"], mask_ratio: float = 0.75,
+        noise: Float[Tensor, "B N"] | None = None,
+    ) -> MaskedAutoencoderOutput:
         """Mask patches of images, predict their pixels, and compute the loss.
 
         Parameters
         ----------
-        images : Tensor, shape (B, C, H, W)
+        images : Tensor
         mask_ratio : float
             The share of patches to mask; at least one must be masked and one visible.
-        noise : Tensor, shape (B, N), optional
+        noise : Tensor, optional
             A random number for each patch, which decides what is masked; drawn if not given.
 
         Returns
@@ -350,7 +373,7 @@ class MaskedAutoencoder(nn.Module):
         loss = self.forward_loss(images, prediction, masked)
         return MaskedAutoencoderOutput(loss, prediction, masked)
 
-    def encoder(self, **options):
+    def encoder(self, **options) -> VisionTransformer:
         """Return a `VisionTransformer` with a copy of the encoder's weights.
 
         With ``global_pool="avg"`` the mean over patches is normalized by a new norm, which has
@@ -387,7 +410,7 @@ class MaskedAutoencoder(nn.Module):
         return model
 
 # %% ../nbs/40_mae.ipynb #class-parts
-def check_encoder_options(options, trained):
+def check_encoder_options(options: dict, trained: dict) -> None:
     """Raise unless an encoder is made with the options that it was trained with.
 
     Parameters
@@ -410,7 +433,7 @@ def check_encoder_options(options, trained):
                              "encoder was trained")
 
 
-def load_encoder(model, stored):
+def load_encoder(model: nn.Module, stored: dict[str, Tensor]) -> None:
     """Load the weights of a trained encoder, except those of the head and of `fc_norm`.
 
     Parameters
@@ -439,7 +462,10 @@ def load_encoder(model, stored):
     model.load_state_dict(own | stored)
 
 
-def _position_embeddings(grid_size, dim, device=None, dtype=None):
+def _position_embeddings(
+    grid_size: tuple[int, int], dim: int, device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter:
     """Fixed sine-cosine embeddings of the patches; those of the class token are zero.
 
     Parameters
@@ -462,7 +488,7 @@ def _position_embeddings(grid_size, dim, device=None, dtype=None):
     return nn.Parameter(pos_embed[None], requires_grad=False)
 
 
-def _init_weights(module):
+def _init_weights(module: nn.Module) -> None:
     """Initialize linear layers as the authors do, and the patch projection like one of them.
 
     One thing differs: all biases start at zero, whereas the authors leave that of the patch
@@ -473,7 +499,7 @@ def _init_weights(module):
         nn.init.zeros_(module.bias)
 
 
-def _check_widths(**widths):
+def _check_widths(**widths: int) -> None:
     """Raise a ValueError, with the name, unless all `widths` are divisible by 4."""
     for name, width in widths.items():
         if width % 4:
@@ -481,7 +507,7 @@ def _check_widths(**widths):
                              "positions are sines and cosines of row and column")
 
 
-def _check_noise(noise, shape):
+def _check_noise(noise: Tensor, shape: tuple[int, ...]) -> None:
     """Raise a ValueError unless `noise` has a `shape`, the number of images and patches."""
     if noise.shape != shape:
         raise ValueError(f"noise of shape {tuple(noise.shape)} must have a number for each "
@@ -499,13 +525,16 @@ register_model("mae_photographs", MaskedAutoencoder, hub="attnlib/mae_photograph
                decoder_depth=2, decoder_num_heads=4)
 
 # %% ../nbs/40_mae.ipynb #masked-loss
-def masked_loss(model, batch, mask_ratio=0.75):
+def masked_loss(
+    model: nn.Module, batch: Sequence[Tensor], mask_ratio: float = 0.75
+) -> tuple[Float[Tensor, ""], int]:
     """The loss of a `MaskedAutoencoder`, summed over the images as `attnlib.train.fit` wants.
 
     Parameters
     ----------
-    model : MaskedAutoencoder
-    batch : tuple of one Tensor, shape (B, C, H, W)
+    model : Module
+        A `MaskedAutoencoder`.
+    batch : sequence of one Tensor, shape (B, C, H, W)
         The images.
     mask_ratio : float
         The share of patches to mask.
