@@ -914,7 +914,7 @@ class ClassicalSharing(nn.Module):
 
 # %% ../nbs/44_autoformer.ipynb #counts
 def parameter_count(model: nn.Module, subnet: Subnet) -> int:
-    """The number of parameters of a network, in closed form.
+    """Count the parameters of a network, in closed form.
 
     Parameters
     ----------
@@ -944,7 +944,7 @@ def parameter_count(model: nn.Module, subnet: Subnet) -> int:
 
 
 def operations(model: nn.Module, subnet: Subnet) -> int:
-    """The number of multiplications of a network for one image, in closed form.
+    """Count the multiplications of a network for one image, in closed form.
 
     Parameters
     ----------
@@ -997,8 +997,7 @@ def _mutate_entries(
 def mutate(
     subnet: Subnet, space: Space, mutate_prob: float, depth_prob: float, rng: random.Random
 ) -> Subnet:
-    """A network with some choices drawn again, those of width and depth and those of each
-    layer.
+    """Draw some choices of a network again: its width, its depth, and those of its layers.
 
     Parameters
     ----------
@@ -1038,7 +1037,7 @@ def _cross_entries(deep: tuple, shallow: tuple, depth: int, rng: random.Random) 
 
 
 def crossover(one: Subnet, other: Subnet, rng: random.Random) -> Subnet:
-    """Each choice is from one of the two parents; further layers are from the deeper.
+    """Combine two networks: each choice is from either, further layers are from the deeper.
 
     Parameters
     ----------
@@ -1065,7 +1064,7 @@ def budget(
     supernet: SuperTransformer, *, max_params: int | None = None, min_params: int | None = None,
     max_operations: int | None = None,
 ) -> Callable[[Subnet], bool]:
-    """A test of whether a network is within limits.
+    """Make a function that tells whether a network is within limits.
 
     Parameters
     ----------
@@ -1113,18 +1112,20 @@ def sample_distinct(
     make: Callable[[], Subnet], count: int, fits: Callable[[Subnet], bool],
     seen: Collection[Subnet], tries: int = 200,
 ) -> list[Subnet]:
-    """Up to `count` distinct networks that fit and have not been seen.
+    """Draw up to `count` distinct networks that fit and have not been seen.
 
     Parameters
     ----------
     make : callable
         Draws a network.
     count : int
+        The number of networks.
     fits : callable
-        From a Subnet to bool, as `budget` makes it.
+        From a Subnet to bool, as `budget` returns it.
     seen : collection of Subnet
+        Networks that are not wanted again.
     tries : int
-        Drawings for each network that is wanted, after which fewer have to do.
+        The most drawings per wanted network; after them fewer networks are returned.
 
     Returns
     -------
@@ -1145,14 +1146,14 @@ def evolutionary_search(
     generations: int = 20, parents: int = 10, crossovers: int = 25, mutations: int = 25,
     mutate_prob: float = 0.2, depth_prob: float = 0.4, seed: int = 0, **limits,
 ) -> tuple[Subnet, list[tuple[Subnet, float]]]:
-    """The best network that evolution finds (Chen et al. 2021, section 3.4).
+    """Search for the best network by evolution (Chen et al. 2021, section 3.4).
 
     Parameters
     ----------
     score : callable
         From a Subnet to a number, larger where it is better: the validation accuracy, say.
     supernet : SuperTransformer
-        Gives the space, and what the limits are counted by.
+        Its space is searched, and its shape determines parameters and operations.
     population, generations : int
         New networks of each generation, and how many generations; the first is random.
     parents, crossovers, mutations : int
@@ -1176,9 +1177,11 @@ def evolutionary_search(
     ValueError
         If no network is within the limits, none was found, or a score is NaN.
     """
+    # fewer children if the population is too small
     wanted = max(1, population, crossovers + mutations)
-    crossovers = crossovers * population // wanted  # fewer, if the population is too small
+    crossovers = crossovers * population // wanted
     mutations = mutations * population // wanted
+
     rng = random.Random(seed)
     space = supernet.space
     fits = budget(supernet, **limits)
@@ -1188,6 +1191,7 @@ def evolutionary_search(
         return sample_subnet(space, rng)
 
     for _ in range(generations):
+        # the best so far may have children
         best = sorted(scores, key=scores.get, reverse=True)[:parents]
         fresh = []
 
@@ -1204,6 +1208,8 @@ def evolutionary_search(
         if best:
             fresh += sample_distinct(mutant, mutations, fits=fits, seen=scores)
             fresh += sample_distinct(child, crossovers, fits=fits, seen={*scores, *fresh})
+
+        # the rest of the generation is random
         missing = population - len(fresh)
         fresh += sample_distinct(random_network, missing, fits=fits, seen={*scores, *fresh})
         scores |= _scores_of(fresh, score)
@@ -1242,13 +1248,13 @@ def _scores_of(
 def _best_subnet(
     scores: dict[Subnet, float], limits: dict
 ) -> tuple[Subnet, list[tuple[Subnet, float]]]:
-    """The network of the highest score, and all with their scores.
+    """Return the network of the highest score, and all with their scores.
 
     Parameters
     ----------
     scores : dict of Subnet to float
     limits : dict
-        For the error alone.
+        The limits of the search, for the error message.
 
     Returns
     -------

@@ -713,8 +713,21 @@ class BeitAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "B L dim"], bias: Tensor | None = None
     ) -> Float[Tensor, "B L dim"]:
-        """Tokens (B, 1 + N, dim) to tokens, with its own table's bias unless one is given."""
-        qkv = self.qkv(x)  # (B, 1 + N, 3 dim)
+        """Attend to all tokens, with the biases of this layer's table unless others are given.
+
+        Parameters
+        ----------
+        x : Tensor, shape (B, 1 + N, dim)
+            The class token and the tokens of the patches.
+        bias : Tensor, optional
+            Added to the logits; of a shape that broadcasts to (B, h, 1 + N, 1 + N).
+
+        Returns
+        -------
+        Tensor, shape (B, 1 + N, dim)
+        """
+        # queries, keys, and values; keys have no bias
+        qkv = self.qkv(x)  # (B, 1 + N, dim) -> (B, 1 + N, 3 dim)
         if self.q_bias is not None:
             k_bias = torch.zeros_like(self.q_bias)
             qkv = qkv + torch.cat([self.q_bias, k_bias, self.v_bias])
@@ -722,15 +735,19 @@ class BeitAttention(nn.Module):
         q = split_heads(q, self.num_heads)  # -> (B, h, 1 + N, d)
         k = split_heads(k, self.num_heads)
         v = split_heads(v, self.num_heads)
+
+        # a bias for the relative position of each query and key
         if bias is None:
             index = self.relative_position_index
-            bias = position_bias(self.relative_position_bias_table, index)
+            bias = position_bias(self.relative_position_bias_table, index)  # (h, 1 + N, 1 + N)
+
         dropout_p = self.attn_drop if self.training else 0.0
         x = attention(q, k, v, bias=bias, dropout_p=dropout_p)  # (B, h, 1 + N, d)
-        x = self.proj(merge_heads(x))  # -> (B, 1 + N, dim)
+        x = merge_heads(x)  # -> (B, 1 + N, dim)
+        x = self.proj(x)
         return self.proj_drop(x)
 
-    def set_window_size(self, window_size: int | tuple[int, int]) -> None:
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
         """Expect another grid of patches from now on; the table is interpolated."""
         window_size = tuple(window_size)
         if window_size != tuple(self.window_size):  # else keep it: an optimizer may hold it
@@ -783,7 +800,8 @@ class BeitBlock(nn.Module):
     def forward(
         self, x: Float[Tensor, "B L dim"], bias: Tensor | None = None
     ) -> Float[Tensor, "B L dim"]:
-        """Tokens (B, 1 + N, dim) to tokens; `bias` as in `BeitAttention`."""
+        """Apply attention and the MLP to tokens (B, 1 + N, dim); `bias` as in `BeitAttention`.
+        """
         y = self.attn(self.norm1(x), bias)
         x = x + self.drop_path(self.gamma_1 * y)
         y = self.mlp(self.norm2(x))

@@ -334,8 +334,10 @@ class MaskedAutoencoder(nn.Module):
         if self.norm_pix_loss:
             target = normalize_patches(target)
         error = (prediction - target).square()  # (B, N, p q C)
-        error = error.mean(dim=-1)  # -> (B, N)
+        error = error.mean(dim=-1)  # -> (B, N), one number for each patch
         error = error.to(torch.promote_types(error.dtype, torch.float32))  # for a long sum
+
+        # the mean over masked patches
         return (error * masked).sum() / masked.sum().clamp(min=1)
 
     def forward(
@@ -393,10 +395,13 @@ class MaskedAutoencoder(nn.Module):
         ValueError
             If `options` ask for another network than the one that was trained.
         """
+        # a Vision Transformer like the encoder
         check_encoder_options(options, self.encoder_options)
         like = dict(device=self.cls_token.device, dtype=self.cls_token.dtype)
         keywords = self.encoder_options | dict(num_classes=0) | like | options
         model = VisionTransformer(**keywords)
+
+        # the encoder's weights, without those of the decoder
         left_out = ["decoder_", "mask_token"]
         if model.global_pool == "avg":
             left_out.append("norm.")
@@ -404,6 +409,8 @@ class MaskedAutoencoder(nn.Module):
         for key, x in self.state_dict().items():
             if not key.startswith(tuple(left_out)):
                 stored[key] = x
+
+        # positions for images of another size
         if model.patch_embed.grid_size != self.patch_embed.grid_size:
             stored = model.resample_state_dict(stored, self.patch_embed.img_size)
         load_encoder(model, stored)
