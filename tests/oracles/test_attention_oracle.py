@@ -28,6 +28,7 @@ from attnlib.attention import (
     BACKENDS,
     AdditiveAttention,
     _MapRecorder,
+    _narrow_bias,
     attention,
     attention_backend,
     attention_weights,
