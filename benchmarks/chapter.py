@@ -1,10 +1,10 @@
 """The code that a page defines, for a benchmark that runs the same at length."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
-import nbformat
-
-from tools.notebooks import NBS, code_of
+NOTEBOOKS = Path(__file__).resolve().parent.parent / "nbs"
 
 
 def run_cells(notebook, *cells, names):
@@ -24,8 +24,9 @@ def run_cells(notebook, *cells, names):
     SimpleNamespace
         With `names`, and with what the cells define.
     """
-    sources = {cell.id: cell for cell in nbformat.read(NBS / f"{notebook}.ipynb", 4).cells}
+    page = json.loads((NOTEBOOKS / f"{notebook}.ipynb").read_text(encoding="utf-8"))
+    sources = {cell["id"]: "".join(cell["source"]) for cell in page["cells"]}
     found = dict(names)
     for cell in cells:
-        exec(code_of(sources[cell]), found)
+        exec(sources[cell], found)
     return SimpleNamespace(**found)

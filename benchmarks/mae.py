@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_sample_images
 
 from attnlib import mae, multihead
 from attnlib.attention import attention
@@ -41,6 +40,13 @@ from benchmarks.hidden import (
     probe,
 )
 from benchmarks.runner import Commands, Runs, save_half, tune
+
+
+def load_sample_images():
+    from sklearn import datasets  # which not every machine has
+
+    return datasets.load_sample_images()
+
 
 page = run_cells(
     *("40_mae", "pieces", "harmonic", "kernel", "lean-step"),
