@@ -23,12 +23,10 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "narrow_bias": "_narrow_bias",
     },
     "autoformer": {
-        "at_places": "shifted_digits",
         "check_elastic": "_check_elastic",
-        "chosen": "best_subnet",
+        "chosen": "_best_subnet",
         "draw": "sample_distinct",
         "first_outputs": "_first_outputs",
-        "random_subnet": "_random_subnet",
         "relative_index": "_relative_index",
         "renew_grid": "_renew_grid",
         "sample": "sample_subnet",
@@ -43,9 +41,11 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "source_grid": "_source_grid",
     },
     "beit": {
+        "TABLE": "_TABLE",
         "adapt_tables": "_adapt_tables",
-        "check_mask": "_check_mask",
-        "check_masked": "_check_masked",
+        "bias_table": "_bias_table",
+        "check_mask": "_check_masked",
+        "check_masked": "_check_num_masked",
         "check_vocabulary": "_check_vocabulary",
         "gather_rows": "_gather_rows",
         "hide_rectangle": "_mask_rectangle",
@@ -179,9 +179,10 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "replace": "replace_module",
     },
     "mae": {
-        "check_hidden": "_check_masked_ratio",
         "check_noise": "_check_noise",
-        "pieces": "photo_crops",
+        "init_weights": "_init_weights",
+        "normalized": "normalize_patches",
+        "positions": "_position_embeddings",
     },
     "models": {
         "CLASSIFIER": "_CLASSIFIER",
@@ -290,6 +291,14 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     "attention": {
         "active_backend": "a kernel is a module that replaces another",
     },
+    "autoformer": {
+        "at_places": "it is shifted_digits on the page nbs/44_autoformer",
+        "random_search": "it is defined on the page nbs/44_autoformer",
+        "random_subnet": "it is defined on the page nbs/44_autoformer",
+        "sandwich_loss": "it is defined on the page nbs/44_autoformer",
+        "small_supernet": "it is defined on the page nbs/44_autoformer",
+        "uniform_loss": "it is defined on the page nbs/44_autoformer",
+    },
     "backbone": {
         "torchvision_import": "use attnlib.backbone.requires",
     },
@@ -304,6 +313,17 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     },
     "gpt": {
         "min_p_filter": "use attnlib.decoding.min_p_filter",
+    },
+    "mae": {
+        "check_hidden": "`MaskedAutoencoder.forward` checks this itself",
+        "harmonic_fill": "it is defined on the page nbs/40_mae",
+        "hidden_pixels": "it is masked_pixels on the page nbs/40_mae",
+        "kernel_fill": "it is defined on the page nbs/40_mae",
+        "last_block": "it is defined on the page nbs/40_mae",
+        "lean_loss": "it is defined on the page nbs/40_mae",
+        "linear_fill": "it is defined on the page nbs/40_mae",
+        "pieces": "it is photo_crops on the page nbs/40_mae",
+        "stack": "append attnlib.vit.Block to nn.Sequential in a loop",
     },
     "models": {
         "hub_extra": "use attnlib.backbone.requires",

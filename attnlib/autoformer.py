@@ -5,18 +5,21 @@
 # %% auto #0
 __all__ = ['SPACES', 'WIDTHS', 'RELEASED', 'Subnet', 'Space', 'sample_subnet', 'Linear', 'InterleavedLinear', 'LayerNorm',
            'RelativePositions', 'Attention', 'Block', 'AutoFormer', 'SuperTransformer', 'extract', 'ClassicalSharing',
-           'parameter_count', 'operations', 'mutate', 'crossover', 'budget', 'sample_distinct', 'evolutionary_search',
-           'random_search', 'best_subnet', 'shifted_digits', 'small_supernet', 'uniform_loss', 'sandwich_loss']
+           'parameter_count', 'operations', 'mutate', 'crossover', 'budget', 'sample_distinct', 'evolutionary_search']
 
 # %% ../nbs/44_autoformer.ipynb #imports
 import itertools
 import math
 import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from .attention import attention
 from attnlib.backbone import (
@@ -56,7 +59,7 @@ class Subnet:
                                  "must be tuples with an entry for each layer")
 
     @property
-    def depth(self):
+    def depth(self) -> int:
         """The number of layers."""
         return len(self.num_heads)
 
@@ -89,7 +92,7 @@ class Space:
                 raise ValueError(f"{name} ({choices!r}) must be a tuple of positive choices in "
                                  "increasing order")
 
-    def count(self):
+    def count(self) -> int:
         """The number of networks, ``Σ_d |C| (|h| |r|)^d`` over the depths d."""
         choices_per_layer = len(self.num_heads) * len(self.mlp_ratio)
         total = 0
@@ -97,21 +100,21 @@ class Space:
             total += len(self.embed_dim) * choices_per_layer**depth
         return total
 
-    def smallest(self):
+    def smallest(self) -> Subnet:
         """The network of the smallest choices."""
         depth = self.depth[0]
         num_heads = (self.num_heads[0],) * depth
         mlp_ratio = (self.mlp_ratio[0],) * depth
         return Subnet(self.embed_dim[0], num_heads, mlp_ratio)
 
-    def largest(self):
+    def largest(self) -> Subnet:
         """The network of the largest choices."""
         depth = self.depth[-1]
         num_heads = (self.num_heads[-1],) * depth
         mlp_ratio = (self.mlp_ratio[-1],) * depth
         return Subnet(self.embed_dim[-1], num_heads, mlp_ratio)
 
-    def subnets(self):
+    def subnets(self) -> Iterator[Subnet]:
         """All networks, one after the other."""
         layer_choices = list(itertools.product(self.num_heads, self.mlp_ratio))
         for depth, embed_dim in itertools.product(self.depth, self.embed_dim):
@@ -120,7 +123,7 @@ class Space:
                 mlp_ratio = tuple(r for _, r in layers)
                 yield Subnet(embed_dim, num_heads, mlp_ratio)
 
-    def __contains__(self, subnet):
+    def __contains__(self, subnet: object) -> bool:
         """Whether all choices of a network are among those of the space."""
         if not isinstance(subnet, Subnet):
             return False
@@ -128,14 +131,14 @@ class Space:
                 and set(subnet.num_heads) <= set(self.num_heads)
                 and set(subnet.mlp_ratio) <= set(self.mlp_ratio))
 
-    def check(self, subnet):
+    def check(self, subnet: Subnet) -> Subnet:
         """Return the network if it is in the space; else raise."""
         if subnet not in self:
             raise ValueError(f"subnet {subnet} must be a network of {self}")
         return subnet
 
 # %% ../nbs/44_autoformer.ipynb #sample
-def sample_subnet(space, seed):
+def sample_subnet(space: Space, seed: int | random.Random) -> Subnet:
     """A random network: width, depth, and then each layer's choices, all with equal chances.
 
     Parameters
@@ -182,7 +185,9 @@ class Linear(nn.Linear):
     such as an adapter, can stand in its place in a network of full width.
     """
 
-    def forward(self, x, out_features=None):
+    def forward(
+        self, x: Float[Tensor, "... C"], out_features: int | None = None
+    ) -> Float[Tensor, "... out_features"]:
         """Tokens (..., C) to (..., out_features), by default of full width."""
         weight = self.weight[:out_features, : x.shape[-1]]  # (out_features, C)
         bias = None if self.bias is None else self.bias[:out_features]
@@ -196,7 +201,9 @@ class InterleavedLinear(Linear):
     The bias is cut in three instead: first that of all queries, then keys, then values.
     """
 
-    def forward(self, x, out_features=None):
+    def forward(
+        self, x: Float[Tensor, "... C"], out_features: int | None = None
+    ) -> Float[Tensor, "... out_features"]:
         """Tokens (..., C) to (..., out_features), interleaved as the rows are."""
         if out_features is None:
             out_features = self.out_features
@@ -211,7 +218,7 @@ class InterleavedLinear(Linear):
 class LayerNorm(nn.LayerNorm):
     """A norm of which the first weights serve narrower networks."""
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "*batch C"]) -> Float[Tensor, "*batch C"]:
         """Tokens (..., C), normalized over their own C channels."""
         C = x.shape[-1]
         weight = None if self.weight is None else self.weight[:C]
@@ -219,20 +226,22 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, (C,), weight=weight, bias=bias, eps=self.eps)
 
 
-def _first_outputs(layer, x, count, full):
+def _first_outputs(
+    layer: nn.Module, x: Float[Tensor, "*batch C"], count: int, full: int
+) -> Float[Tensor, "*batch count"]:
     """The first outputs of a layer, which is called without a width if these are all.
 
     Parameters
     ----------
     layer : Module
         A `Linear`; if `count` is `full`, any module from tokens to tokens.
-    x : Tensor, shape (..., C)
+    x : Tensor
     count, full : int
         How many outputs are wanted, and how many there are.
 
     Returns
     -------
-    Tensor, shape (..., count)
+    Tensor
 
     Raises
     ------
@@ -247,7 +256,7 @@ def _first_outputs(layer, x, count, full):
     return layer(x, count)
 
 # %% ../nbs/44_autoformer.ipynb #relative
-def _axis_index(own, size, max_distance):
+def _axis_index(own: Tensor, size: int, max_distance: int) -> tuple[Tensor, Tensor]:
     """`_relative_index` along one axis of `size` places, on which each patch has its `own`.
 
     Return the rows of the table (1 + N', 1 + size), and where each token is, of equal shape.
@@ -260,7 +269,9 @@ def _axis_index(own, size, max_distance):
     return index, own_place[:, None] == places
 
 
-def _relative_index(grid_size, max_distance=14, device=None):
+def _relative_index(
+    grid_size: tuple[int, int], max_distance: int = 14, device: torch.device | str | None = None
+) -> tuple[Int[Tensor, "L rows"], Int[Tensor, "L columns"], Bool[Tensor, "L P"]]:
     """For each axis, which row of its table belongs to each pair of a token and a place.
 
     Parameters
@@ -297,7 +308,10 @@ class RelativePositions(nn.Module):
     head_dim, max_distance : int
     """
 
-    def __init__(self, head_dim, max_distance=14, device=None, dtype=None):
+    def __init__(
+        self, head_dim: int, max_distance: int = 14, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         shape = (2 * max_distance + 2, head_dim)  # row 0 is the class token's
         self.vertical = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -305,7 +319,9 @@ class RelativePositions(nn.Module):
         nn.init.trunc_normal_(self.vertical, std=0.02)
         nn.init.trunc_normal_(self.horizontal, std=0.02)
 
-    def forward(self, rows, columns):
+    def forward(
+        self, rows: Int[Tensor, "L rows"], columns: Int[Tensor, "L columns"]
+    ) -> Float[Tensor, "L rows+columns d"]:
         """The vector for the distance of each token to each row and column: (N, P, d)."""
         vertical = self.vertical[rows]  # (N, 1 + H', d)
         horizontal = self.horizontal[columns]  # (N, 1 + W', d)
@@ -328,8 +344,11 @@ class Attention(nn.Module):
         Whether the layer can also run with fewer channels and heads.
     """
 
-    def __init__(self, dim, num_heads, head_dim=64, grid_size=(14, 14), max_distance=14,
-                 elastic=True, device=None, dtype=None):
+    def __init__(
+        self, dim: int, num_heads: int, head_dim: int = 64,
+        grid_size: tuple[int, int] = (14, 14), max_distance: int = 14, elastic: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         options = dict(device=device, dtype=dtype)
         linear = Linear if elastic else nn.Linear
@@ -344,7 +363,7 @@ class Attention(nn.Module):
         self.set_grid(grid_size)
         self.register_load_state_dict_post_hook(_renew_grid)
 
-    def set_grid(self, grid_size):
+    def set_grid(self, grid_size: tuple[int, int]) -> None:
         """Expect so many rows and columns of patches from now on."""
         self.grid_size = grid_size
         device = self.rel_k.vertical.device
@@ -353,43 +372,65 @@ class Attention(nn.Module):
         self.register_buffer("columns", columns, persistent=False)
         self.register_buffer("places", places, persistent=False)
 
-    def project(self, x, num_heads):
-        """Queries, keys and values (B, h, N, d) of tokens (B, N, C)."""
+    def project(
+        self, x: Float[Tensor, "B N C"], num_heads: int
+    ) -> tuple[Float[Tensor, "B h N d"], Float[Tensor, "B h N d"], Float[Tensor, "B h N d"]]:
+        """Project tokens (B, N, C) to queries, keys, and values, (B, h, N, d) each."""
         d = self.head_dim
         width = 3 * num_heads * d
         full = 3 * self.num_heads * d
         qkv = _first_outputs(self.qkv, x, count=width, full=full)  # (B, N, C) -> (B, N, 3 h d)
         qkv = qkv.unflatten(-1, (num_heads, d, 3))  # -> (B, N, h, d, 3)
         qkv = qkv.permute(4, 0, 2, 1, 3)  # -> (3, B, h, N, d)
-        return qkv.unbind()
+        q, k, v = qkv.unbind()
+        return q, k, v
 
-    def forward(self, x, num_heads=None):
-        """Tokens (B, N, C) to tokens, by the first `num_heads` heads; by all if not given."""
+    def forward(
+        self, x: Float[Tensor, "B N C"], num_heads: int | None = None
+    ) -> Float[Tensor, "B N C"]:
+        """Attend with the first heads.
+
+        Parameters
+        ----------
+        x : Tensor
+            Tokens of up to `dim` channels, the class token first.
+        num_heads : int, optional
+            The number of heads h; all by default.
+
+        Returns
+        -------
+        Tensor
+        """
         C = x.shape[-1]
         d = self.head_dim
         if num_heads is None:
             num_heads = self.num_heads
         if not 1 <= num_heads <= self.num_heads:
             raise ValueError(f"num_heads ({num_heads}) must be from 1 to {self.num_heads}")
-        q, k, v = self.project(x, num_heads)  # (B, h, N, d) each
-        places = self.places.to(q).expand(*q.shape[:2], -1, -1)  # (B, h, N, P)
+        q, k, v = self.project(x, num_heads)  # (B, N, C) -> (B, h, N, d) each
         R_k = self.rel_k(self.rows, self.columns)  # (N, P, d)
         R_v = self.rel_v(self.rows, self.columns)
-        # A key's `places` are zeros, with ones at its row and at its column. Appended to the
-        # key, they select two of the query's P products with R_k. Appended to the value, they
-        # become the attention weight of each row and column, by which R_v is averaged.
+
+        # Shaw et al., equation 4: add the products of queries and relative positions to the
+        # logits. A key's `places` are zeros, with ones at its row and at its column. Appended
+        # to the key, they select two of the query's P products with R_k. Appended to the value,
+        # they become the attention weight of each row and column, by which R_v is averaged.
+        places = self.places.to(q)  # (N, P)
+        places = places.expand(*q.shape[:2], -1, -1)  # -> (B, h, N, P)
         q_by_place = torch.einsum("bhnd,npd->bhnp", q, R_k)
         q = torch.cat([q, q_by_place], dim=-1)  # (B, h, N, d + P)
         k = torch.cat([k, places], dim=-1)
         v = torch.cat([v, places], dim=-1)
         mean = attention(q, k, v, scale=d**-0.5)  # (B, h, N, d + P)
+
+        # Shaw et al., equation 3: the mean of the values and of their relative positions
         x, weight_by_place = mean.split([d, places.shape[-1]], dim=-1)
         x = x + torch.einsum("bhnp,npd->bhnd", weight_by_place, R_v)  # (B, h, N, d)
         x = merge_heads(x)  # -> (B, N, h d)
         return _first_outputs(self.proj, x, count=C, full=self.dim)  # -> (B, N, C)
 
 
-def _renew_grid(layer, incompatible_keys=None):
+def _renew_grid(layer: Attention, incompatible_keys: object = None) -> None:
     """Compute the indices of an `Attention` again, because a state dict does not hold them.
 
     It runs after each `load_state_dict`. A model that was made on the device "meta" or emptied
@@ -405,7 +446,7 @@ def _renew_grid(layer, incompatible_keys=None):
 
 # %% ../nbs/44_autoformer.ipynb #block
 class Block(nn.Module):
-    """A pre-norm layer that can also run with fewer channels, fewer heads, a narrower MLP.
+    """A pre-norm block that can also run with fewer channels, fewer heads, a narrower MLP.
 
     Parameters
     ----------
@@ -420,8 +461,11 @@ class Block(nn.Module):
         `head_dim`, `grid_size` and `max_distance` of `Attention`, `device`, `dtype`.
     """
 
-    def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0, elastic=True, device=None,
-                 dtype=None, **options):
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float = 4.0, drop_path: float = 0.0,
+        elastic: bool = True, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, **options,
+    ):
         super().__init__()
         device_dtype = dict(device=device, dtype=dtype)
         linear = Linear if elastic else nn.Linear
@@ -436,18 +480,41 @@ class Block(nn.Module):
         self.fc2 = linear(hidden, dim, **device_dtype)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x, num_heads=None, mlp_ratio=None):
-        """Tokens (B, N, C) to tokens; with all heads and the whole MLP if not given."""
-        C = x.shape[-1]
+    def forward(
+        self, x: Float[Tensor, "B N C"], num_heads: int | None = None,
+        mlp_ratio: float | None = None,
+    ) -> Float[Tensor, "B N C"]:
+        """Apply attention and the MLP, of which the first heads and units are used.
+
+        Parameters
+        ----------
+        x : Tensor
+            Tokens of up to `dim` channels.
+        num_heads : int, optional
+            All heads by default.
+        mlp_ratio : float, optional
+            Width of the MLP's hidden layer in units of C; that of the full layer by default.
+
+        Returns
+        -------
+        Tensor
+        """
         if mlp_ratio is None:
             mlp_ratio = self.mlp_ratio
-        x = x + self.drop_path(self.attn(self.norm1(x), num_heads))
-        width = hidden_width(C, mlp_ratio)
-        full = hidden_width(self.dim, self.mlp_ratio)
+        C = x.shape[-1]
+        hidden = hidden_width(C, mlp_ratio)
+        full_hidden = hidden_width(self.dim, self.mlp_ratio)
+
+        # attention
+        y = self.norm1(x)
+        y = self.attn(y, num_heads)
+        x = x + self.drop_path(y)
+
+        # the MLP
         y = self.norm2(x)
-        hidden = _first_outputs(self.fc1, y, count=width, full=full)  # (B, N, width)
-        hidden = F.gelu(hidden)
-        y = _first_outputs(self.fc2, hidden, count=C, full=self.dim)  # -> (B, N, C)
+        y = _first_outputs(self.fc1, y, count=hidden, full=full_hidden)  # -> (B, N, hidden)
+        y = F.gelu(y)
+        y = _first_outputs(self.fc2, y, count=C, full=self.dim)  # -> (B, N, C)
         return x + self.drop_path(y)
 
 # %% ../nbs/44_autoformer.ipynb #autoformer-class
@@ -483,10 +550,15 @@ class AutoFormer(Backbone):
     num_prefix_tokens = 1  # the class token
     elastic = False  # whether narrower networks use the same layers
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, num_classes=1000,
-                 global_pool="avg", embed_dim=384, num_heads=(6,) * 12, mlp_ratio=(4.0,) * 12,
-                 head_dim=64, max_distance=14, *, drop_rate=0.0, drop_path_rate=0.0,
-                 device=None, dtype=None):
+    def __init__(
+        self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3, num_classes: int = 1000,
+        global_pool: Literal["avg", "token", ""] = "avg", embed_dim: int = 384,
+        num_heads: Sequence[int] = (6,) * 12, mlp_ratio: Sequence[float] = (4.0,) * 12,
+        head_dim: int = 64, max_distance: int = 14, *, drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         self.subnet = Subnet(embed_dim, tuple(num_heads), tuple(mlp_ratio))
         check_counts(embed_dim=embed_dim, head_dim=head_dim, max_distance=max_distance)
@@ -523,7 +595,7 @@ class AutoFormer(Backbone):
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
-    def reset_classifier(self, num_classes, global_pool=None):
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Make a new head for `num_classes` classes (none if 0), and possibly another pooling.
         """
         check_naturals(num_classes=num_classes)
@@ -540,36 +612,46 @@ class AutoFormer(Backbone):
         self.head.train(self.training)
         self.update_config(num_classes=num_classes)
 
-    def embed(self, x, embed_dim=None):
-        """Images (B, C, H, W) to tokens (B, 1 + N', embed_dim), of full width by default."""
-        x = self.patch_embed(x)  # (B, N', D), of which narrow networks use a part
+    def embed(
+        self, x: Float[Tensor, "B C H W"], embed_dim: int | None = None
+    ) -> Float[Tensor, "B L D"]:
+        """Embed images (B, C, H, W) as tokens (B, 1 + N', embed_dim), by default of full width.
+        """
+        # embed the patches; narrow networks use the first channels
+        x = self.patch_embed(x)  # (B, C, H, W) -> (B, N', D)
         x = x[..., :embed_dim]  # -> (B, N', embed_dim)
+
+        # prepend the class token and add positions
         cls_token = self.cls_token[..., :embed_dim]  # (1, 1, embed_dim)
         cls_token = cls_token.expand(x.shape[0], -1, -1)  # -> (B, 1, embed_dim)
         x = torch.cat([cls_token, x], dim=1)  # (B, 1 + N', embed_dim)
         return x + self.pos_embed[..., :embed_dim]
 
-    def forward_features(self, x):
-        """All tokens (B, 1 + N', C) after the last norm, the class token first."""
-        x = self.embed(x)
+    def forward_features(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L D"]:
+        """Compute all tokens (B, 1 + N', C) after the last norm, the class token first."""
+        x = self.embed(x)  # (B, in_chans, H, W) -> (B, 1 + N', C)
         for block in self.blocks:
             x = self.checkpointed(block, x)
         return self.norm(x)
 
-    def forward_head(self, x, pre_logits=False):
-        """Logits (B, num_classes) of the tokens; with `pre_logits` the input of the head."""
+    def forward_head(
+        self, x: Float[Tensor, "B L D"], pre_logits: bool = False
+    ) -> Float[Tensor, "B ... num_classes"]:
+        """Compute logits (B, num_classes); with `pre_logits`, return the input of the head."""
         x = self.pool(x)  # (B, 1 + N', C) -> (B, C); all tokens if `global_pool` is ""
         x = self.head_drop(x)
         if pre_logits:
             return x
-        return self.head(x)
+        return self.head(x)  # -> (B, num_classes)
 
-    def forward(self, x):
-        """Logits (B, num_classes) of images (B, in_chans, H, W)."""
-        x = self.forward_features(x)
-        return self.forward_head(x)
+    def forward(
+        self, x: Float[Tensor, "B in_chans H W"]
+    ) -> Float[Tensor, "B ... num_classes"]:
+        """Compute logits (B, num_classes) of images (B, in_chans, H, W)."""
+        x = self.forward_features(x)  # (B, in_chans, H, W) -> (B, 1 + N', C)
+        return self.forward_head(x)  # -> (B, num_classes)
 
-    def set_input_size(self, img_size):
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Accept images of another size: absolute positions are interpolated, once."""
         embed = self.patch_embed
         old_size = embed.grid_size
@@ -579,7 +661,9 @@ class AutoFormer(Backbone):
             block.attn.set_grid(embed.grid_size)
         self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
-    def resample_state_dict(self, state_dict, img_size=None):
+    def resample_state_dict(
+        self, state_dict: dict[str, Tensor], img_size: int | tuple[int, int] | None = None
+    ) -> dict[str, Tensor]:
         """Weights whose absolute positions are interpolated for this model's grid.
 
         `img_size` is the size of the images that the weights belong to, as in
@@ -596,7 +680,7 @@ class SuperTransformer(AutoFormer):
     Parameters
     ----------
     space : Space
-    img_size, patch_size, num_classes, head_dim, in_chans
+    img_size, patch_size, in_chans, num_classes, head_dim
         As for `AutoFormer`.
     embed_dim : int, optional
         Width of the stored weights; the largest choice by default. The authors' "tiny" has 256,
@@ -615,8 +699,11 @@ class SuperTransformer(AutoFormer):
 
     elastic = True
 
-    def __init__(self, space, img_size=224, patch_size=16, num_classes=1000, head_dim=64,
-                 in_chans=3, *, embed_dim=None, **options):
+    def __init__(
+        self, space: Space, img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16, in_chans: int = 3, num_classes: int = 1000,
+        head_dim: int = 64, *, embed_dim: int | None = None, **options,
+    ):
         largest = space.largest()
         if embed_dim is None:
             embed_dim = largest.embed_dim
@@ -630,34 +717,72 @@ class SuperTransformer(AutoFormer):
         self.space = space
         self.num_features = largest.embed_dim  # the stored weights may be wider
 
-    def embed(self, x, embed_dim=None):
-        """Images (B, C, H, W) to tokens (B, 1 + N', embed_dim), by default of the largest
-        network."""
+    def embed(
+        self, x: Float[Tensor, "B C H W"], embed_dim: int | None = None
+    ) -> Float[Tensor, "B L D"]:
+        """Embed images (B, C, H, W) as tokens (B, 1 + N', embed_dim), by default those of the
+        largest network.
+        """
         if embed_dim is None:
             embed_dim = self.space.largest().embed_dim
         return super().embed(x, embed_dim)
 
-    def forward(self, x, subnet=None):
-        """Logits (B, num_classes) of images, by one of the networks; the largest by default."""
-        x = self.forward_features(x, subnet)
-        return self.forward_head(x)
+    def forward_features(
+        self, x: Float[Tensor, "B in_chans H W"], subnet: Subnet | None = None
+    ) -> Float[Tensor, "B L D"]:
+        """Compute all tokens after the last norm by one of the networks.
 
-    def forward_features(self, x, subnet=None):
-        """All tokens (B, 1 + N', C) after the last norm, the class token first."""
+        Parameters
+        ----------
+        x : Tensor
+        subnet : Subnet, optional
+            The largest network by default.
+
+        Returns
+        -------
+        Tensor, shape (B, 1 + N', C)
+            The class token first; C is the width of the network.
+        """
         if subnet is None:
             subnet = self.space.largest()
         else:
             self.space.check(subnet)
         if subnet != self.subnet:
             _check_elastic(self)
-        x = self.embed(x, subnet.embed_dim)
+
+        # a narrower network uses the first channels
+        x = self.embed(x, subnet.embed_dim)  # (B, in_chans, H, W) -> (B, 1 + N', C)
+
         # a shallower network runs the first blocks alone
         for block, heads, ratio in zip(self.blocks, subnet.num_heads, subnet.mlp_ratio):
             x = self.checkpointed(block, x, num_heads=heads, mlp_ratio=ratio)
         return self.norm(x)
 
+    def forward(
+        self, x: Float[Tensor, "B in_chans H W"], subnet: Subnet | None = None
+    ) -> Float[Tensor, "B ... num_classes"]:
+        """Compute logits (B, num_classes) of images by one of the networks.
 
-def _check_elastic(supernet):
+        Parameters
+        ----------
+        x : Tensor
+        subnet : Subnet, optional
+            The largest network by default.
+
+        Returns
+        -------
+        Tensor
+
+        Raises
+        ------
+        ValueError
+            If the network is not one of the space.
+        """
+        x = self.forward_features(x, subnet)  # (B, in_chans, H, W) -> (B, 1 + N', C)
+        return self.forward_head(x)  # -> (B, num_classes)
+
+
+def _check_elastic(supernet: SuperTransformer) -> None:
     """Raise unless all layers of a supernet can serve narrower networks.
 
     Parameters
@@ -682,7 +807,7 @@ def _check_elastic(supernet):
 
 # %% ../nbs/44_autoformer.ipynb #extract
 @torch.no_grad()
-def extract(supernet, subnet):
+def extract(supernet: SuperTransformer, subnet: Subnet) -> AutoFormer:
     """One network of a supernet as a model of its own, with copies of its weights.
 
     Parameters
@@ -740,7 +865,7 @@ class ClassicalSharing(nn.Module):
         Keywords of `AutoFormer`: `img_size`, `num_classes` and so on.
     """
 
-    def __init__(self, space, **options):
+    def __init__(self, space: Space, **options):
         super().__init__()
         self.space = space
         self.choices = list(itertools.product(space.num_heads, space.mlp_ratio))
@@ -758,25 +883,38 @@ class ClassicalSharing(nn.Module):
             stem.blocks = nn.ModuleList()  # they are in `self.blocks`
             self.stems.append(stem)
 
-    def forward(self, x, subnet=None):
-        """Logits (B, num_classes) of images, by one of the networks; the largest by default."""
+    def forward(
+        self, x: Float[Tensor, "B in_chans H W"], subnet: Subnet | None = None
+    ) -> Float[Tensor, "B ... num_classes"]:
+        """Compute logits (B, num_classes) of images by one of the networks.
+
+        Parameters
+        ----------
+        x : Tensor
+        subnet : Subnet, optional
+            The largest network by default.
+
+        Returns
+        -------
+        Tensor
+        """
         if subnet is None:
             subnet = self.space.largest()
         else:
             self.space.check(subnet)
         width = self.space.embed_dim.index(subnet.embed_dim)
         stem = self.stems[width]
-        x = stem.embed(x)
+        x = stem.embed(x)  # (B, in_chans, H, W) -> (B, 1 + N', C)
         for i in range(subnet.depth):
             choice = self.choices.index((subnet.num_heads[i], subnet.mlp_ratio[i]))
             block = self.blocks[width][choice][i]
             x = block(x)
         x = stem.norm(x)
-        return stem.forward_head(x)
+        return stem.forward_head(x)  # -> (B, num_classes)
 
 # %% ../nbs/44_autoformer.ipynb #counts
-def parameter_count(model, subnet):
-    """The number of parameters of a network, in closed form.
+def parameter_count(model: nn.Module, subnet: Subnet) -> int:
+    """Count the parameters of a network, in closed form.
 
     Parameters
     ----------
@@ -805,8 +943,8 @@ def parameter_count(model, subnet):
     return total
 
 
-def operations(model, subnet):
-    """The number of multiplications of a network for one image, in closed form.
+def operations(model: nn.Module, subnet: Subnet) -> int:
+    """Count the multiplications of a network for one image, in closed form.
 
     Parameters
     ----------
@@ -843,7 +981,9 @@ for name, subnet in RELEASED.items():
                    embed_dim=WIDTHS[name])
 
 # %% ../nbs/44_autoformer.ipynb #evolve
-def _mutate_entries(entries, choices, depth, mutate_prob, rng):
+def _mutate_entries(
+    entries: tuple, choices: tuple, depth: int, mutate_prob: float, rng: random.Random
+) -> tuple:
     """The entries of `depth` layers: some are drawn again, and all that are missing."""
     mutated = []
     for entry in entries[:depth]:
@@ -854,9 +994,10 @@ def _mutate_entries(entries, choices, depth, mutate_prob, rng):
     return tuple(mutated)
 
 
-def mutate(subnet, space, mutate_prob, depth_prob, rng):
-    """A network with some choices drawn again, those of width and depth and those of each
-    layer.
+def mutate(
+    subnet: Subnet, space: Space, mutate_prob: float, depth_prob: float, rng: random.Random
+) -> Subnet:
+    """Draw some choices of a network again: its width, its depth, and those of its layers.
 
     Parameters
     ----------
@@ -884,7 +1025,7 @@ def mutate(subnet, space, mutate_prob, depth_prob, rng):
     return Subnet(embed_dim, num_heads, mlp_ratio)
 
 
-def _cross_entries(deep, shallow, depth, rng):
+def _cross_entries(deep: tuple, shallow: tuple, depth: int, rng: random.Random) -> tuple:
     """The entries of `depth` layers: of either parent, or of the one that has the layer."""
     crossed = []
     for i in range(depth):
@@ -895,8 +1036,8 @@ def _cross_entries(deep, shallow, depth, rng):
     return tuple(crossed)
 
 
-def crossover(one, other, rng):
-    """Each choice is from one of the two parents; further layers are from the deeper.
+def crossover(one: Subnet, other: Subnet, rng: random.Random) -> Subnet:
+    """Combine two networks: each choice is from either, further layers are from the deeper.
 
     Parameters
     ----------
@@ -919,8 +1060,11 @@ def crossover(one, other, rng):
     return Subnet(embed_dim, num_heads, mlp_ratio)
 
 # %% ../nbs/44_autoformer.ipynb #budget
-def budget(supernet, *, max_params=None, min_params=None, max_operations=None):
-    """A test of whether a network is within limits.
+def budget(
+    supernet: SuperTransformer, *, max_params: int | None = None, min_params: int | None = None,
+    max_operations: int | None = None,
+) -> Callable[[Subnet], bool]:
+    """Make a function that tells whether a network is within limits.
 
     Parameters
     ----------
@@ -964,19 +1108,24 @@ def budget(supernet, *, max_params=None, min_params=None, max_operations=None):
     return fits
 
 
-def sample_distinct(make, count, fits, seen, tries=200):
-    """Up to `count` distinct networks that fit and have not been seen.
+def sample_distinct(
+    make: Callable[[], Subnet], count: int, fits: Callable[[Subnet], bool],
+    seen: Collection[Subnet], tries: int = 200,
+) -> list[Subnet]:
+    """Draw up to `count` distinct networks that fit and have not been seen.
 
     Parameters
     ----------
     make : callable
         Draws a network.
     count : int
+        The number of networks.
     fits : callable
-        From a Subnet to bool, as `budget` makes it.
+        From a Subnet to bool, as `budget` returns it.
     seen : collection of Subnet
+        Networks that are not wanted again.
     tries : int
-        Drawings for each network that is wanted, after which fewer have to do.
+        The most drawings per wanted network; after them fewer networks are returned.
 
     Returns
     -------
@@ -992,17 +1141,19 @@ def sample_distinct(make, count, fits, seen, tries=200):
     return list(found)
 
 # %% ../nbs/44_autoformer.ipynb #search
-def evolutionary_search(score, supernet, *, population=50, generations=20, parents=10,
-                        crossovers=25, mutations=25, mutate_prob=0.2, depth_prob=0.4, seed=0,
-                        **limits):
-    """The best network that evolution finds (Chen et al. 2021, section 3.4).
+def evolutionary_search(
+    score: Callable[[Subnet], float], supernet: SuperTransformer, *, population: int = 50,
+    generations: int = 20, parents: int = 10, crossovers: int = 25, mutations: int = 25,
+    mutate_prob: float = 0.2, depth_prob: float = 0.4, seed: int = 0, **limits,
+) -> tuple[Subnet, list[tuple[Subnet, float]]]:
+    """Search for the best network by evolution (Chen et al. 2021, section 3.4).
 
     Parameters
     ----------
     score : callable
         From a Subnet to a number, larger where it is better: the validation accuracy, say.
     supernet : SuperTransformer
-        Gives the space, and what the limits are counted by.
+        Its space is searched, and its shape determines parameters and operations.
     population, generations : int
         New networks of each generation, and how many generations; the first is random.
     parents, crossovers, mutations : int
@@ -1026,9 +1177,11 @@ def evolutionary_search(score, supernet, *, population=50, generations=20, paren
     ValueError
         If no network is within the limits, none was found, or a score is NaN.
     """
+    # fewer children if the population is too small
     wanted = max(1, population, crossovers + mutations)
-    crossovers = crossovers * population // wanted  # fewer, if the population is too small
+    crossovers = crossovers * population // wanted
     mutations = mutations * population // wanted
+
     rng = random.Random(seed)
     space = supernet.space
     fits = budget(supernet, **limits)
@@ -1038,6 +1191,7 @@ def evolutionary_search(score, supernet, *, population=50, generations=20, paren
         return sample_subnet(space, rng)
 
     for _ in range(generations):
+        # the best so far may have children
         best = sorted(scores, key=scores.get, reverse=True)[:parents]
         fresh = []
 
@@ -1054,48 +1208,17 @@ def evolutionary_search(score, supernet, *, population=50, generations=20, paren
         if best:
             fresh += sample_distinct(mutant, mutations, fits=fits, seen=scores)
             fresh += sample_distinct(child, crossovers, fits=fits, seen={*scores, *fresh})
+
+        # the rest of the generation is random
         missing = population - len(fresh)
         fresh += sample_distinct(random_network, missing, fits=fits, seen={*scores, *fresh})
         scores |= _scores_of(fresh, score)
-    return best_subnet(scores, limits)
+    return _best_subnet(scores, limits)
 
 
-def random_search(score, supernet, *, evaluations=1000, seed=0, **limits):
-    """The best of some random networks, what `evolutionary_search` is compared with.
-
-    Parameters
-    ----------
-    score : callable
-    supernet : SuperTransformer
-    evaluations : int
-        How many distinct networks are scored.
-    seed : int
-    **limits
-        All but `evaluations` as in `evolutionary_search`.
-
-    Returns
-    -------
-    best : Subnet
-    history : list of (Subnet, float)
-        As of `evolutionary_search`.
-
-    Raises
-    ------
-    ValueError
-        As of `evolutionary_search`.
-    """
-    rng = random.Random(seed)
-    fits = budget(supernet, **limits)
-
-    def random_network():
-        return sample_subnet(supernet.space, rng)
-
-    drawn = sample_distinct(random_network, evaluations, fits=fits, seen={})
-    scores = _scores_of(drawn, score)
-    return best_subnet(scores, limits)
-
-
-def _scores_of(subnets, score):
+def _scores_of(
+    subnets: Iterable[Subnet], score: Callable[[Subnet], float]
+) -> dict[Subnet, float]:
     """The score of each network.
 
     Parameters
@@ -1122,14 +1245,16 @@ def _scores_of(subnets, score):
     return scores
 
 
-def best_subnet(scores, limits):
-    """The network of the highest score, and all with their scores.
+def _best_subnet(
+    scores: dict[Subnet, float], limits: dict
+) -> tuple[Subnet, list[tuple[Subnet, float]]]:
+    """Return the network of the highest score, and all with their scores.
 
     Parameters
     ----------
     scores : dict of Subnet to float
     limits : dict
-        For the error alone.
+        The limits of the search, for the error message.
 
     Returns
     -------
@@ -1147,103 +1272,6 @@ def best_subnet(scores, limits):
     best = max(scores, key=scores.get)
     history = list(scores.items())
     return best, history
-
-# %% ../nbs/44_autoformer.ipynb #small
-def shifted_digits(images, labels, every=1):
-    """Small images at the nine places of a canvas that is two pixels wider and higher.
-
-    Parameters
-    ----------
-    images : Tensor, shape (n, C, H, W)
-        From 0 to 1.
-    labels : Tensor, shape (n,)
-    every : int
-        Take only one place in so many: with 4, two opposite corners and the middle.
-
-    Returns
-    -------
-    images : Tensor, shape (9 n, C, H + 2, W + 2), or fewer
-        From -1 to 3; the mean of digits is then about -0.2, the deviation about 1.3.
-    labels : Tensor, shape (9 n,), or fewer
-    """
-    places = []
-    for top in range(3):
-        for left in range(3):
-            places.append(F.pad(images, (left, 2 - left, top, 2 - top)))
-    places = places[::every]
-    placed = torch.stack(places, dim=1)  # (n, 9, C, H + 2, W + 2)
-    placed = placed.flatten(0, 1)  # -> (9 n, C, H + 2, W + 2)
-    labels = labels.repeat_interleave(len(places))  # (n,) -> (9 n,)
-    return 4 * placed - 1, labels
-
-
-def small_supernet(sharing=SuperTransformer, **shape):
-    """A supernet of 22,140 networks for digits `shifted_digits`, with either kind of sharing.
-
-    Parameters
-    ----------
-    sharing : type
-        `SuperTransformer` or `ClassicalSharing`.
-    **shape
-        What is otherwise for another task, such as ``num_classes=24``.
-    """
-    space = Space(embed_dim=(16, 32, 48), depth=(1, 2, 3, 4), num_heads=(1, 2, 3),
-                  mlp_ratio=(1, 2, 4))
-    digits = dict(img_size=10, patch_size=2, num_classes=10, in_chans=1)
-    shape = digits | shape
-    return sharing(space, head_dim=16, max_distance=4, **shape)
-
-# %% ../nbs/44_autoformer.ipynb #losses
-def _random_subnet(space):
-    """A subnet of a `space`, whose seed is drawn by PyTorch's own generator.
-
-    Returns
-    -------
-    Subnet
-    """
-    seed = int(torch.randint(2**31, ()))
-    return sample_subnet(space, seed)
-
-
-def uniform_loss(supernet, images, labels):
-    """The loss of one random subnet, summed over a batch.
-
-    Parameters
-    ----------
-    supernet : Module
-        A `SuperTransformer` or `ClassicalSharing`.
-    images : Tensor, shape (B, C, H, W)
-    labels : int64 Tensor, shape (B,)
-
-    Returns
-    -------
-    Tensor, scalar
-    """
-    logits = supernet(images, _random_subnet(supernet.space))
-    return F.cross_entropy(logits, labels, reduction="sum")
-
-
-def sandwich_loss(supernet, images, labels):
-    """The losses of the largest subnet, the smallest and a random one, added up.
-
-    Parameters
-    ----------
-    supernet : Module
-        A `SuperTransformer` or `ClassicalSharing`.
-    images : Tensor, shape (B, C, H, W)
-    labels : int64 Tensor, shape (B,)
-
-    Returns
-    -------
-    Tensor, scalar
-    """
-    space = supernet.space
-    subnets = [space.largest(), space.smallest(), _random_subnet(space)]
-    loss = 0.0
-    for subnet in subnets:
-        logits = supernet(images, subnet)
-        loss = loss + F.cross_entropy(logits, labels, reduction="sum")
-    return loss
 
 # %% ../nbs/44_autoformer.ipynb #former-names
 from typing import TYPE_CHECKING

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from attnlib import autoformer
 from attnlib.attention import attention
 from attnlib.autoformer import (
     SPACES,
@@ -35,12 +36,7 @@ from attnlib.autoformer import (
     evolutionary_search,
     extract,
     parameter_count,
-    random_search,
     sample_subnet,
-    sandwich_loss,
-    shifted_digits,
-    small_supernet,
-    uniform_loss,
 )
 from attnlib.data import caption_scenes, digits, small_images
 from attnlib.multihead import merge_heads
@@ -48,8 +44,10 @@ from attnlib.recipes import crop_and_flip, cross_entropy
 from attnlib.train import fit, shuffled_batches
 from attnlib.vit import VisionTransformer
 from benchmarks import runner, timing
+from benchmarks.chapter import run_cells
 from benchmarks.runner import Commands, Runs
 
+page = run_cells(*("44_autoformer", "random-search", "small", "losses"), names=vars(autoformer))
 SEEDS = (0, 1, 2)
 RATES = (2e-3, 4e-3, 8e-3)
 BATCH = 64
@@ -63,7 +61,11 @@ BUDGETS = (15_000, 24_000, 50_000)
 SAME_SIZE = (22_000, 24_000)
 EVOLUTION = dict(population=20, generations=5, parents=6, crossovers=7, mutations=7)
 PARTS = ("valid", "test")  # of the digits, on which networks are judged
-LOSSES = {"uniform": uniform_loss, "sandwich": sandwich_loss, "classical": uniform_loss}
+LOSSES = {
+    "uniform": page.uniform_loss,
+    "sandwich": page.sandwich_loss,
+    "classical": page.uniform_loss,
+}
 
 
 # --- digits, scores ---------------------------------------------------------------------------
@@ -78,9 +80,9 @@ def parts(tiny):
         unseen = unseen[:10]
         answers = answers[:10]
     return {
-        "train": shifted_digits(x[count:], y[count:]),
-        "valid": shifted_digits(x[:count], y[:count], log_every=4),
-        "test": shifted_digits(unseen, answers),
+        "train": page.shifted_digits(x[count:], y[count:]),
+        "valid": page.shifted_digits(x[:count], y[:count], every=4),
+        "test": page.shifted_digits(unseen, answers),
     }
 
 
@@ -107,7 +109,7 @@ def judged(model, data, *subnet):
     return dict(loss=round(loss.item(), 4), accuracy=round(right.item(), 4))
 
 
-SUPERNET = small_supernet()
+SUPERNET = page.small_supernet()
 SCENES = dict(img_size=32, patch_size=4, num_classes=24, in_chans=3)
 
 
@@ -194,7 +196,7 @@ class Supernets(Runs):
 
     def new(self, kind):
         sharing = ClassicalSharing if kind == "classical" else SuperTransformer
-        return small_supernet(sharing, **self.shape)
+        return page.small_supernet(sharing, **self.shape)
 
     def trained(self, kind, seed, lr, steps):
         """A trained supernet and its history."""
@@ -203,7 +205,7 @@ class Supernets(Runs):
         look = Look(self.data["valid"], self.cloud[:12])
         history = fit(
             model,
-            lambda model, batch: (LOSSES[kind](model, *batch), len(batch[1])),
+            LOSSES[kind],
             shuffled_batches(*self.data["train"], batch_size=BATCH, seed=seed),
             **dict(steps=steps, lr=lr, warmup=steps // 10, betas=(0.9, 0.999), seed=seed),
             **dict(weight_decay=0.05, log_every=max(2, steps // 8), evaluate=look),
@@ -276,7 +278,7 @@ class Supernets(Runs):
 
         def make():
             torch.manual_seed(seed)
-            model = extract(small_supernet(), subnet)
+            model = extract(page.small_supernet(), subnet)
             began = time.process_time()
             history = fit(
                 model,
@@ -380,7 +382,7 @@ class Supernets(Runs):
                 best, history = (
                     evolutionary_search(score, model, **evolution, **options)
                     if method == "evolution"
-                    else random_search(score, model, evaluations=evaluations, **options)
+                    else page.random_search(score, model, evaluations=evaluations, **options)
                 )
                 return dict(
                     subnet=described(best),
@@ -415,9 +417,9 @@ class Supernets(Runs):
 def longer(folder, tiny, data="digits"):
     """A supernet for a GPU (see `benchmarks.runs`): digits for longer, or "cifar10"."""
     if data == "digits":
-        train, test = (shifted_digits(*digits(part)) for part in ("train", "test"))
+        train, test = (page.shifted_digits(*digits(part)) for part in ("train", "test"))
         torch.manual_seed(0)
-        model = small_supernet()
+        model = page.small_supernet()
 
         def augment(images):
             return images
@@ -442,7 +444,7 @@ def longer(folder, tiny, data="digits"):
     test = tuple(x[:20] for x in test) if tiny else test
     history = fit(
         model,
-        lambda model, batch: (uniform_loss(model, augment(batch[0]), batch[1]), len(batch[1])),
+        lambda model, batch: page.uniform_loss(model, (augment(batch[0]), batch[1])),
         shuffled_batches(*train, batch_size=batch),
         **dict(steps=steps, lr=1e-3, warmup=steps // 10, betas=(0.9, 0.999)),
         **dict(weight_decay=0.05, log_every=max(1, steps // 10)),

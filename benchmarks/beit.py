@@ -153,7 +153,8 @@ class Tokens(Runs):
 
             def loss_fn(model, batch, *, step):
                 tau = 0.3 ** (step / steps)  # the temperature falls from 1 to 0.3
-                return dvae_loss(batch[0], *model(batch[0], tau), beta) / 64, 1
+                loss, count = dvae_loss(model, batch, beta, tau)
+                return loss / 64, count
 
             tensors = (x,)
         elif name == "teacher":
@@ -250,9 +251,9 @@ class Tokens(Runs):
         pool = masks("blocks", seed=1)
         total = right = count = 0
         for draw in range(draws):
-            mask = pool[draw * len(x) : (draw + 1) * len(x)]
-            logits = model(x, mask)
-            wanted = tokens[mask]
+            masked = pool[draw * len(x) : (draw + 1) * len(x)]
+            logits = model(x, masked)
+            wanted = tokens[masked]
             total += F.cross_entropy(logits, wanted, reduction="sum").item()
             right += (logits.argmax(-1) == wanted).sum().item()
             count += len(wanted)
@@ -263,8 +264,8 @@ class Tokens(Runs):
         counts = 0.1 + F.one_hot(train, VOCABULARY).sum(0)  # (4, 4, K)
         log_p = (counts / counts.sum(-1, keepdim=True)).log()
 
-        def model(x, mask):
-            return log_p.expand(len(x), -1, -1, -1)[mask]
+        def model(x, masked):
+            return log_p.expand(len(x), -1, -1, -1)[masked]
 
         found = self.guessed(model, "test", test)
         return dict(place_accuracy=found["accuracy"], place_entropy=found["entropy"])
@@ -286,7 +287,7 @@ class Tokens(Runs):
             return x, wanted, pool[torch.randint(len(pool), (len(x),), generator=drawn)]
 
         history, seconds = self.train(
-            *(model, lambda model, batch: masked_loss(model, *batch), batches, steps, lr, seed),
+            *(model, masked_loss, batches, steps, lr, seed),
             weight_decay=0.05,
             evaluate=lambda model: self.guessed(model, "valid", tokens["valid"]),
             checkpoint=self.path.parent
@@ -374,7 +375,7 @@ class Tokens(Runs):
         wide = shuffled_batches(x, batch_size=4 if self.tiny else 128)
         what = {
             "tokenizer": (vq(), vq_loss, self.batches(0, x)),
-            "BEiT": (model, lambda model, batch: masked_loss(model, *batch), both),
+            "BEiT": (model, masked_loss, both),
             "MAE": (mae.network(), mae.masked_loss, wide),
         }
         calls = {

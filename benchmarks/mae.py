@@ -16,27 +16,19 @@ import time
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
+from attnlib import mae, multihead
+from attnlib.attention import attention
 from attnlib.data import small_images
 from attnlib.finetune import normalize_for
-from attnlib.mae import (
-    MaskedAutoencoder,
-    harmonic_fill,
-    hidden_pixels,
-    kernel_fill,
-    lean_loss,
-    linear_fill,
-    masked_loss,
-    patchify,
-    photo_crops,
-    random_masking,
-    unpatchify,
-)
+from attnlib.mae import MaskedAutoencoder, masked_loss, patchify, random_masking, unpatchify
 from attnlib.models import create_model, load_pretrained
 from attnlib.recipes import crop_and_flip
 from attnlib.train import fit, machine, shuffled_batches
 from attnlib.vit import VisionTransformer
 from benchmarks import runner, timing
+from benchmarks.chapter import run_cells
 from benchmarks.hidden import (
     COUNTS,
     SEEDS,
@@ -49,6 +41,20 @@ from benchmarks.hidden import (
 )
 from benchmarks.runner import Commands, Runs, save_half, tune
 
+
+def load_sample_images():
+    from sklearn import datasets  # which not every machine has
+
+    return datasets.load_sample_images()
+
+
+page = run_cells(
+    *("40_mae", "pieces", "harmonic", "kernel", "lean-step"),
+    names={
+        **{**vars(mae), **vars(multihead)},
+        **dict(F=F, attention=attention, load_sample_images=load_sample_images),
+    },
+)
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=4, num_heads=4)
 DECODER = dict(decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=4)
 STEPS_LONG = 3000
@@ -76,25 +82,26 @@ def network(without=(), **options):
 
 @torch.no_grad()
 def masked_error(model, images, mask_ratio=0.75, draws=4):
-    """The mean squared error of hidden patches, over the same masks for every model."""
+    """The mean squared error of masked patches, over the same masks for every model."""
     generator = torch.Generator().manual_seed(0)
     errors = []
     for _ in range(draws):
         noise = torch.rand(len(images), model.patch_embed.num_patches, generator=generator)
-        errors.append(model.eval()(images, mask_ratio, noise)[0])
+        errors.append(model.eval()(images, mask_ratio, noise).loss)
     return round(torch.stack(errors).mean().item(), 4)
 
 
 def filler_error(fill, images, mask_ratio=0.75, draws=4):
-    """The same of a function of images and hidden pixels."""
+    """The same of a function of images and masked pixels."""
     generator = torch.Generator().manual_seed(0)
     total = 0.0
     count = 0
     for _ in range(draws):
         noise = torch.rand(len(images), 16, generator=generator)
-        hidden = hidden_pixels(random_masking(noise, mask_ratio)[1], (4, 4), 2)
-        total += ((fill(images, hidden) - images).square() * hidden).sum().item()
-        count += hidden.sum().item()
+        _, masked = random_masking(noise, mask_ratio)
+        masked = page.masked_pixels(masked, (4, 4), 2)
+        total += ((fill(images, masked) - images).square() * masked).sum().item()
+        count += masked.sum().item()
     return round(total / count, 4)
 
 
@@ -178,15 +185,15 @@ class Masked(Runs):
         train, valid, test = (self.parts[name][0] for name in ("train", "valid", "test"))
         widths = (2.0,) if self.tiny else (0.3, 0.4, 0.5, 0.7, 1.0, 1.4)
         scores = {
-            w: filler_error(lambda x, h, w=w: kernel_fill(x, train, h, w), valid)
+            w: filler_error(lambda x, h, w=w: page.kernel_fill(x, train, h, w), valid)
             for w in widths
         }
         width = min(scores, key=scores.get)
         for name, fill in {
-            "harmonic": lambda x, h: harmonic_fill(x, h, 100),
+            "harmonic": lambda x, h: page.harmonic_fill(x, h, 100),
             "mean image": lambda x, h: train.mean(0, keepdim=True).expand_as(x),
-            "linear": lambda x, h: linear_fill(x, train, h),
-            "kernel": lambda x, h: kernel_fill(x, train, h, width),
+            "linear": lambda x, h: page.linear_fill(x, train, h),
+            "kernel": lambda x, h: page.kernel_fill(x, train, h, width),
         }.items():
             what = dict(filler=name)
             make = lambda fill=fill: dict(error=filler_error(fill, test))  # noqa: E731
@@ -318,30 +325,30 @@ PHOTOGRAPH_RATES = (0.125, 0.25, 0.5, 0.75, 0.875)
 
 
 def filled(model, images, noise, rate):
-    """All patches (B, N, p·q·C) from the model and from two fillers, and the mask."""
+    """Patches (B, N, p·q·C) from the model and from two fillers, and which were masked."""
     grid = model.patch_embed.grid_size
     size = model.patch_size
-    _, mask = random_masking(noise, rate)
-    hidden = hidden_pixels(mask, grid, size)
-    seen = (images * ~hidden).sum((2, 3), keepdim=True) / (~hidden).sum((2, 3), keepdim=True)
-    model.eval()
-    found = {"masked autoencoder": unpatchify(model(images, rate, noise)[1], grid, size)}
+    _, masked = random_masking(noise, rate)
+    pixels = page.masked_pixels(masked, grid, size[0])
+    seen = (images * ~pixels).sum((2, 3), keepdim=True) / (~pixels).sum((2, 3), keepdim=True)
+    prediction = model.eval()(images, rate, noise).prediction
+    found = {"masked autoencoder": unpatchify(prediction, grid, size)}
     found["mean color"] = seen.expand_as(images)
-    found["harmonic"] = harmonic_fill(images, hidden)
-    return {name: patchify(x, size) for name, x in found.items()}, mask
+    found["harmonic"] = page.harmonic_fill(images, pixels)
+    return {name: patchify(x, size) for name, x in found.items()}, masked
 
 
 @torch.no_grad()
 def errors(model, images, seed=0):
-    """The mean squared error of hidden pixels at each masking rate, {name: [...]}."""
+    """The mean squared error of masked pixels at each masking rate, {name: [...]}."""
     torch.manual_seed(seed)
     noise = torch.rand(len(images), model.patch_embed.num_patches)
     target = patchify(images, model.patch_size)
     found = {}
     for rate in PHOTOGRAPH_RATES:
-        some, mask = filled(model, images, noise, rate)
+        some, masked = filled(model, images, noise, rate)
         for name, x in some.items():
-            error = ((x - target).square().mean(-1) * mask).sum() / mask.sum()
+            error = ((x - target).square().mean(-1) * masked).sum() / masked.sum()
             found.setdefault(name, []).append(round(error.item(), 4))
     return found
 
@@ -361,7 +368,7 @@ def train_on_photographs(seed, images, test, steps, out):
         betas=(0.9, 0.95),
         weight_decay=0.05,
         log_every=max(1, steps // 10),
-        evaluate=lambda model: {"test": model(test[:100], noise=noise)[0]},
+        evaluate=lambda model: {"test": model(test[:100], noise=noise).loss},
         checkpoint=out / "checkpoints" / f"{PHOTOGRAPHS}_{seed}.json",
     )
     return model, history
@@ -380,9 +387,9 @@ def photographs(arguments):
     count = 64 if arguments.tiny else 8192
     steps = 4 if arguments.tiny else arguments.steps
     tests = 4 if arguments.tiny else 200
-    images = (255 * photo_crops(count)).round().byte()
-    test = normalize_for(photo_crops(tests, "test", seed=1), PHOTOGRAPHS)
-    seen = normalize_for(photo_crops(tests, "train", seed=1), PHOTOGRAPHS)
+    images = (255 * page.photo_crops(count)).round().byte()
+    test = normalize_for(page.photo_crops(tests, "test", seed=1), PHOTOGRAPHS)
+    seen = normalize_for(page.photo_crops(tests, "train", seed=1), PHOTOGRAPHS)
     path = arguments.out / f"{PHOTOGRAPHS}.json"
     parameters = sum(p.numel() for p in create_model(PHOTOGRAPHS).parameters())
     bench = Runs(
@@ -452,8 +459,8 @@ def steps(tiny, device, dtype, batch, left_out):
     x = torch.randn(batch, 3, 224, 224, device=device, dtype=dtype)
     noise = torch.rand(batch, 196, device=device)
     losses = {
-        "attnlib": lambda: ours(x, noise=noise)[0],
-        "lean": lambda: lean_loss(ours, x, noise),
+        "attnlib": lambda: ours(x, noise=noise).loss,
+        "lean": lambda: page.lean_loss(ours, x, noise),
     }
     if theirs is not None:
         losses[PEER] = lambda: theirs(x, noise=noise).loss

@@ -8,9 +8,11 @@ from functools import cache
 import numpy as np
 import torch
 import torch.nn as nn
+from small_models import small_supernet
 
 from attnlib import (
     autoformer,
+    beit,
     cost,
     decoding,
     detr,
@@ -1098,8 +1100,6 @@ PLANNED_OTHERS = dict(
     cluster=scaling.Cluster(16, flops=1e9, inside=1e9, between=1e9),
     batch=128,
 )
-HIDDEN = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.4
-FILLED = dict(images=numbers(2, 1, 6, 6), hidden=HIDDEN)
 SUBNET = autoformer.Subnet(16, (1, 2), (1, 2))
 SPACE = autoformer.Space((16, 32, 48), (1, 2, 3), (1, 2, 3), (1, 2, 3))
 
@@ -1165,13 +1165,8 @@ FUNCTIONS |= {
         ),
     ),
     "beit.dvae_loss": Row(
-        dict(x=image(), reconstruction=2 * image(), logits=numbers(4, 5, 2, 2), beta=1.0),
-        dict(
-            x=3 * image(),
-            reconstruction=4 * image(),
-            logits=2 * numbers(4, 5, 2, 2),
-            beta=0.5,
-        ),
+        dict(model=beit.DiscreteVAE(5, dim=8), batch=(image(),), beta=1.0),
+        dict(model=beit.DiscreteVAE(6, dim=8), batch=(3 * image(),), beta=0.5, tau=0.2),
     ),
     "beit.perplexity": Row(
         dict(tokens=tokens(), num_embeddings=20),
@@ -1277,40 +1272,20 @@ FUNCTIONS |= {
             num_prefix_tokens=Fails(0, ""),
         ),
     ),
-    "mae.harmonic_fill": Row(
-        FILLED, dict(images=2 * FILLED["images"], hidden=HIDDEN.flip(0), steps=1)
-    ),
-    "mae.kernel_fill": Row(
-        FILLED | dict(train=numbers(5, 1, 6, 6, seed=1), width=2.0),
-        dict(
-            images=2 * FILLED["images"],
-            hidden=HIDDEN.flip(0),
-            train=numbers(5, 1, 6, 6, seed=2),
-            width=4.0,
-        ),
-    ),
-    "mae.linear_fill": Row(
-        FILLED | dict(train=numbers(50, 1, 6, 6, seed=1)),
-        dict(
-            images=2 * FILLED["images"],
-            hidden=HIDDEN.flip(0),
-            train=numbers(50, 1, 6, 6, seed=2),
-            ridge=1.0,
-        ),
+    "mae.MaskedAutoencoderOutput": Row(
+        dict(loss=numbers(1), prediction=numbers(2, 4, 12), masked=numbers(2, 4) > 0),
+        dict(loss=-numbers(1), prediction=-numbers(2, 4, 12), masked=numbers(2, 4) < 0),
     ),
     "mae.random_masking": Row(
         dict(noise=numbers(2, 16), mask_ratio=0.75),
         dict(noise=-numbers(2, 16), mask_ratio=0.5),
     ),
-    "mae.positions": Row(dict(grid_size=(2, 3), dim=8), dict(grid_size=(3, 2), dim=12) | META),
+    "mae._position_embeddings": Row(
+        dict(grid_size=(2, 3), dim=8), dict(grid_size=(3, 2), dim=12) | META
+    ),
     "mae.patchify": Row(
         dict(images=image(), patch_size=(4, 4)), dict(images=2 * image(), patch_size=(8, 4))
     ),
-    "mae.hidden_pixels": Row(
-        dict(mask=HIDDEN.flatten(1)[:, :16], grid_size=(4, 4), patch_size=(2, 2)),
-        dict(mask=~HIDDEN.flatten(1)[:, :16], grid_size=(2, 8), patch_size=(4, 2)),
-    ),
-    "mae.photo_crops": Row(dict(count=2), dict(count=3, split="test", size=32, seed=1)),
     "gpt.rope_cos_sin": Row(
         dict(config=config(), positions=torch.arange(5)),
         dict(config=config(rope_base=100.0), positions=torch.arange(6), dtype=torch.float64),
@@ -1474,10 +1449,6 @@ FUNCTIONS |= {
     ),
     "autoformer._relative_index": Row(
         dict(grid_size=(2, 3)), dict(grid_size=(3, 2), max_distance=1, device="meta")
-    ),
-    "autoformer.shifted_digits": Row(
-        dict(images=image(), labels=torch.arange(4)),
-        dict(images=2 * image(), labels=torch.arange(1, 5), every=4),
     ),
     "panoptic.dice_loss": Row(
         dict(logits=LOGITS, targets=(LOGITS > 0).float()),
@@ -1698,11 +1669,11 @@ FUNCTIONS |= {
         dict(texts=["six"]),
     ),
     "autoformer.evolutionary_search": Row(
-        dict(score=lambda subnet: sum(subnet.num_heads), supernet=autoformer.small_supernet())
+        dict(score=lambda subnet: sum(subnet.num_heads), supernet=small_supernet())
         | dict(population=6, generations=2, parents=3, crossovers=2, mutations=2),
         dict(
             score=lambda subnet: -subnet.embed_dim,
-            supernet=autoformer.SuperTransformer(SPACE, 8, 4, 5, 8, 1),
+            supernet=autoformer.SuperTransformer(SPACE, 8, 4, 1, 5, 8),
             population=8,
             generations=1,
             parents=2,
@@ -1710,18 +1681,6 @@ FUNCTIONS |= {
             mutations=3,
             mutate_prob=0.9,
             depth_prob=0.9,
-            seed=1,
-            max_params=20_000,
-        ),
-        lambda pair: [[vars(one), score] for one, score in pair[1]],
-    ),
-    "autoformer.random_search": Row(
-        dict(score=lambda subnet: sum(subnet.num_heads), supernet=autoformer.small_supernet())
-        | dict(evaluations=5),
-        dict(
-            score=lambda subnet: -subnet.embed_dim,
-            supernet=autoformer.SuperTransformer(SPACE, 8, 4, 5, 8, 1),
-            evaluations=6,
             seed=1,
             max_params=20_000,
         ),

@@ -12,7 +12,6 @@ import torch
 import torch.nn as nn
 from argument_rows import (
     META,
-    ON_TOKENS,
     SAME,
     SEARCH,
     SEARCH_OTHERS,
@@ -31,6 +30,7 @@ from argument_rows import (
     trained,
     words,
 )
+from small_models import small_supernet
 
 from attnlib import (
     attention,
@@ -44,7 +44,6 @@ from attnlib import (
     models,
     swin,
     vit,
-    vit_variants,
 )
 
 SMALL = dict(img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=3)
@@ -316,7 +315,7 @@ SUBNET = autoformer.Subnet(16, (1, 2), (1, 2))
 OTHER_SUBNET = autoformer.Subnet(32, (2, 1, 3), (1, 2, 2))
 DRAWN = [autoformer.sample_subnet(SPACE, seed) for seed in range(30)]
 LABELS = torch.tensor([1, 2, 3, 0])
-OF_SUBNET = partial(autoformer.parameter_count, autoformer.small_supernet())
+OF_SUBNET = partial(autoformer.parameter_count, small_supernet())
 
 
 def supernet(seed=0, **options):
@@ -384,7 +383,7 @@ FIRST |= {
     "autoformer._check_elastic": Row(
         dict(supernet=supernet()), dict(supernet=Fails(with_plain_norm(), "norm", TypeError))
     ),
-    "autoformer.best_subnet": Row(
+    "autoformer._best_subnet": Row(
         dict(scores={SUBNET: 1.0, OTHER_SUBNET: 2.0}, limits=dict(max_params=9)),
         dict(scores={SUBNET: 3.0, OTHER_SUBNET: 2.0}),
     ),
@@ -429,30 +428,14 @@ FIRST |= {
         dict(model=supernet(), subnet=SUBNET),
         dict(model=supernet(img_size=12), subnet=OTHER_SUBNET),
     ),
-    "autoformer._random_subnet": Row(
-        dict(space=SPACE), dict(space=autoformer.Space((64,), (1,), (1,), (1,)))
-    ),
     "autoformer._renew_grid": Row(
         dict(layer=elastic_attention()),
         dict(layer=elastic_attention((5, 3))),
         after=buffers_of("layer"),
     ),
-    "autoformer.sandwich_loss": Row(
-        dict(supernet=supernet(), images=DIGITS, labels=LABELS),
-        dict(supernet=supernet(seed=1), images=2 * DIGITS, labels=LABELS + 1),
-    ),
     "autoformer._scores_of": Row(
         dict(subnets=[SUBNET], score=OF_SUBNET),
         dict(subnets=[OTHER_SUBNET], score=lambda subnet: -1.0),
-    ),
-    "autoformer.small_supernet": Row(
-        dict(num_classes=10),
-        dict(sharing=autoformer.ClassicalSharing, num_classes=9),
-        state,
-    ),
-    "autoformer.uniform_loss": Row(
-        dict(supernet=supernet(), images=DIGITS, labels=LABELS),
-        dict(supernet=supernet(seed=1), images=2 * DIGITS, labels=LABELS + 1),
     ),
 }
 
@@ -502,14 +485,14 @@ FIRST |= {
         dict(state_dict=ROWS, model=small_beit()),
         dict(state_dict=OTHER_ROWS, model=small_beit(img_size=24), old_grid=(2, 14)),
     ),
-    "beit.bias_table": Row(
+    "beit._bias_table": Row(
         dict(window_size=(3, 5), num_heads=2), dict(window_size=(5, 5), num_heads=3) | META
     ),
-    "beit._check_mask": Row(
-        dict(mask=HIDDEN, shape=(2, 16)),
-        dict(mask=Fails(emptied(HIDDEN, 1), "hide"), shape=Fails((2, 15), "shape")),
-    ),
     "beit._check_masked": Row(
+        dict(masked=HIDDEN, shape=(2, 16)),
+        dict(masked=Fails(emptied(HIDDEN, 1), "masked"), shape=Fails((2, 15), "shape")),
+    ),
+    "beit._check_num_masked": Row(
         dict(num_masked=3, num_patches=16),
         dict(num_masked=Fails(16, "num_masked"), num_patches=Fails(3, "num_masked")),
     ),
@@ -517,27 +500,25 @@ FIRST |= {
         dict(num_embeddings=3), dict(num_embeddings=Fails(1, "num_embeddings"))
     ),
     "beit._mask_rectangle": Row(
-        dict(mask=torch.zeros(6, 6, dtype=torch.bool), height=2, width=3, most=9)
+        dict(masked=torch.zeros(6, 6, dtype=torch.bool), height=2, width=3, most=9)
         | dict(rng=random.Random(0)),
         dict(
-            mask=torch.ones(6, 6, dtype=torch.bool),
+            masked=torch.ones(6, 6, dtype=torch.bool),
             height=3,
             width=2,
             most=1,
             rng=random.Random(1),
         ),
-        after=changed("mask"),
+        after=changed("masked"),
     ),
     "beit._init_beit": Row(
         dict(model=small_beit()), dict(model=small_beit(depth=1)), after=changed("model")
     ),
     "beit.masked_loss": Row(
-        dict(model=small_masked(), x=image(n=2), tokens=CODES, mask=HIDDEN.view(2, 4, 4)),
+        dict(model=small_masked(), batch=(image(n=2), CODES, HIDDEN.view(2, 4, 4))),
         dict(
             model=small_masked(depth=1),
-            x=2 * image(n=2),
-            tokens=CODES.flip(1),
-            mask=OTHER_HIDDEN.view(2, 4, 4),
+            batch=(2 * image(n=2), CODES.flip(1), OTHER_HIDDEN.view(2, 4, 4)),
         ),
     ),
     "beit.position_bias": Row(
@@ -557,22 +538,12 @@ FIRST |= {
         dict(options=dict(depth=2), trained=dict(depth=2)),
         dict(options=Fails(dict(depth=3), "depth"), trained=Fails(dict(depth=3), "depth")),
     ),
-    "mae._check_masked_ratio": Row(
-        dict(mask_ratio=0.1, hidden=1, count=9), dict(hidden=Fails(0, "mask_ratio"))
-    ),
     "mae._check_noise": Row(
         dict(noise=NOISE, shape=(4, 16)),
         dict(noise=Fails(NOISE[1:], "noise"), shape=Fails((4, 15), "noise")),
     ),
-    "mae.init_weights": Row(
+    "mae._init_weights": Row(
         dict(module=linear()), dict(module=linear(12, 7)), after=changed("module")
-    ),
-    "mae.last_block": Row(
-        dict(block=block(), x=TOKENS, m=3), dict(block=block(seed=1), x=2 * TOKENS, m=4)
-    ),
-    "mae.lean_loss": Row(
-        dict(model=small_mae(), images=image(), noise=NOISE),
-        dict(model=small_mae(depth=1), images=2 * image(), noise=-NOISE, mask_ratio=0.5),
     ),
     "mae.load_encoder": Row(
         dict(model=small_vit(), stored=small_vit(seed=1).state_dict()),
@@ -585,12 +556,7 @@ FIRST |= {
         dict(model=small_mae(), batch=(image(),)),
         dict(model=small_mae(depth=1), batch=(2 * image(),), mask_ratio=0.5),
     ),
-    "mae.normalized": Row(dict(patches=TOKENS), dict(patches=TOKENS.square())),
-    "mae.stack": Row(
-        dict(depth=2, dim=12, num_heads=3),
-        dict(depth=1, dim=24, num_heads=2, mlp_layer=vit_variants.SwiGLU),
-        ON_TOKENS,
-    ),
+    "mae.normalize_patches": Row(dict(patches=TOKENS), dict(patches=TOKENS.square())),
     "mae.unpatchify": Row(
         dict(patches=numbers(2, 6, 24), grid_size=(2, 3), patch_size=(2, 4)),
         dict(patches=numbers(2, 6, 24, seed=1), grid_size=(3, 2), patch_size=(4, 2)),
@@ -840,7 +806,7 @@ FIRST |= {
 HOOK = "PyTorch passes it to a hook, which does not use it"
 ERROR = "stands in the error"
 SPARED_FIRST = {  # arguments without another value here, and why
-    "autoformer.best_subnet": dict(limits=ERROR),
+    "autoformer._best_subnet": dict(limits=ERROR),
     "autoformer._renew_grid": dict(incompatible_keys=HOOK),
     "backbone.resize": dict(hook="it forgets what it has known"),
     "beit._renew_index": dict(incompatible_keys=HOOK),
@@ -848,5 +814,4 @@ SPARED_FIRST = {  # arguments without another value here, and why
     "decoding.generate": dict(use_cache=SAME),
     "detr._check_values": dict(name=ERROR),
     "gpt._tie_weights": dict(incompatible_keys=HOOK),
-    "mae._check_masked_ratio": dict(mask_ratio=ERROR, count=ERROR),
 }

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from attnlib.autoformer import AutoFormer, ClassicalSharing, small_supernet
+from attnlib.autoformer import AutoFormer, ClassicalSharing, Space, SuperTransformer
 from attnlib.beit import (
     BeitForMaskedImageModeling,
     DiscreteVAE,
@@ -24,6 +24,13 @@ from helpers import BACKBONES, build, images
 
 def small_detr():
     return DETR(5, 4, 1, 1, SmallBackbone(), 32, 2, 16)
+
+
+def small_supernet(sharing=SuperTransformer, **options):
+    """The supernet of 22,140 networks that 44_autoformer trains."""
+    space = Space((16, 32, 48), (1, 2, 3, 4), (1, 2, 3), (1, 2, 4))
+    shape = dict(img_size=10, patch_size=2, in_chans=1, num_classes=10, head_dim=16)
+    return sharing(space, **shape | dict(max_distance=4) | options)
 
 
 LOADED = {

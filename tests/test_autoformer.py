@@ -33,7 +33,6 @@ from attnlib.autoformer import (
     mutate,
     operations,
     parameter_count,
-    random_search,
     sample_subnet,
 )
 from attnlib.cost import count_operations
@@ -158,11 +157,10 @@ def test_outputs_are_those_of_the_authors_class(number):
     space = Space((96, 112, options["embed_dim"]), (1, 2), (1, 2), (0.5, 1))
     model = SuperTransformer(
         space,
-        20,
-        4,
-        options["num_classes"],
-        64,
-        1,
+        img_size=20,
+        patch_size=4,
+        in_chans=1,
+        num_classes=options["num_classes"],
         max_distance=options["max_relative_position"],
     ).eval()
     assert load_pretrained(model, {"model": weights}) == []
@@ -179,7 +177,7 @@ def test_the_authors_layout_matters():
     """Rows of queries, keys and values in turn, biases in three pieces: else it is wrong."""
     options, subnets, weights, tensors = theirs()
     space = Space((128,), (2,), (2,), (1,))
-    model = SuperTransformer(space, 20, 4, 7, 64, 1, max_distance=3).eval()
+    model = SuperTransformer(space, 20, 4, 1, 7, 64, max_distance=3).eval()
     for part in ("weight", "bias"):
         changed = dict(weights)
         for i in range(2):
@@ -427,22 +425,20 @@ def test_search_scores_legal_distinct_networks_within_limits():
 
     limits = dict(max_params=limit, min_params=4000, max_operations=80_000)
     options = dict(population=12, generations=4, parents=3, crossovers=4, mutations=4)
-    for find in (
-        partial(evolutionary_search, **options),
-        partial(random_search, evaluations=48),
-    ):
-        best, history = find(score, model, seed=1, **limits)
-        again = find(score, model, seed=1, **limits)
-        assert (best, history) == again
-        assert len(history) == len(dict(history)) == 48
-        assert dict(history)[best] == max(dict(history).values())
-        assert all(operations(model, subnet) <= 80_000 for subnet, _ in history)
+    best, history = evolutionary_search(score, model, seed=1, **limits, **options)
+    again = evolutionary_search(score, model, seed=1, **limits, **options)
+    assert (best, history) == again
+    assert len(history) == len(dict(history)) == 48
+    assert dict(history)[best] == max(dict(history).values())
+    assert all(operations(model, subnet) <= 80_000 for subnet, _ in history)
 
 
-@pytest.mark.parametrize("find", [evolutionary_search, random_search])
-def test_a_score_that_is_no_number_does_not_win(find):
+def test_a_score_that_is_no_number_does_not_win():
+    def score(subnet):
+        return float("nan") if subnet.depth == 2 else subnet.depth
+
     with pytest.raises(ValueError, match=r"score returned nan for Subnet\("):
-        find(lambda subnet: float("nan") if subnet.depth == 2 else subnet.depth, supernet())
+        evolutionary_search(score, supernet())
 
 
 def test_search_ends_where_a_space_is_exhausted():
@@ -452,7 +448,6 @@ def test_search_ends_where_a_space_is_exhausted():
         lambda s: s.num_heads[0], model, population=10, generations=3
     )
     assert len(history) == space.count() == 4 and best.num_heads == (2,)
-    assert len(random_search(lambda s: 0, model, evaluations=10)[1]) == 4
 
 
 def test_evolution_finds_the_best_of_an_easy_score():
@@ -512,7 +507,7 @@ def test_a_subnet_outside_its_space(wrong):
             r"max_params \(5\) leaves no network; the space's have \d+ to \d+",
         ),
         (
-            lambda: random_search(len, supernet(), min_params=10**9),
+            lambda: evolutionary_search(len, supernet(), min_params=10**9),
             r"min_params \(1000000000\) leaves no network",
         ),
         (
@@ -520,8 +515,8 @@ def test_a_subnet_outside_its_space(wrong):
             r"max_operations \(10\) leaves no network",
         ),
         (
-            lambda: random_search(
-                len, supernet(), max_params=6000, min_params=6000, evaluations=20
+            lambda: evolutionary_search(
+                len, supernet(), max_params=6000, min_params=6000, population=20, generations=1
             ),
             r"no network within \{'max_params': 6000, 'min_params': 6000\} was found",
         ),

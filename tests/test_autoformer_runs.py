@@ -13,14 +13,11 @@ from attnlib.autoformer import (
     Subnet,
     extract,
     parameter_count,
-    sandwich_loss,
-    shifted_digits,
-    small_supernet,
-    uniform_loss,
 )
 from attnlib.models import load_pretrained
 from attnlib.train import find_records, read_record
 from benchmarks import autoformer, timing
+from benchmarks.autoformer import page
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +34,7 @@ def one_thread():
 
 def test_a_digit_is_at_each_of_nine_places():
     images, labels = torch.rand(5, 1, 8, 8), torch.arange(5)
-    placed, names = shifted_digits(images, labels)
+    placed, names = page.shifted_digits(images, labels)
     assert (
         placed.shape == (45, 1, 10, 10)
         and names.tolist() == labels.repeat_interleave(9).tolist()
@@ -47,23 +44,23 @@ def test_a_digit_is_at_each_of_nine_places():
         found = placed[k::9]
         assert torch.allclose(found[..., y : y + 8, x : x + 8], 4 * images - 1)
         assert torch.allclose(found.sum((1, 2, 3)) + 100, 4 * images.sum((1, 2, 3)))
-    few, names = shifted_digits(images, labels, log_every=4)
+    few, names = page.shifted_digits(images, labels, every=4)
     assert torch.equal(few, placed.view(5, 9, 1, 10, 10)[:, ::4].flatten(0, 1))
     assert len(names) == 15
 
 
 def test_the_small_space():
-    model = small_supernet()
+    model = page.small_supernet()
     assert model.space.count() == len(list(model.space.subnets())) == 22_140
     counted = sum(p.numel() for p in model.parameters())
     assert counted == parameter_count(model, model.space.largest()) == 117_770
-    classical = sum(p.numel() for p in small_supernet(ClassicalSharing).parameters())
+    classical = sum(p.numel() for p in page.small_supernet(ClassicalSharing).parameters())
     assert classical > 9 * counted
 
 
 def test_the_losses_are_those_of_their_subnets():
     torch.manual_seed(0)
-    model, (x, y) = small_supernet(), (torch.randn(6, 1, 10, 10), torch.randint(10, (6,)))
+    model, (x, y) = page.small_supernet(), (torch.randn(6, 1, 10, 10), torch.randint(10, (6,)))
     space = model.space
 
     def losses(*subnets):
@@ -72,12 +69,27 @@ def test_the_losses_are_those_of_their_subnets():
     torch.manual_seed(3)
     drawn = autoformer.sample_subnet(space, int(torch.randint(2**31, ())))
     torch.manual_seed(3)
-    assert torch.allclose(uniform_loss(model, x, y), losses(drawn))
+    loss, count = page.uniform_loss(model, (x, y))
+    assert torch.allclose(loss, losses(drawn)) and count == 6
     torch.manual_seed(3)
     wanted = losses(space.largest(), space.smallest(), drawn)
-    assert torch.allclose(sandwich_loss(model, x, y), wanted)
+    loss, count = page.sandwich_loss(model, (x, y))
+    assert torch.allclose(loss, wanted) and count == 6
     torch.manual_seed(4)  # another step, another subnet
-    assert not torch.allclose(uniform_loss(model, x, y), losses(drawn))
+    assert not torch.allclose(page.uniform_loss(model, (x, y))[0], losses(drawn))
+
+
+def test_random_search_draws_distinct_networks():
+    model = page.small_supernet()
+
+    def score(subnet):
+        return subnet.depth
+
+    best, history = page.random_search(score, model, 48, seed=1, max_params=20_000)
+    assert (best, history) == page.random_search(score, model, 48, seed=1, max_params=20_000)
+    assert len(history) == len(dict(history)) == 48
+    assert score(best) == max(dict(history).values())
+    assert all(parameter_count(model, subnet) <= 20_000 for subnet, _ in history)
 
 
 # --- the runs ---------------------------------------------------------------------------------
@@ -106,7 +118,7 @@ def test_supernets_are_recorded(tiny):
         assert len(run["cloud"]) == 4 and 0 <= run["valid"] <= 1
         assert {"mean", "smallest", "largest", "seconds"} <= set(run["history"][-1])
     assert max(run["steps"] for run in runs) == 4 * min(run["steps"] for run in runs)
-    load_pretrained(small_supernet(), tiny / "autoformer_digits.safetensors")
+    load_pretrained(page.small_supernet(), tiny / "autoformer_digits.safetensors")
 
 
 @pytest.mark.slow
@@ -135,7 +147,7 @@ def test_ranking_is_recorded(tiny):
     same = [row["parameters"] for row in found["alone"] if row["group"] == "equal"]
     assert same and all(low <= count <= high for count in same)
     for row in found["alone"]:
-        model = extract(small_supernet(), autoformer.read(row["subnet"]))
+        model = extract(page.small_supernet(), autoformer.read(row["subnet"]))
         assert sum(p.numel() for p in model.parameters()) == row["parameters"]
 
 

@@ -1,6 +1,7 @@
 """BEiT: numbers of timm and of transformers, masks, tokenizers, weights, bad input."""
 
 import copy
+import inspect
 import math
 import random
 
@@ -36,6 +37,7 @@ from attnlib.convert import rename_keys
 from attnlib.finetune import layer_scales
 from attnlib.models import create_model, list_models, load_pretrained
 from attnlib.train import fit, shuffled_batches
+from attnlib.vit import VisionTransformer
 from helpers import close, images
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
@@ -331,7 +333,7 @@ def test_masked_modelling_of_transformers(older):
     logits = theirs(x, bool_masked_pos=mask.flatten(1)).logits[mask.flatten(1)]
     close(ours(x, mask), logits)
     tokens = torch.randint(11, (2, 4, 4))
-    total, count = masked_loss(ours, x, tokens, mask)
+    total, count = masked_loss(ours, (x, tokens, mask))
     (total / count).backward()
     found = theirs(x, bool_masked_pos=mask.flatten(1), labels=tokens[mask])
     found.loss.backward()
@@ -556,10 +558,17 @@ def test_a_hard_sample_decodes_as_its_token():
 
 def test_the_divergence():
     x, logits = torch.zeros(2, 1, 4, 4), torch.zeros(2, 5, 2, 2)
-    close(dvae_loss(x, x, logits, 1.0), torch.tensor(0.0), 1e-6)  # uniform
+
+    def loss(reconstruction, beta):
+        model = DiscreteVAE(5)
+        model.forward = lambda x, tau: (reconstruction, logits)
+        total, count = dvae_loss(model, (x,), beta)
+        return total / count
+
+    close(loss(x, 1.0), torch.tensor(0.0), 1e-6)  # uniform
     logits[:, 0] = 100.0
-    close(dvae_loss(x, x, logits, 1.0), torch.tensor(4 * math.log(5)), 1e-4)
-    close(dvae_loss(x, x + 2, logits, 0.0), torch.tensor(64.0), 1e-4)
+    close(loss(x, 1.0), torch.tensor(4 * math.log(5)), 1e-4)
+    close(loss(x + 2, 0.0), torch.tensor(64.0), 1e-4)
 
 
 def test_perplexity():
@@ -578,7 +587,7 @@ def test_it_learns_to_guess():
     model = BeitForMaskedImageModeling(**small)
     options = dict(steps=40, lr=1e-2, warmup=4, log_every=10)
     batches = shuffled_batches(x, tokens, mask, batch_size=32)
-    history = fit(model, lambda m, batch: masked_loss(m, *batch), batches, **options)
+    history = fit(model, masked_loss, batches, **options)
     assert history[0]["loss"] > 0.3 and history[-1]["loss"] < 0.1 < math.log(4)
 
 
@@ -606,16 +615,29 @@ def test_bad_input_is_named(call, message):
         call()
 
 
+def test_masks_may_have_their_former_name():
+    torch.manual_seed(0)
+    model, x, masked = BeitForMaskedImageModeling(**MASKED), images().float(), some_mask()
+    with pytest.warns(DeprecationWarning, match="mask of forward is called masked"):
+        assert torch.equal(model(x, mask=masked), model(x, masked=masked))
+
+
+def test_arguments_are_in_the_order_of_the_other_models():
+    names = list(inspect.signature(Beit).parameters)
+    other = list(inspect.signature(VisionTransformer).parameters)
+    assert names[:10] == other[:10] and names[8:10] == ["mlp_ratio", "qkv_bias"]
+
+
 def test_bad_masks_are_named():
     model, x = BeitForMaskedImageModeling(**MASKED), images().float()
     mask = some_mask()
     for wrong, message in (
-        (mask.long(), r"mask of shape \(2, 16\) and dtype torch.int64 must be boolean of"),
-        (mask[:, :2], r"mask of shape \(2, 8\) .* must be boolean of shape \(2, 16\)"),
-        (mask[:1], r"mask of shape \(1, 16\)"),
-        (torch.zeros_like(mask), r"mask hides 0 to 0 patches of an image; .* from 1 to 15"),
-        (torch.ones_like(mask), r"mask hides 16 to 16 patches"),
-        (torch.stack([mask[0], ~torch.zeros_like(mask[1])]), r"to 16 patches of an image"),
+        (mask.long(), r"masked of shape \(2, 16\) and dtype torch.int64 must be boolean of"),
+        (mask[:, :2], r"masked of shape \(2, 8\) .* must be boolean of shape \(2, 16\)"),
+        (mask[:1], r"masked of shape \(1, 16\)"),
+        (torch.zeros_like(mask), r"masked has 0 to 0 masked patches per image; .* 1 to 15"),
+        (torch.ones_like(mask), r"masked has 16 to 16 masked"),
+        (torch.stack([mask[0], ~torch.zeros_like(mask[1])]), r"to 16 masked patches per image"),
     ):
         with pytest.raises(ValueError, match=message):
             model(x, wrong)

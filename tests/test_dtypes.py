@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy.special import log_softmax, logsumexp, softmax
+from small_models import small_supernet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attnlib import (
-    autoformer,
     backbone,
     beit,
     decoding,
@@ -200,7 +200,7 @@ POSITIONS = {
     ),
     "sincos_2d": (lambda: position.sincos_2d(3, 4, 8, dtype=F64), grid_sines),
     "the positions of MAE": (
-        lambda: mae.positions((3, 4), 8, dtype=F64)[0, 1:],
+        lambda: mae._position_embeddings((3, 4), 8, dtype=F64)[0, 1:],
         grid_sines,
     ),
     "apply_rotary": (
@@ -351,7 +351,11 @@ def divergence():
 
 def dvae():
     x = torch.zeros(3, 1, 2, 2, dtype=F64)
-    return beit.dvae_loss(x, x, LOGITS.mT[:, :, None], beta=1.0)
+    logits = LOGITS.mT[:, :, None]
+    model = beit.DiscreteVAE(5)
+    model.forward = lambda x, tau: (x, logits)
+    loss, count = beit.dvae_loss(model, (x,), beta=1.0)
+    return loss / count
 
 
 COUNTS = torch.tensor([0] * 7 + [1] * 3 + [2])
@@ -622,43 +626,6 @@ def sure_scores():
 
 
 PIXELS = numbers(2, 3, 8, 8, seed=13)
-HIDDEN = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)) < 0.5
-
-
-def harmonic():
-    """The linear system of the hidden pixels: each is the mean of its neighbors."""
-    matrix = np.zeros((64, 64))
-    for i in range(64):
-        for j in range(64):
-            if abs(i // 8 - j // 8) + abs(i % 8 - j % 8) == 1:
-                matrix[i, i] += 1
-                matrix[i, j] -= 1
-    found = array(PIXELS).reshape(2, 3, 64).copy()
-    for image, hidden in zip(found, HIDDEN.numpy().reshape(2, 64)):
-        given = matrix[hidden][:, ~hidden] @ image[:, ~hidden].T
-        image[:, hidden] = -np.linalg.solve(matrix[hidden][:, hidden], given).T
-    return found.reshape(2, 3, 8, 8)
-
-
-EXAMPLES = numbers(60, 3, 8, 8, seed=14)
-
-
-def kernel_means():
-    hidden = HIDDEN.numpy().repeat(3, 1).reshape(2, -1)
-    x, y = array(PIXELS).reshape(2, -1), array(EXAMPLES).reshape(60, -1)
-    apart = ((x[:, None] - y) ** 2 * ~hidden[:, None]).sum(-1)
-    return np.where(hidden, softmax(-apart / 2 / 4.0**2, -1) @ y, x).reshape(2, 3, 8, 8)
-
-
-def linear_means():
-    hidden = HIDDEN.numpy().repeat(3, 1).reshape(2, -1)
-    found, y = array(PIXELS).reshape(2, -1).copy(), array(EXAMPLES).reshape(60, -1)
-    mean, covariance = y.mean(0), np.cov(y.T) + 0.1 * np.eye(192)
-    for image, gone in zip(found, hidden):
-        between = covariance[gone][:, ~gone]
-        weights = np.linalg.solve(covariance[~gone][:, ~gone], image[~gone] - mean[~gone])
-        image[gone] = mean[gone] + between @ weights
-    return found.reshape(2, 3, 8, 8)
 
 
 def patch_norms():
@@ -671,14 +638,7 @@ PROBABILITIES = {
     "classify": (classified, by_softmax),
     "postprocess": (detections, scaled_boxes),
     "merge": (segment_scores, sure_scores),
-    "harmonic_fill": (lambda: mae.harmonic_fill(PIXELS, HIDDEN), harmonic),
-    "harmonic_fill of faint images": (
-        lambda: 1e9 * mae.harmonic_fill(1e-9 * PIXELS, HIDDEN),
-        harmonic,
-    ),
-    "kernel_fill": (lambda: mae.kernel_fill(PIXELS, EXAMPLES, HIDDEN, 4.0), kernel_means),
-    "linear_fill": (lambda: mae.linear_fill(PIXELS, EXAMPLES, HIDDEN, 0.1), linear_means),
-    "normalized": (lambda: mae.normalized(PIXELS.flatten(2)), patch_norms),
+    "normalize_patches": (lambda: mae.normalize_patches(PIXELS.flatten(2)), patch_norms),
 }
 
 SITES = POSITIONS | RESAMPLED | LOSSES | ATTENTION | PROBABILITIES
@@ -743,7 +703,7 @@ WHOLE |= {
     "rotary ViT": rotary,
     "MAE": masked,
     "BEiT": guessing,
-    "AutoFormer": lambda: (autoformer.small_supernet(), (numbers(2, 1, 10, 10),)),
+    "AutoFormer": lambda: (small_supernet(), (numbers(2, 1, 10, 10),)),
     "Seq2Seq": lambda: (seq2seq.Seq2Seq(11, 11), (tokens(2, 6), tokens(2, 5))),
     "Captioner": lambda: (spatial.Captioner(11), (numbers(2, 3, 32, 32), tokens(2, 5))),
     "Draw": lambda: (spatial.Draw(16, 2), (numbers(2, 1, 16, 16).sigmoid(),)),
@@ -841,12 +801,6 @@ def test_autocast_leaves_the_codes_in_their_dtype(steps):
     assert quantizer.embedding.dtype == torch.float32
     close(quantizer.embedding.norm(dim=-1), torch.ones(4), 5e-3)
     assert quantizer.eval()(torch.randn(3, 8))[0].dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_nothing_hidden_leaves_images_in_half_precision(dtype):
-    x = torch.rand(1, 1, 8, 8).to(dtype)
-    assert torch.equal(mae.harmonic_fill(x, torch.zeros(1, 1, 8, 8).bool()), x)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -17,15 +17,10 @@ from torch import nn
 from attnlib.convert import rename_keys
 from attnlib.mae import (
     MaskedAutoencoder,
-    harmonic_fill,
-    hidden_pixels,
-    kernel_fill,
-    lean_loss,
-    linear_fill,
+    MaskedAutoencoderOutput,
     masked_loss,
-    normalized,
+    normalize_patches,
     patchify,
-    photo_crops,
     random_masking,
     unpatchify,
 )
@@ -97,9 +92,9 @@ def test_loss_prediction_mask_and_gradients_are_those_of_transformers(
     ours = MaskedAutoencoder(**SMALL, norm_pix_loss=norm_pix_loss).to(dtype)
     load_pretrained(ours, theirs.state_dict())
     x, noise = images(3).to(dtype), torch.rand(3, 16, dtype=dtype)
-    loss, prediction, mask = ours(x, rate, noise)
+    loss, prediction, masked = ours(x, rate, noise)
     wanted = theirs(x, noise=noise)
-    assert torch.equal(mask, wanted.mask.to(dtype))
+    assert torch.equal(masked, wanted.mask.bool())
     scale = max(1, wanted.logits.abs().max().item())
     close(prediction, wanted.logits, tolerance * scale)
     close(loss, wanted.loss, tolerance * max(1, wanted.loss.item()))
@@ -122,7 +117,7 @@ def test_older_names_of_transformers():
     ours = MaskedAutoencoder(**SMALL).double()
     load_pretrained(ours, older)
     x, noise = images(2), torch.rand(2, 16)
-    close(ours(x, noise=noise)[1], theirs(x, noise=noise).logits)
+    close(ours(x, noise=noise).prediction, theirs(x, noise=noise).logits)
 
 
 @pytest.mark.parametrize("options", [{}, dict(global_pool="avg", num_classes=5)], ids=str)
@@ -144,8 +139,8 @@ def test_the_encoder_is_timms(options):
 
 def test_the_encoder_is_the_autoencoders_that_hides_nothing():
     model, x = small(), images(3)
-    tokens, keep, mask = model.forward_encoder(x, 0.0, torch.rand(3, 16))
-    assert mask.sum() == 0
+    tokens, keep, masked = model.forward_encoder(x, 0.0, torch.rand(3, 16))
+    assert not masked.any()
     back = tokens[:, 1:].take_along_dim(keep.argsort(1)[..., None], 1)
     whole = model.encoder().forward_features(x)
     close(torch.cat([tokens[:, :1], back], 1), whole)
@@ -234,31 +229,31 @@ def test_patches_put_together_are_the_image(height, width, p, q, chans):
 
 @given(count=st.integers(2, 120), hundredths=st.integers(0, 99), seed=st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
-def test_a_mask_hides_the_share_that_it_is_told(count, hundredths, seed):
+def test_a_given_share_is_masked(count, hundredths, seed):
     noise = torch.rand(3, count, generator=torch.Generator().manual_seed(seed))
     visible = count * (100 - hundredths) // 100  # exactly
     if visible == 0:
-        with pytest.raises(ValueError, match=r"mask_ratio \(0\.\d+\) hides all of \d+ patches"):
+        with pytest.raises(ValueError, match=r"mask_ratio \(0\.\d+\) masks all of \d+ patches"):
             random_masking(noise, hundredths / 100)
         return
-    keep, mask = random_masking(noise, hundredths / 100)
-    assert keep.shape == (3, visible) and (mask == 0).sum(1).tolist() == [visible] * 3
-    assert mask.gather(1, keep).sum() == 0 and set(mask.unique().tolist()) <= {0, 1}
+    keep, masked = random_masking(noise, hundredths / 100)
+    assert keep.shape == (3, visible) and (~masked).sum(1).tolist() == [visible] * 3
+    assert masked.dtype == torch.bool and not masked.gather(1, keep).any()
     again = random_masking(noise, hundredths / 100)
-    assert torch.equal(keep, again[0]) and torch.equal(mask, again[1])
+    assert torch.equal(keep, again[0]) and torch.equal(masked, again[1])
     largest_kept = noise.gather(1, keep).max(1, keepdim=True).values
-    assert (noise[mask == 0].view(3, -1) <= largest_kept).all()
-    assert ((noise > largest_kept) == mask.bool()).all()
+    assert (noise[~masked].view(3, -1) <= largest_kept).all()
+    assert ((noise > largest_kept) == masked).all()
 
 
-def test_nothing_hidden_and_no_images_cost_nothing():
+def test_nothing_masked_and_no_images_cost_nothing():
     model, x = small(), images()
     prediction = torch.randn(2, 16, 192, requires_grad=True)
-    loss = model.forward_loss(x, prediction, torch.zeros(2, 16))
+    loss = model.forward_loss(x, prediction, torch.zeros(2, 16, dtype=torch.bool))
     loss.backward()
     assert loss == 0 and (prediction.grad == 0).all()
     none, noise = x[:0], torch.rand(0, 16)
-    assert model(none, noise=noise)[0] == 0 and lean_loss(model, none, noise) == 0
+    assert model(none, noise=noise).loss == 0
     assert patchify(none, 8).shape == (0, 16, 192)
     assert unpatchify(patchify(none, 8), (4, 4), 8).shape == none.shape
 
@@ -268,8 +263,8 @@ def test_the_lean_loss_is_the_loss(options):
     model, x = small(**options), images()
     noise = torch.rand(2, model.patch_embed.num_patches)
     trained = [p for p in model.parameters() if p.requires_grad]
-    loss = model(x, 0.6, noise)[0]
-    lean = lean_loss(model, x, noise, 0.6)
+    loss = model(x, 0.6, noise).loss
+    lean = mae.page.lean_loss(model, x, noise, 0.6)
     close(lean, loss)
     for found, wanted in zip(
         torch.autograd.grad(lean, trained), torch.autograd.grad(loss, trained)
@@ -279,8 +274,8 @@ def test_the_lean_loss_is_the_loss(options):
 
 def test_all_subsets_are_drawn_alike():
     torch.manual_seed(0)
-    _, mask = random_masking(torch.rand(60_000, 6), 0.6)  # 2 of 6 stay
-    found = Counter((mask @ 2.0 ** torch.arange(6)).int().tolist())
+    _, masked = random_masking(torch.rand(60_000, 6), 0.6)  # 2 of 6 stay
+    found = Counter((masked.float() @ 2.0 ** torch.arange(6)).int().tolist())
     assert len(found) == 15
     expected = 60_000 / 15
     assert sum((n - expected) ** 2 / expected for n in found.values()) < 36.1  # 0.1% at 14
@@ -295,51 +290,64 @@ def test_no_patch_is_lost_to_rounding():
 def test_rectangles_and_any_channels(chans, size):
     model = small(img_size=size, in_chans=chans, patch_size=(4, 8))
     x = images(2, size, chans)
-    loss, prediction, mask = model(x, 0.5)
-    count = size[0] // 4 * size[1] // 8
-    assert prediction.shape == (2, count, 32 * chans) and mask.shape == (2, count)
-    error = (unpatchify(prediction, (size[0] // 4, size[1] // 8), (4, 8)) - x).square()
-    pixels = hidden_pixels(mask, (size[0] // 4, size[1] // 8), (4, 8))
+    loss, prediction, masked = model(x, 0.5)
+    grid = size[0] // 4, size[1] // 8
+    count = grid[0] * grid[1]
+    assert prediction.shape == (2, count, 32 * chans) and masked.shape == (2, count)
+    error = (unpatchify(prediction, grid, (4, 8)) - x).square()
+    pixels = masked.view(2, 1, *grid).repeat_interleave(4, 2).repeat_interleave(8, 3)
     close(loss, (error * pixels).sum() / (pixels.sum() * chans))
     assert model.encoder()(x).shape == (2, 24)
 
 
 def test_normalized_patches_forget_contrast_and_brightness():
     x = patchify(images(), 8)
-    close(normalized(x), normalized(3 * x + 2), 1e-4)
+    close(normalize_patches(x), normalize_patches(3 * x + 2), 1e-4)
     n, variance = x.shape[-1], x.var(-1)
     wanted = (n - 1) / n * variance / (variance + 1e-6)  # what it costs to predict 0
-    close(normalized(x).square().mean(-1), wanted)
-    assert normalized(torch.ones(1, 1, 4)).abs().max() == 0
+    close(normalize_patches(x).square().mean(-1), wanted)
+    assert normalize_patches(torch.ones(1, 1, 4)).abs().max() == 0
 
 
-def test_what_is_hidden_is_not_seen():
+def test_masked_patches_are_not_seen():
     model, x, noise = small(), images(), torch.rand(2, 16)
-    _, prediction, mask = model(x, noise=noise)
-    pixels = hidden_pixels(mask, (4, 4), 8)
+    _, prediction, masked = model(x, noise=noise)
+    pixels = mae.page.masked_pixels(masked, (4, 4), 8)
     other = torch.where(pixels, torch.randn_like(x), x)
-    close(model(other, noise=noise)[1], prediction, 1e-12)
+    close(model(other, noise=noise).prediction, prediction, 1e-12)
     x.requires_grad_()
-    model(x, noise=noise)[1].square().sum().backward()
+    model(x, noise=noise).prediction.square().sum().backward()
     assert x.grad[pixels.expand_as(x)].abs().max() == 0 < x.grad.abs().max()
 
 
-def test_without_positions_all_hidden_patches_are_the_same():
+def test_without_positions_all_masked_patches_are_the_same():
     model = small()
     model.decoder_pos_embed.data.zero_()
-    _, prediction, mask = model(images(), noise=torch.rand(2, 16))
-    hidden_ones = prediction[mask.bool()].view(2, 12, -1)
-    close(hidden_ones, hidden_ones[:, :1].expand_as(hidden_ones), 1e-12)
+    _, prediction, masked = model(images(), noise=torch.rand(2, 16))
+    same = prediction[masked].view(2, 12, -1)
+    close(same, same[:, :1].expand_as(same), 1e-12)
+
+
+def test_what_a_model_returns_has_names():
+    model, x, noise = small(), images(), torch.rand(2, 16)
+    output = model(x, noise=noise)
+    assert isinstance(output, MaskedAutoencoderOutput)
+    assert output.masked.dtype == torch.bool and output.masked.sum(1).tolist() == [12, 12]
+    loss = model.forward_loss(x, output.prediction, output.masked)
+    assert loss == output.loss == output[0]
+    with pytest.warns(DeprecationWarning, match="mask of forward_loss is called masked"):
+        assert model.forward_loss(x, output.prediction, mask=output.masked) == loss
 
 
 def test_bfloat16_and_autocast():
     model, x = small().float(), images().float()
     noise = torch.rand(2, 16)
-    wanted = model(x, noise=noise)[0].item()
+    wanted = model(x, noise=noise).loss.item()
     with torch.autocast("cpu", torch.bfloat16):
-        assert model(x, noise=noise)[0].item() == pytest.approx(wanted, rel=0.05)
+        assert model(x, noise=noise).loss.item() == pytest.approx(wanted, rel=0.05)
     half = model.bfloat16()(x.bfloat16(), noise=noise)
-    assert half[1].dtype == torch.bfloat16 and half[0].item() == pytest.approx(wanted, rel=0.05)
+    assert half.prediction.dtype == torch.bfloat16
+    assert half.loss.item() == pytest.approx(wanted, rel=0.05)
 
 
 def test_it_learns():
@@ -364,10 +372,10 @@ def test_a_harmonic_surface_is_found():
     plane = (2 * x - 3 * y)[None, None].double()
     gone = torch.zeros(1, 1, 12, 16, dtype=torch.bool)
     gone[..., 3:8, 4:12] = True  # not at the border
-    close(harmonic_fill(plane.masked_fill(gone, 9.0), gone), plane, 1e-8)
+    close(mae.page.harmonic_fill(plane.masked_fill(gone, 9.0), gone), plane, 1e-8)
     gone[..., :] = torch.rand(12, 16) < 0.8
     z = torch.randn(1, 2, 12, 16).double()
-    filled = harmonic_fill(z, gone)
+    filled = mae.page.harmonic_fill(z, gone)
     padded = nn.functional.pad(filled, (1, 1, 1, 1), "replicate")
     flat = sum(padded.roll(s, a) for a in (2, 3) for s in (1, -1))[..., 1:-1, 1:-1] - 4 * filled
     assert (flat * gone).abs().max() < 1e-8 < (flat * ~gone).abs().max()
@@ -381,7 +389,7 @@ def test_the_linear_prediction_is_a_regression():
     gone = torch.tensor([[False, True, False], [True, False, False]])[None, None].expand(
         4, 1, 2, 3
     )
-    filled = linear_fill(x, train, gone, ridge=0.0)
+    filled = mae.page.linear_fill(x, train, gone, ridge=0.0)
     seen, hidden_part = ~gone[0].flatten(), gone[0].flatten()
     a = train.flatten(1)
     design = torch.cat([torch.ones(300, 1), a[:, seen]], 1)
@@ -396,7 +404,7 @@ def test_the_kernels_weights_are_those_of_the_distance():
     torch.manual_seed(0)
     train, x = torch.randn(20, 1, 2, 3).double(), torch.randn(4, 1, 2, 3).double()
     gone = torch.rand(4, 1, 2, 3) < 0.5
-    filled = kernel_fill(x, train, gone, 0.7)
+    filled = mae.page.kernel_fill(x, train, gone, 0.7)
     for one, other, own in zip(x, filled, gone):
         distance = ((train - one).square() * ~own).sum((1, 2, 3))
         weights = (-distance / (2 * 0.7**2)).softmax(0)
@@ -415,12 +423,10 @@ def test_a_rate_out_of_range(rate):
 
 def test_what_does_not_fit():
     model = small()
-    with pytest.raises(ValueError, match=r"mask_ratio \(0.99\) hides all of 16 patches; at le"):
+    with pytest.raises(ValueError, match=r"mask_ratio \(0.99\) masks all of 16 patches; at le"):
         model(images(), 0.99)
-    with pytest.raises(ValueError, match=r"mask_ratio \(0.0\) hides none of 16 patches"):
+    with pytest.raises(ValueError, match=r"mask_ratio \(0.0\) masks none of 16 patches"):
         model(images(), 0.0)
-    with pytest.raises(ValueError, match=r"mask_ratio \(0.0\) hides none of 16 patches"):
-        lean_loss(model, images(), torch.rand(2, 16), 0.0)
     for shape in (2, 15), (3, 16), (2, 16, 1):
         with pytest.raises(ValueError, match=re.escape(f"noise of shape {shape} must have")):
             model(images(), noise=torch.rand(shape))
@@ -435,9 +441,7 @@ def test_what_does_not_fit():
     with pytest.raises(ValueError, match="num_heads"):
         MaskedAutoencoder(**SMALL | dict(decoder_num_heads=3))
     with pytest.raises(ValueError, match=r"patches of shape \(1, 2, 1\) must have at least"):
-        normalized(torch.ones(1, 2, 1))
-    with pytest.raises(ValueError, match=r"split \('dev'\) must be 'train' or 'test'"):
-        photo_crops(2, "dev")
+        normalize_patches(torch.ones(1, 2, 1))
 
 
 # --- the experiments --------------------------------------------------------------------------
@@ -445,10 +449,10 @@ def test_what_does_not_fit():
 
 def test_pieces_are_repeatable_and_of_their_split():
     for split in ("train", "test"):
-        x = photo_crops(20, split, 32, seed=3)
+        x = mae.page.photo_crops(20, split, 32, seed=3)
         assert x.shape == (20, 3, 32, 32) and 0 <= x.min() and x.max() <= 1
-        assert torch.equal(x[:5], photo_crops(5, split, 32, seed=3))
-    assert not torch.equal(x, photo_crops(20, "train", 32, seed=3))
+        assert torch.equal(x[:5], mae.page.photo_crops(5, split, 32, seed=3))
+    assert not torch.equal(x, mae.page.photo_crops(20, "train", 32, seed=3))
 
 
 def test_the_parts_of_the_digits():
@@ -518,7 +522,7 @@ def test_tiny_photographs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["mae", "photographs", "--tiny", "--out", str(tmp_path)])
     mae.main()
     model = create_model("mae_photographs", tmp_path / "mae_photographs.safetensors")
-    assert model(torch.rand(2, 3, 64, 64))[1].shape == (2, 64, 192)
+    assert model(torch.rand(2, 3, 64, 64)).prediction.shape == (2, 64, 192)
     record = json.loads((tmp_path / "mae_photographs.json").read_text())
     assert [run["seed"] for run in record["runs"]] == [0, 1, 2]
     fillers = {"masked autoencoder", "mean color", "harmonic"}
@@ -550,7 +554,7 @@ def test_the_stored_weights_give_the_recorded_error():
     record = read_record("mae_photographs")
     assert find_records()["mae_photographs"].with_suffix(".safetensors").stat().st_size < 2e6
     model = create_model("mae_photographs", pretrained=True)
-    test = mae.prepared(photo_crops(100, "test", seed=1), "mae_photographs")
+    test = mae.normalize_for(mae.page.photo_crops(100, "test", seed=1), "mae_photographs")
     found = mae.errors(model, test)
     for name, errors in record["runs"][0]["test"].items():
         np.testing.assert_allclose(found[name], errors, rtol=0.2)

@@ -7,7 +7,7 @@ from torch import nn
 
 matplotlib.use("Agg")
 
-from attnlib import data, mae, plot, train
+from attnlib import data, plot, train
 
 
 def test_a_resumed_run_draws_the_batches_of_a_whole_one(tmp_path):
@@ -52,24 +52,6 @@ def test_the_padding_of_a_tokenizer_does_not_get_into_a_text(direction):
 def test_numbers_of_a_tensor_are_excluded():
     drawn = data.draw_numbers(200, 10, exclude=torch.arange(5))
     assert min(drawn) == 5
-
-
-def test_a_flat_image_of_integers_is_filled_with_its_own_value():
-    images = torch.full((1, 1, 16, 16), 200, dtype=torch.uint8)
-    hidden = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0)) < 0.7
-    assert mae.harmonic_fill(images, hidden).unique().tolist() == [200]
-
-
-def test_integers_are_rounded_and_stay_in_their_range():
-    train_images = torch.tensor([[0, 0], [100, 200]], dtype=torch.uint8).view(2, 1, 1, 2)
-    hidden = torch.tensor([False, True]).view(1, 1, 1, 2)
-    images = torch.tensor([200, 0], dtype=torch.uint8).view(1, 1, 1, 2)
-    found = mae.linear_fill(images, train_images, hidden)  # about 400
-    assert found.flatten().tolist() == [200, 255]
-    found = mae.kernel_fill(images, train_images[1:] - 1, hidden, width=1e3)
-    assert found.flatten().tolist() == [200, 199]
-    flags = torch.ones(1, 1, 4, 4, dtype=torch.bool)
-    assert mae.harmonic_fill(flags, torch.eye(4).bool()[None, None]).all()
 
 
 def test_an_attention_map_with_a_row_of_nan_keeps_the_scale_of_the_others():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from small_models import small_supernet
 
 from attnlib import autoformer, cost, detr, inference, recipes, scaling, train
 from attnlib.deit import DistilledVisionTransformer
@@ -178,7 +179,7 @@ def test_the_commit_of_a_record_is_not_that_of_another_repository(tmp_path, monk
 @pytest.mark.parametrize("options", [{}, {"crossovers": 2, "mutations": 2}, {"mutations": 0}])
 def test_a_generation_is_as_large_as_its_population(options):
     """Also where it has no room for as many children as there are by default."""
-    supernet = autoformer.small_supernet()
+    supernet = small_supernet()
     _, history = autoformer.evolutionary_search(
         lambda subnet: 0.0, supernet, population=5, generations=3, **options
     )

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, DistributedType
+from small_models import small_supernet
 from torch.utils.data import DataLoader, TensorDataset
 
 from attnlib import train
-from attnlib.autoformer import ClassicalSharing, small_supernet
+from attnlib.autoformer import ClassicalSharing
 from attnlib.beit import BeitForMaskedImageModeling
 from attnlib.train import (
     adamw,

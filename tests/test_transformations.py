@@ -45,6 +45,9 @@ def same(found, wanted, tolerance=0.0):
         if x is None or found[key] is None:
             assert found[key] is x, key
             continue
+        if x.dtype == torch.bool:
+            assert torch.equal(found[key], x), key
+            continue
         size = max(1.0, x.abs().max().item()) if x.numel() else 1.0
         torch.testing.assert_close(found[key], x, rtol=0, atol=tolerance * size, msg=key)
 

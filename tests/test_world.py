@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from small_models import small_supernet
 from world import (
     changes,
     differences,
@@ -158,9 +159,9 @@ KEPT = {  # "module.function": (what makes the model, the call)
         partial(build, "vit"),
         lambda m: finetune._check_folding(m, [0.5] * 3, [0.5] * 3),
     ),
-    "autoformer._check_elastic": (autoformer.small_supernet, autoformer._check_elastic),
+    "autoformer._check_elastic": (small_supernet, autoformer._check_elastic),
     "autoformer.extract": (
-        autoformer.small_supernet,
+        small_supernet,
         lambda m: autoformer.extract(m, m.space.smallest()),
     ),
     "autoformer._first_outputs": (
@@ -168,19 +169,19 @@ KEPT = {  # "module.function": (what makes the model, the call)
         lambda m: autoformer._first_outputs(m, torch.ones(2, 4), 3, 6),
     ),
     "autoformer.parameter_count": (
-        autoformer.small_supernet,
+        small_supernet,
         lambda m: autoformer.parameter_count(m, SUBNET),
     ),
     "autoformer.operations": (
-        autoformer.small_supernet,
+        small_supernet,
         lambda m: autoformer.operations(m, SUBNET),
     ),
     "autoformer.budget": (
-        autoformer.small_supernet,
+        small_supernet,
         lambda m: autoformer.budget(m, max_params=50_000)(SUBNET),
     ),
     "autoformer.evolutionary_search": (
-        autoformer.small_supernet,
+        small_supernet,
         lambda m: autoformer.evolutionary_search(
             lambda s: len(s.num_heads),
             m,
@@ -190,10 +191,6 @@ KEPT = {  # "module.function": (what makes the model, the call)
             crossovers=1,
             mutations=1,
         ),
-    ),
-    "autoformer.random_search": (
-        autoformer.small_supernet,
-        lambda m: autoformer.random_search(lambda s: len(s.num_heads), m, evaluations=3),
     ),
     "backbone.is_unchanged": (
         partial(build, "vit"),
@@ -214,7 +211,7 @@ KEPT = {  # "module.function": (what makes the model, the call)
     ),
     "beit.masked_loss": (
         make_masked_beit,
-        lambda m: beit.masked_loss(m, image(), hidden().long(), hidden()),
+        lambda m: beit.masked_loss(m, (image(), hidden().long(), hidden())),
     ),
     "beit.VQAutoencoder": (
         lambda: beit.conv_encoder(3, 8, 4, 8),
@@ -319,19 +316,6 @@ KEPT = {  # "module.function": (what makes the model, the call)
     "inference._can_replace": (lambda: nn.Linear(4, 6), inference._can_replace),
     "inference.devices": (partial(build, "vit"), inference.devices),
     "mae.masked_loss": (make_mae, lambda m: mae.masked_loss(m, (image(),))),
-    "autoformer.uniform_loss": (
-        autoformer.small_supernet,
-        lambda m: autoformer.uniform_loss(m, image(10, 1), labels()),
-    ),
-    "autoformer.sandwich_loss": (
-        autoformer.small_supernet,
-        lambda m: autoformer.sandwich_loss(m, image(10, 1), labels()),
-    ),
-    "mae.lean_loss": (make_mae, lambda m: mae.lean_loss(m, image(), noise())),
-    "mae.last_block": (
-        partial(build, "vit"),
-        lambda m: mae.last_block(m.blocks[0], torch.ones(1, 5, 24), 2),
-    ),
     "models.check_classifies": (partial(build, "vit"), models.check_classifies),
     "models.classify": (
         make_named,
@@ -458,11 +442,9 @@ def evaluate_inside(model):
 
 
 DRAWS = {  # functions that draw random numbers, and why
-    "autoformer.uniform_loss": "the subnet",
-    "autoformer.sandwich_loss": "a subnet",
     "beit.FeatureEncoder": "the weights of its linear layer",
     "detr.DETR": "the weights of the transformer",
-    "mae.masked_loss": "which patches are hidden",
+    "mae.masked_loss": "which patches are masked",
     "vit_variants.RotaryAttention": "its weights",
     "panoptic.PanopticDETR": "the weights of the mask head",
     "spatial.Captioner": "the weights of the decoder",
@@ -504,11 +486,11 @@ CHANGED = {  # "module.function": (model, call, the kinds of changes, words of t
         WEIGHTS,
         "overwritten",
     ),
-    "mae.init_weights": (
+    "mae._init_weights": (
         partial(build, "vit"),
-        lambda m: m.apply(mae.init_weights),
+        lambda m: m.apply(mae._init_weights),
         WEIGHTS,
-        "initialize",
+        "Initialize",
     ),
     "models.load_pretrained": (
         partial(build, "vit"),
@@ -768,7 +750,7 @@ def tiny_parts():
 def search_twice(search, **options):
     """The history of a search; the weights of the supernet are drawn before."""
     with torch.device("meta"):
-        supernet = autoformer.small_supernet()
+        supernet = small_supernet()
     return search(lambda s: len(s.num_heads), supernet, **options)[1]
 
 
@@ -802,7 +784,6 @@ SEEDED = {  # "module.function": a call that has numbers of its own
         crossovers=1,
         mutations=1,
     ),
-    "autoformer.random_search": lambda: search_twice(autoformer.random_search, evaluations=3),
     "beit.block_mask": lambda: beit.block_mask((8, 8), 20, 4, rng=random.Random(0)),
     "beit._random_rectangle": lambda: beit._random_rectangle(9, 0.3, random.Random(0)),
     "beit._mask_rectangle": lambda: beit._mask_rectangle(
@@ -835,7 +816,6 @@ SEEDED = {  # "module.function": a call that has numbers of its own
         torch.zeros(4, 20), generator=torch_generator()
     ),
     "gpt.text_batches": lambda: gpt.text_batches(torch.arange(50), 5, 3)(1),
-    "mae.photo_crops": lambda: mae.photo_crops(2),
     "panoptic.panoptic_scenes": lambda: panoptic.panoptic_scenes(2),
     "finetune.fine_tune": tuned,
     "recipes.train_translator": lambda: recipes.train_translator(

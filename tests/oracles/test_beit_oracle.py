@@ -15,7 +15,7 @@ from timm.models import beit as timms
 
 from attnlib import beit as module
 from attnlib.beit import (
-    TABLE,
+    _TABLE,
     Beit,
     BeitAttention,
     BeitBlock,
@@ -26,8 +26,9 @@ from attnlib.beit import (
     VectorQuantizer,
     VQAutoencoder,
     _adapt_tables,
-    _check_mask,
+    _bias_table,
     _check_masked,
+    _check_num_masked,
     _check_vocabulary,
     _init_beit,
     _mask_rectangle,
@@ -36,7 +37,6 @@ from attnlib.beit import (
     _resize_beit_table,
     _without_pretraining,
     beit_position_index,
-    bias_table,
     block_mask,
     conv_decoder,
     conv_encoder,
@@ -63,7 +63,7 @@ def near(found, wanted, dtype, steps=16):
 @drawn(map_sizes(5), st.integers(1, 3), dtypes(), seeds)
 def test_biases_are_those_of_each_pair(window, heads, dtype, seed):
     rows = (2 * window[0] - 1) * (2 * window[1] - 1) + 3
-    table, index = bias_table(window, heads, dtype=dtype), beit_position_index(window)
+    table, index = _bias_table(window, heads, dtype=dtype), beit_position_index(window)
     assert table.shape == (rows, heads) and table.dtype == dtype and not table.any()
     assert torch.equal(index, timms.gen_relative_position_index(window))
     table = normal((rows, heads), dtype, seed).requires_grad_()
@@ -99,7 +99,7 @@ def test_tables_of_weights_are_adapted_to_the_model(old, new, seed):
     found = _adapt_tables(stored, target, old)
     assert found.keys() == stored.keys()
     for key, x in stored.items():
-        wanted = _resize_beit_table(x, new, old) if key.endswith(TABLE) else x
+        wanted = _resize_beit_table(x, new, old) if key.endswith(_TABLE) else x
         assert torch.equal(found[key], wanted)
     source.set_input_size(tuple(8 * s for s in new))
     target.load_state_dict(found)
@@ -222,11 +222,11 @@ def test_guesses_of_hidden_patches_are_timms(grid, batch, seed):
     close(model(x, mask), wanted, 1e-9)
     close(model(x, mask.flatten(1)), wanted, 1e-9)
     tokens = torch.arange(batch * n).view(batch, *grid) % 7
-    loss, count = masked_loss(model, x, tokens, mask)
+    loss, count = masked_loss(model, (x, tokens, mask))
     shares = wanted.softmax(-1).gather(1, tokens[mask][:, None])
     close(loss, -shares.log().sum(), 1e-8)
     assert count == mask.sum() == len(shares)
-    nothing, none = masked_loss(model, x[:0], tokens[:0], mask[:0])
+    nothing, none = masked_loss(model, (x[:0], tokens[:0], mask[:0]))
     assert nothing == 0 and none == 0
 
 
@@ -255,13 +255,13 @@ def test_a_mask_hides_some_patches_of_each_image(batch, count, seed):
     mask = normal((batch, count), seed=seed) > 0
     fits = all(0 < row < count for row in mask.sum(1).tolist())
     if fits:
-        _check_mask(mask, (batch, count))
+        _check_masked(mask, (batch, count))
     else:
-        with pytest.raises(ValueError, match="mask hides"):
-            _check_mask(mask, (batch, count))
+        with pytest.raises(ValueError, match="masked has"):
+            _check_masked(mask, (batch, count))
     for other in (mask.int(), mask[:, 1:], mask[None]):
-        with pytest.raises(ValueError, match="mask of shape"):
-            _check_mask(other, (batch, count))
+        with pytest.raises(ValueError, match="masked of shape"):
+            _check_masked(other, (batch, count))
 
 
 def test_deeper_layers_start_with_smaller_weights():
@@ -284,11 +284,11 @@ def test_masks_hide_almost_as_many_as_asked_for(grid, count, smallest, aspect, s
     rng = random.Random(seed)
     if not 1 <= count < math.prod(grid):
         with pytest.raises(ValueError, match=r"num_masked \("):
-            _check_masked(count, math.prod(grid))
+            _check_num_masked(count, math.prod(grid))
         with pytest.raises(ValueError, match=r"num_masked \("):
             block_mask(grid, count, smallest, aspect, rng)
         return
-    _check_masked(count, math.prod(grid))
+    _check_num_masked(count, math.prod(grid))
     state = random.getstate()
     mask = block_mask(grid, count, smallest, aspect, rng)
     assert random.getstate() == state and mask.shape == grid and mask.dtype == torch.bool
@@ -405,14 +405,26 @@ def test_the_bound_is_the_sum_over_places(grid, codes, batch, dtype, beta, sprea
     inputs[2] = inputs[2] * spread
     x, y, logits = (tensor.double() for tensor in inputs)
     q = logits.softmax(1)
-    divergence = (q * (q * codes).log()).sum() / batch
-    wanted = (x - y).square().sum() / batch + beta * divergence
-    near(dvae_loss(*inputs, beta), wanted, torch.promote_types(dtype, torch.float32))
+    divergence = (q * (q * codes).log()).sum()
+    wanted = (x - y).square().sum() + beta * divergence
+
+    def forward(images, tau):
+        assert images is inputs[0] and tau == 0.7
+        return inputs[1], inputs[2]
+
+    model = DiscreteVAE(codes)
+    model.forward = forward
+    loss, count = dvae_loss(model, (inputs[0],), beta, tau=0.7)
+    assert count == batch
+    near(loss, wanted, torch.promote_types(dtype, torch.float32))
 
 
 def test_the_bound_of_large_images_in_float16():
     x = torch.full((1, 3, 224, 224), 2.0, dtype=torch.float16)
-    assert dvae_loss(x, 0 * x, x[:, :, :2, :2]) == 4 * 3 * 224 * 224  # more than 65,504
+    model = DiscreteVAE(3)
+    model.forward = lambda x, tau: (0 * x, x[:, :, :2, :2])
+    loss, count = dvae_loss(model, (x,))
+    assert count == 1 and loss == 4 * 3 * 224 * 224  # more than 65,504
 
 
 @drawn(st.sampled_from(((), (0,), (5,), (2, 3, 4))), st.integers(1, 9), seeds)
@@ -537,7 +549,7 @@ def test_the_encoder_of_features_projects_the_last_map(name, grid, batch, seed):
 
 
 ORACLES = {
-    "TABLE": test_tables_of_weights_are_adapted_to_the_model,
+    "_TABLE": test_tables_of_weights_are_adapted_to_the_model,
     "conv_encoder": test_coders_are_three_layers,
     "conv_decoder": test_coders_are_three_layers,
     "_check_vocabulary": test_a_vocabulary_has_two_words,
@@ -546,13 +558,13 @@ ORACLES = {
     "perplexity": test_the_perplexity_is_the_entropys,
     "VectorQuantizer": test_codes_move_towards_the_vectors_that_chose_them,
     "VQAutoencoder": test_places_of_a_map_are_quantized_one_by_one,
-    "_check_masked": test_masks_hide_almost_as_many_as_asked_for,
+    "_check_num_masked": test_masks_hide_almost_as_many_as_asked_for,
     "block_mask": test_masks_hide_almost_as_many_as_asked_for,
     "_random_rectangle": test_rectangles_have_the_area_and_the_shape,
     "_mask_rectangle": test_a_rectangle_is_hidden_or_nothing,
     "beit_position_index": test_biases_are_those_of_each_pair,
     "_resize_beit_table": test_tables_are_resized_as_timm_does,
-    "bias_table": test_biases_are_those_of_each_pair,
+    "_bias_table": test_biases_are_those_of_each_pair,
     "position_bias": test_biases_are_those_of_each_pair,
     "_renew_index": test_biases_are_those_of_each_pair,
     "BeitAttention": test_attention_and_a_block_are_timms,
@@ -563,7 +575,7 @@ ORACLES = {
     "_without_pretraining": test_the_encoder_is_the_pretrained_network,
     "BeitPositionBias": test_biases_are_those_of_each_pair,
     "BeitForMaskedImageModeling": test_guesses_of_hidden_patches_are_timms,
-    "_check_mask": test_a_mask_hides_some_patches_of_each_image,
+    "_check_masked": test_a_mask_hides_some_patches_of_each_image,
     "masked_loss": test_guesses_of_hidden_patches_are_timms,
     "FeatureEncoder": test_the_encoder_of_features_projects_the_last_map,
 }
