@@ -252,8 +252,11 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     },
     "train": {
         "epochs": "shuffled_batches",
+        "prepare": "_prepare",
+        "resume": "_resume",
         "save_shards": "_save_shards",
         "share_buffers": "_share_buffers",
+        "train_step": "_train_step",
         "training_state": "_training_state",
         "without_decay": "_without_decay",
     },
@@ -298,6 +301,10 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     "decoding": {"check_count": "use attnlib.backbone.check_counts"},
     "detr": {"detection_extra": "use attnlib.backbone.requires"},
     "models": {"hub_extra": "use attnlib.backbone.requires"},
+    "train": {
+        "machine": "it is in benchmarks/records.py of the repository",
+        "write_record": "it is in benchmarks/records.py of the repository",
+    },
 }
 MODULES = {  # name of a module until version 0.2: its name since version 0.3
     "modern": "vit_variants",

@@ -34,7 +34,7 @@ from attnlib.mae import (
 )
 from attnlib.models import create_model, load_pretrained
 from attnlib.recipes import crop_and_flip
-from attnlib.train import fit, machine, shuffled_batches
+from attnlib.train import fit, shuffled_batches
 from attnlib.vit import VisionTransformer
 from benchmarks import runner, timing
 from benchmarks.hidden import (
@@ -47,6 +47,7 @@ from benchmarks.hidden import (
     more_steps,
     probe,
 )
+from benchmarks.records import machine
 from benchmarks.runner import Commands, Runs, save_half, tune
 
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=4, num_heads=4)

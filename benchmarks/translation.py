@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from attnlib.data import PAD, draw_numbers, encode, number_words
-from attnlib.train import fit, write_record
+from attnlib.train import fit
 from attnlib.transformer import Transformer
 from attnlib.translation import (
     answer_kind,
@@ -25,6 +25,7 @@ from attnlib.translation import (
     translate_numbers,
     translation_loss,
 )
+from benchmarks.records import write_record
 from benchmarks.runner import Commands
 
 LANGUAGES = ("en", "de", "es", "fi", "tr")

@@ -1831,15 +1831,13 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     spatial.Drawing
     swin.WindowLayout
     train.load_checkpoint
-    train.machine
-    train.prepare
+    train._prepare
     train.print_speed
-    train.resume
+    train._resume
     train.save_checkpoint
     train.shard_blocks
     train.shuffled_batches
-    train.train_step
-    train.write_record
+    train._train_step
     transformer.tie
     translation.from_marian
     translation.length_run
