@@ -356,10 +356,13 @@ def test_evaluation_sees_the_model_in_evaluation_mode():
     [
         (dict(steps=0), r"steps \(0\) must be an integer of at least 1"),
         (dict(steps=2.5), r"steps \(2.5\) must be an integer"),
-        (dict(steps=5, log_every=0), r"every \(0\) must be an integer of at least 1"),
+        (dict(steps=5, log_every=0), r"log_every \(0\) must be an integer of at least 1"),
         (dict(steps=5, warmup=6), r"warmup \(6\) must be at most steps \(5\)"),
         (dict(steps=5, lr=0.0), r"lr \(0.0\) must be positive"),
-        (dict(steps=5, max_grad_norm=-1.0), r"clip \(-1.0\) must be positive, or None"),
+        (
+            dict(steps=5, max_grad_norm=-1.0),
+            r"max_grad_norm \(-1.0\) must be positive, or None",
+        ),
         (
             dict(steps=5, schedule="linear"),
             r"schedule \('linear'\) must be 'cosine', 'inverse_sqrt' or 'constant'",
