@@ -93,7 +93,6 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "CAPTION_COLORS": "_CAPTION_COLORS",
         "MULTI30K": "_MULTI30K",
         "PLURALS": "_PLURALS",
-        "STORIES": "_STORY_FILES",
     },
     "decoding": {
         "check_decoding": "_check_decoding",
@@ -297,7 +296,13 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
 }
 MOVED = {  # module: {name until version 0.2: what to use instead}
     "backbone": {"torchvision_import": "use attnlib.backbone.requires"},
-    "data": {"data_extra": "use attnlib.backbone.requires"},
+    "data": {
+        "STORIES": "it is in benchmarks/corpora.py of the repository",
+        "data_extra": "use attnlib.backbone.requires",
+        "encode_captions": "it is in benchmarks/corpora.py of the repository",
+        "flickr8k": "it is in benchmarks/corpora.py of the repository",
+        "text_corpus": "it is in benchmarks/corpora.py of the repository",
+    },
     "decoding": {"check_count": "use attnlib.backbone.check_counts"},
     "detr": {"detection_extra": "use attnlib.backbone.requires"},
     "models": {"hub_extra": "use attnlib.backbone.requires"},
