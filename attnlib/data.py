@@ -17,7 +17,7 @@ import math
 import re
 import tarfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -56,7 +56,7 @@ _CORRECTIONS = {  # language: patterns in the names of num2words and what should
 }
 
 
-def number_words(numbers: Sequence[int], language: str) -> list[str]:
+def number_words(numbers: Iterable[int], language: str) -> list[str]:
     """The names of whole numbers.
 
     They come from the library num2words. Where it breaks a rule of the language, such as in
@@ -65,7 +65,7 @@ def number_words(numbers: Sequence[int], language: str) -> list[str]:
 
     Parameters
     ----------
-    numbers : sequence of int
+    numbers : iterable of int
         From 0 to 999,999,999.
     language : str
         One of `LANGUAGES`.
@@ -102,7 +102,7 @@ def _number_name(number: int, language: str) -> str:
 
 # %% ../nbs/90_data.ipynb #split-numbers
 def draw_numbers(
-    count: int, limit: int, *, seed: int = 0, exclude: Collection[int] = ()
+    count: int, limit: int, *, seed: int = 0, exclude: Iterable[int] = ()
 ) -> list[int]:
     """Random numbers below a limit, evenly by their number of digits.
 
@@ -115,7 +115,7 @@ def draw_numbers(
     limit : int
         Power of ten above the largest number, at most 10⁹.
     seed : int
-    exclude : collection of int
+    exclude : iterable of int
         Numbers that must not be drawn, such as those of the test.
 
     Returns
