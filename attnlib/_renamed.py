@@ -295,6 +295,7 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     },
 }
 MOVED = {  # module: {name until version 0.2: what to use instead}
+    "attention": {"active_backend": "a kernel is a module that replaces another"},
     "backbone": {"torchvision_import": "use attnlib.backbone.requires"},
     "data": {
         "STORIES": "it is in benchmarks/corpora.py of the repository",
@@ -310,6 +311,7 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
         "machine": "it is in benchmarks/records.py of the repository",
         "write_record": "it is in benchmarks/records.py of the repository",
     },
+    "windows": {"window_backend": "use attnlib.windows.fuse_attention"},
 }
 MODULES = {  # name of a module until version 0.2: its name since version 0.3
     "modern": "vit_variants",
