@@ -56,7 +56,7 @@ _CORRECTIONS = {  # language: patterns in the names of num2words and what should
 }
 
 
-def number_words(numbers: Iterable[int], language: str) -> list[str]:
+def number_words(numbers: Iterable[int] | Tensor, language: str) -> list[str]:
     """The names of whole numbers.
 
     They come from the library num2words. Where it breaks a rule of the language, such as in
@@ -102,7 +102,7 @@ def _number_name(number: int, language: str) -> str:
 
 # %% ../nbs/90_data.ipynb #split-numbers
 def draw_numbers(
-    count: int, limit: int, *, seed: int = 0, exclude: Iterable[int] = ()
+    count: int, limit: int, *, seed: int = 0, exclude: Iterable[int] | Tensor = ()
 ) -> list[int]:
     """Random numbers below a limit, evenly by their number of digits.
 

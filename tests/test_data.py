@@ -494,9 +494,7 @@ def test_cifar_refuses(monkeypatch):
     with pytest.raises(ValueError, match=r"split \('valid'\) must be 'train' or 'test'"):
         cifar("cifar10", "valid")
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(
-        ImportError, match=r"torchvision is missing: pip install"
-    ):
+    with pytest.raises(ImportError, match=r"torchvision is missing: pip install"):
         cifar("cifar10", "test")
 
 
