@@ -7,6 +7,10 @@ Each module with such a name hands its `__getattr__` to `former_name`.
 import functools
 import importlib
 import warnings
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable)
 
 RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     "attention": {
@@ -384,7 +388,7 @@ def former_module(module, name):
     return found
 
 
-def former_arguments(**names):
+def former_arguments(**names: str) -> Callable[[Function], Function]:
     """Let a function take keyword arguments under the names of an earlier version, too.
 
     Parameters
@@ -398,7 +402,7 @@ def former_arguments(**names):
         A decorator; the function that it returns warns where a former name is used.
     """
 
-    def decorate(function):
+    def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def call(*args, **options):
             for former, name in names.items():
@@ -409,6 +413,6 @@ def former_arguments(**names):
                     options[name] = options.pop(former)
             return function(*args, **options)
 
-        return call
+        return cast(Function, call)  # to a checker it has the signature of `function`
 
     return decorate

@@ -385,7 +385,7 @@ def test_the_processor_is_asked_at_first_use_and_once(monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", read_text)
     monkeypatch.setattr(Path, "exists", lambda path: True)
-    spec = importlib.util.spec_from_file_location("another", attnlib.attention.__file__)
+    spec = importlib.util.spec_from_file_location("attnlib.another", attnlib.attention.__file__)
     another = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(another)
     assert not reads
