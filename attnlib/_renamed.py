@@ -8,9 +8,9 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
-Function = TypeVar("Function", bound=Callable)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     "attention": {
@@ -323,7 +323,7 @@ MODULES = {  # name of a module until version 0.2: its name since version 0.3
 }
 
 
-def former_name(module, name):
+def former_name(module: str, name: str) -> Any:
     """Find an attribute under the name that it had in an earlier version.
 
     Parameters
@@ -361,7 +361,7 @@ def former_name(module, name):
     return getattr(importlib.import_module(module), new_name)
 
 
-def former_module(module, name):
+def former_module(module: str, name: str) -> Any:
     """Find an attribute of a module under the name that the module had in an earlier version.
 
     Parameters
@@ -402,7 +402,7 @@ def former_arguments(**names: str) -> Callable[[Function], Function]:
         A decorator; the function that it returns warns where a former name is used.
     """
 
-    def decorate(function: Function) -> Function:
+    def decorate(function):
         @functools.wraps(function)
         def call(*args, **options):
             for former, name in names.items():
@@ -413,6 +413,6 @@ def former_arguments(**names: str) -> Callable[[Function], Function]:
                     options[name] = options.pop(former)
             return function(*args, **options)
 
-        return cast(Function, call)  # to a checker it has the signature of `function`
+        return call
 
     return decorate

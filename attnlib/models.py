@@ -47,8 +47,9 @@ def register_model(name, cls, hub=None, **config):
     ----------
     name : str
         As in timm, such as "vit_base_patch16_224".
-    cls : type
-        The model's class; it takes `num_classes`, `in_chans` and `img_size` as keywords.
+    cls : callable
+        The model's class, or a function that makes the model; it takes `num_classes`,
+        `in_chans` and `img_size` as keywords.
     hub : str, optional
         Repository on the Hugging Face hub that holds its weights as "model.safetensors" or
         "pytorch_model.bin".
@@ -864,8 +865,11 @@ def classify(model, picture, k=5, names=None):
     return [(names[i], p) for i, p in zip(number.tolist(), probability.tolist())]
 
 # %% ../nbs/93_models.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

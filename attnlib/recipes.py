@@ -561,8 +561,11 @@ def _process(rank, processes, shard, steps, folder):
         torch.set_num_threads(threads)
 
 # %% ../nbs/96_recipes.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -949,8 +949,11 @@ def pixel_maps(model, x, pixel):
     return found
 
 # %% ../nbs/32_swin.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

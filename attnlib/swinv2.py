@@ -431,8 +431,11 @@ for size, window, img_size, weights in (
                    window_size=int(window.split("to")[-1]), **SIZES[size], **trained)
 
 # %% ../nbs/33_swinv2.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -1187,8 +1187,11 @@ def _ratio(found: dict) -> str:
     return f"{found['ratio']:5.2f} ({low:.2f} to {high:.2f})"
 
 # %% ../nbs/91_train.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -32,6 +32,7 @@ padding_mask([6, 3])
 MultiHeadAttention("16", 4)
 GPT(GPTConfig(vocab_size="11"))
 gpt.generate("text", 3)
+from attnlib.models import no_such_name
 """
 
 
@@ -135,7 +136,7 @@ def test_signatures_say_types():
     codes = {path.stem: path.read_text("utf-8") for path in paths}
     number = sum(len(list(signatures(ast.parse(code)))) for code in codes.values())
     found = [f"{module}.{x}" for module, code in codes.items() for x in untyped(code)]
-    assert number > 900 and len(found) < 0.03 * number, found
+    assert number > 500 and len(found) < 0.03 * number, found
     # control
     code = "def f(x, y: int): pass\nclass A:\n    def __init__(self, z): pass"
     assert list(untyped(code)) == ["f(x)", "f ->", "A.__init__(z)"]
