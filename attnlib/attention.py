@@ -118,7 +118,7 @@ def padding_mask(lengths: Int[Tensor, "B"], m: int | None = None) -> Bool[Tensor
 
 # %% ../nbs/10_attention.ipynb #mask-fits-code
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Whether a tensor of one shape broadcasts to another shape.
+    """Return whether a tensor of one shape broadcasts to another shape.
 
     Parameters
     ----------

@@ -1015,7 +1015,7 @@ def decode_captions(
     ----------
     tokens : int Tensor
     words : sequence of str
-        The vocabulary, as in `encode_captions`.
+        The vocabulary; its first tokens are "<pad>", "<s>", "</s>" and "<unk>".
 
     Returns
     -------

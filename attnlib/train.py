@@ -423,7 +423,7 @@ def _train_step(
 
 
 def _checked_loss(found: object) -> tuple | list:
-    """What a loss has returned, if it is a pair of a scalar and a number of terms."""
+    """Return a loss's result if it is a pair of a scalar and a number of terms."""
     wanted = ("it must return a pair: the loss, summed over its terms, and their number, "
               "such as (loss * len(y), len(y)) where loss is a mean over the rows of y")
     if not isinstance(found, (tuple, list)) or len(found) != 2:
@@ -522,7 +522,7 @@ def _share_buffers(model: torch.nn.Module) -> None:
 
 
 def _save_shards(path: str | Path, tensors: dict[str, Tensor], state: dict) -> None:
-    """What `save_checkpoint` does, by all processes together: the tensors go to a folder.
+    """Write a checkpoint by all processes together: the tensors go to a folder.
 
     Tensors that are shared among processes are written by all, each writes its own.
 
@@ -609,7 +609,7 @@ def _training_state(
 def _unpacked(
     tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
-    """The other way: weights {name: Tensor} and moments {number: {name: Tensor}}."""
+    """Split a training state into weights {name: Tensor} and moments {number: {name: Tensor}}."""
     weights = {}
     moments = {}
     for key, x in tensors.items():
@@ -791,7 +791,7 @@ def _own_accelerator() -> Iterator[Accelerator]:
 
 @contextmanager
 def _released(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards, model and accelerator no longer know of each other.
+    """Have model and accelerator forget each other after the `with` block.
 
     Accelerate replaces the model's `forward`, and keeps all that it has prepared.
     """
@@ -855,7 +855,7 @@ def frozen_in_evaluation(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def modes_restored(model: torch.nn.Module) -> Iterator[None]:
-    """After the `with` block each module is in training or evaluation mode as before it.
+    """Restore the training or evaluation mode of each module after the `with` block.
 
     Parameters
     ----------
@@ -870,7 +870,7 @@ def modes_restored(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _takes_step(loss_fn: Callable) -> bool:
-    """Whether a loss has a parameter `step` without a default."""
+    """Return whether a loss has a parameter `step` without a default."""
     step = inspect.signature(loss_fn).parameters.get("step")
     return step is not None and step.default is step.empty
 
