@@ -609,7 +609,7 @@ def _training_state(
 def _unpacked(
     tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
-    """Split a training state into weights {name: Tensor} and moments {number: {name: Tensor}}."""
+    """Split a training state into weights by name, and moments by number and name."""
     weights = {}
     moments = {}
     for key, x in tensors.items():
