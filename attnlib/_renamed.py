@@ -93,7 +93,6 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "CAPTION_COLORS": "_CAPTION_COLORS",
         "MULTI30K": "_MULTI30K",
         "PLURALS": "_PLURALS",
-        "STORIES": "_STORY_FILES",
     },
     "decoding": {
         "check_decoding": "_check_decoding",
@@ -252,8 +251,11 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     },
     "train": {
         "epochs": "shuffled_batches",
+        "prepare": "_prepare",
+        "resume": "_resume",
         "save_shards": "_save_shards",
         "share_buffers": "_share_buffers",
+        "train_step": "_train_step",
         "training_state": "_training_state",
         "without_decay": "_without_decay",
     },
@@ -303,7 +305,11 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
         "torchvision_import": "use attnlib.backbone.requires",
     },
     "data": {
+        "STORIES": "it is in benchmarks/corpora.py of the repository",
         "data_extra": "use attnlib.backbone.requires",
+        "encode_captions": "it is in benchmarks/corpora.py of the repository",
+        "flickr8k": "it is in benchmarks/corpora.py of the repository",
+        "text_corpus": "it is in benchmarks/corpora.py of the repository",
     },
     "decoding": {
         "check_count": "use attnlib.backbone.check_counts",
@@ -340,6 +346,10 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
         "states_lesson": "it is defined on the page nbs/55_scaling",
         "tensor_lesson": "it is defined on the page nbs/55_scaling",
         "wire_bytes": "it is defined on the page nbs/55_scaling",
+    },
+    "train": {
+        "machine": "it is in benchmarks/records.py of the repository",
+        "write_record": "it is in benchmarks/records.py of the repository",
     },
     "transformer": {
         "can_read": "use attnlib.seq2seq.can_read",

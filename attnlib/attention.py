@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['BACKENDS', 'masked_softmax', 'causal_mask', 'padding_mask', 'broadcasts', 'check_fits', 'AdditiveAttention',
-           'check_attention', 'combined_bias', 'attention_weights', 'reference', 'sdpa', 'float32_products',
-           'fastest_backend', 'current_backend', 'register_backend', 'attention_backend', 'attention',
-           'record_attention', 'checkpoint_block']
+           'check_attention', 'combined_bias', 'attention_weights', 'reference', 'attention', 'record_attention',
+           'sdpa', 'current_backend', 'register_backend', 'attention_backend', 'float32_products', 'fastest_backend',
+           'checkpoint_block']
 
 # %% ../nbs/10_attention.ipynb #imports
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -97,10 +97,17 @@ def padding_mask(lengths: Int[Tensor, "B"], m: int | None = None) -> Bool[Tensor
     Raises
     ------
     ValueError
-        If `lengths` has not one axis or `m` is too small.
+        If `lengths` has not one axis, a length is negative, or `m` is too small.
+    TypeError
+        If `lengths` are no integers.
     """
     if lengths.ndim != 1 or len(lengths) == 0:
         raise ValueError(f"lengths of shape {tuple(lengths.shape)} must be (B,), at least one")
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"lengths of dtype {lengths.dtype} must be integers")
+    shortest = int(lengths.min())
+    if shortest < 0:
+        raise ValueError(f"lengths ({shortest}) must be at least 0")
     longest = int(lengths.max())
     if m is None:
         m = longest
@@ -111,7 +118,7 @@ def padding_mask(lengths: Int[Tensor, "B"], m: int | None = None) -> Bool[Tensor
 
 # %% ../nbs/10_attention.ipynb #mask-fits-code
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Whether a tensor of one shape broadcasts to another shape.
+    """Return whether a tensor of one shape broadcasts to another shape.
 
     Parameters
     ----------
@@ -338,9 +345,116 @@ def reference(
 ) -> Float[Tensor, "... N d_v"]:
     """Attention as the equation says it; the arguments are those of `attention`."""
     weights = attention_weights(q, k, mask=mask, bias=bias, scale=scale)  # (..., N, M)
+    return _average_values(weights, v, dropout_p)
+
+
+def _average_values(
+    weights: Float[Tensor, "... N M"], v: Float[Tensor, "... M d_v"], dropout_p: float
+) -> Float[Tensor, "... N d_v"]:
+    """The values averaged with weights, of which some are dropped at random."""
     if dropout_p > 0:
         weights = F.dropout(weights, dropout_p)
     return weights @ v  # (..., N, M) @ (..., M, d_v) -> (..., N, d_v)
+
+# %% ../nbs/10_attention.ipynb #attention
+def attention(
+    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
+    v: Float[Tensor, "... M d_v"], *, mask: Tensor | Literal["causal"] | None = None,
+    bias: Tensor | None = None, scale: float | None = None, dropout_p: float = 0.0,
+) -> Float[Tensor, "... N d_v"]:
+    """Scaled dot-product attention softmax(QKᵀ/√d_k + bias) V
+    (Vaswani et al. 2017, equation 1).
+
+    Parameters
+    ----------
+    q : Tensor
+        Queries.
+    k : Tensor
+        Keys.
+    v : Tensor
+        Values, one for each key.
+    mask : bool Tensor, broadcastable to (..., N, M), or "causal", optional
+        True where a query may attend. A query that may attend nowhere gets zeros, with zero
+        gradient. "causal" stands for ``causal_mask(N, M)``, which the kernels need not read.
+    bias : float Tensor, broadcastable to (..., N, M), optional
+        Added to the logits after the scaling.
+    scale : float, optional
+        Factor of QKᵀ; 1/√d_k by default.
+    dropout_p : float
+        Probability with which a weight is dropped. It applies whenever it is not zero: a module
+        passes zero in evaluation.
+
+    Returns
+    -------
+    Tensor
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit together, `mask` is another word, or `dropout_p` is outside [0, 1).
+    TypeError
+        If `mask` is not boolean or `bias` not floating point.
+    """
+    leading = check_attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p)
+    if q.shape[:-2] != leading:  # a mask may have axes that v alone has, and so may the result
+        q = q.expand(*leading, *q.shape[-2:])
+    backend = current_backend()
+    if backend == "auto":
+        backend = fastest_backend(q, k, bias, dropout_p)
+    function = backend if callable(backend) else BACKENDS[backend]
+    return function(q, k, v, mask, bias, scale, dropout_p)
+
+# %% ../nbs/10_attention.ipynb #record
+class _MapRecorder:
+    """A backend that keeps the attention weights and has another one compute the output.
+
+    Parameters
+    ----------
+    lists : sequence of list
+        Each call adds its weights, as they are before dropout, to each of these lists.
+    backend : str or callable
+        Computes the output, as in `attention_backend`; for "auto" the equation, since the
+        weights are known.
+    """
+
+    def __init__(self, lists: Sequence[list] = (), backend: str | Callable = "auto") -> None:
+        self.lists = lists
+        self.backend = reference if backend in ("auto", "reference") else backend
+
+    def __call__(
+        self, q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
+        v: Float[Tensor, "... M d_v"], mask: Tensor | Literal["causal"] | None,
+        bias: Tensor | None, scale: float | None, dropout_p: float,
+    ) -> Float[Tensor, "... N d_v"]:
+        """Attention; the arguments are those of `attention`."""
+        weights = attention_weights(q, k, mask=mask, bias=bias, scale=scale)  # (..., N, M)
+        for maps in self.lists:
+            maps.append(weights)
+        if self.backend is reference:
+            return _average_values(weights, v, dropout_p)
+        function = self.backend if callable(self.backend) else BACKENDS[self.backend]
+        return function(q, k, v, mask, bias, scale, dropout_p)
+
+
+@contextmanager
+def record_attention() -> Iterator[list[Float[Tensor, "... N M"]]]:
+    """Keep the weights of every call of `attention` inside the `with` block, in this thread.
+
+    Blocks may be nested: a call is recorded by each block that it is in, also inside an
+    `attention_backend`.
+
+    Yields
+    ------
+    list of Tensor
+        Each call adds its weights, shape (..., N, M), as they are before dropout.
+    """
+    maps = []
+    recorder = _MapRecorder([maps])
+    outer = current_backend()
+    if isinstance(outer, _MapRecorder):
+        recorder = _MapRecorder([*outer.lists, maps], outer.backend)
+    with _in_force(recorder):
+        yield maps
 
 # %% ../nbs/10_attention.ipynb #narrow
 def _narrow_bias(bias: Tensor, q: Float[Tensor, "... N d_k"]) -> Tensor:
@@ -394,6 +508,83 @@ def sdpa(
         bias = bias.unsqueeze(0)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, **options)
     return out.masked_fill(empty, 0)
+
+# %% ../nbs/10_attention.ipynb #backend
+# The state of this module: the backends by their names, which all threads share, and for each
+# thread the backend in force, a name or a function.
+BACKENDS: dict[str, Callable] = {"reference": reference, "sdpa": sdpa}
+_local = threading.local()
+
+
+def current_backend() -> str | Callable:
+    """Return the backend in force in this thread, as it was given to `attention_backend`.
+
+    Returns
+    -------
+    str or callable
+        "auto" outside every `attention_backend`; inside `record_attention` a function.
+    """
+    return getattr(_local, "backend", "auto")
+
+
+def register_backend(name: str, function: Callable) -> None:
+    """Let ``attention_backend(name)`` compute attention by a function.
+
+    Parameters
+    ----------
+    name : str
+    function : callable
+        Called as ``function(q, k, v, mask, bias, scale, dropout_p)``, with all leading axes in
+        q.
+    """
+    BACKENDS[name] = function
+
+
+@contextmanager
+def attention_backend(name: str | Callable) -> Iterator[None]:
+    """Compute every attention inside the `with` block by the backend `name`.
+
+    The choice holds for the thread that enters the block, as that of `torch.no_grad` does:
+    threads do not disturb each other, and a new thread starts with "auto". Asyncio tasks share
+    one thread, so a block of theirs must not await.
+
+    Parameters
+    ----------
+    name : {"auto", "reference", "sdpa", "triton"}, or another that is registered, or a function
+        "reference" is the equation as written, "sdpa" PyTorch's fused kernels, "triton" the
+        kernels of `attnlib.flash` where they can serve, "auto" what was measured fastest. A
+        function is called like one that is registered. Inside `record_attention` the weights
+        are recorded as well.
+
+    Raises
+    ------
+    ValueError
+        If there is no backend of that name.
+    ImportError
+        If "triton" is asked for and the package is missing.
+    """
+    if name == "triton" and name not in BACKENDS:
+        import_module("attnlib.flash")  # which registers it
+    names = ["auto", *BACKENDS]
+    if not callable(name) and name not in names:
+        raise ValueError(f"name ({name!r}) must be one of {', '.join(map(repr, names))}")
+    backend = name
+    outer = current_backend()
+    if isinstance(outer, _MapRecorder):
+        backend = _MapRecorder(outer.lists, name)
+    with _in_force(backend):
+        yield
+
+
+@contextmanager
+def _in_force(backend: str | Callable) -> Iterator[None]:
+    """Have a backend in force in the `with` block, in this thread."""
+    previous = current_backend()
+    _local.backend = backend
+    try:
+        yield
+    finally:
+        _local.backend = previous
 
 # %% ../nbs/10_attention.ipynb #float32-products
 def float32_products(device: torch.device | str) -> Literal["ieee", "tf32", "bf16"]:
@@ -478,156 +669,6 @@ def fastest_backend(
         return "reference"
     return "sdpa"
 
-# %% ../nbs/10_attention.ipynb #backend
-BACKENDS = {"reference": reference, "sdpa": sdpa}
-_local = threading.local()  # `backend` is the name of a backend, or a function
-
-
-def current_backend() -> str | Callable:
-    """Return the backend in force in this thread, as it was given to `attention_backend`.
-
-    Returns
-    -------
-    str or callable
-        "auto" outside every `attention_backend`.
-    """
-    return getattr(_local, "backend", "auto")
-
-
-def register_backend(name: str, function: Callable) -> None:
-    """Let ``attention_backend(name)`` compute attention by a function.
-
-    Parameters
-    ----------
-    name : str
-    function : callable
-        Called as ``function(q, k, v, mask, bias, scale, dropout_p)``, with all leading axes in
-        q.
-    """
-    BACKENDS[name] = function
-
-
-@contextmanager
-def attention_backend(name: str | Callable) -> Iterator[None]:
-    """Compute every attention inside the `with` block by the backend `name`.
-
-    The choice holds for the thread that enters the block, as that of `torch.no_grad` does:
-    threads do not disturb each other, and a new thread starts with "auto". Asyncio tasks share
-    one thread, so a block of theirs must not await.
-
-    Parameters
-    ----------
-    name : {"auto", "reference", "sdpa", "triton"}, or another that is registered, or a function
-        "reference" is the equation as written, "sdpa" PyTorch's fused kernels, "triton" the
-        kernels of `attnlib.flash` where they can serve, "auto" what was measured fastest. A
-        function is called like one that is registered.
-
-    Raises
-    ------
-    ValueError
-        If there is no backend of that name.
-    ImportError
-        If "triton" is asked for and the package is missing.
-    """
-    if name == "triton" and name not in BACKENDS:
-        import_module("attnlib.flash")  # which registers it
-    names = ["auto", *BACKENDS]
-    if not callable(name) and name not in names:
-        raise ValueError(f"name ({name!r}) must be one of {', '.join(map(repr, names))}")
-    previous = current_backend()
-    _local.backend = name
-    try:
-        yield
-    finally:
-        _local.backend = previous
-
-# %% ../nbs/10_attention.ipynb #attention
-def attention(
-    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
-    v: Float[Tensor, "... M d_v"], *, mask: Tensor | Literal["causal"] | None = None,
-    bias: Tensor | None = None, scale: float | None = None, dropout_p: float = 0.0,
-) -> Float[Tensor, "... N d_v"]:
-    """Scaled dot-product attention softmax(QKᵀ/√d_k + bias) V
-    (Vaswani et al. 2017, equation 1).
-
-    Parameters
-    ----------
-    q : Tensor
-        Queries.
-    k : Tensor
-        Keys.
-    v : Tensor
-        Values, one for each key.
-    mask : bool Tensor, broadcastable to (..., N, M), or "causal", optional
-        True where a query may attend. A query that may attend nowhere gets zeros, with zero
-        gradient. "causal" stands for ``causal_mask(N, M)``, which the kernels need not read.
-    bias : float Tensor, broadcastable to (..., N, M), optional
-        Added to the logits after the scaling.
-    scale : float, optional
-        Factor of QKᵀ; 1/√d_k by default.
-    dropout_p : float
-        Probability with which a weight is dropped. It applies whenever it is not zero: a module
-        passes zero in evaluation.
-
-    Returns
-    -------
-    Tensor
-
-    Raises
-    ------
-    ValueError
-        If shapes do not fit together, `mask` is another word, or `dropout_p` is outside [0, 1).
-    TypeError
-        If `mask` is not boolean or `bias` not floating point.
-    """
-    leading = check_attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p)
-    if q.shape[:-2] != leading:  # a mask may have axes that v alone has, and so may the result
-        q = q.expand(*leading, *q.shape[-2:])
-    backend = current_backend()
-    if backend == "auto":
-        backend = fastest_backend(q, k, bias, dropout_p)
-    function = backend if callable(backend) else BACKENDS[backend]
-    return function(q, k, v, mask, bias, scale, dropout_p)
-
-# %% ../nbs/10_attention.ipynb #record
-class _MapRecorder:
-    """A backend that computes what `reference` does and keeps the attention weights.
-
-    Attributes
-    ----------
-    maps : list of Tensor, shape (..., N, M)
-        The weights of each call, as they are before dropout.
-    """
-
-    def __init__(self) -> None:
-        self.maps = []
-
-    def __call__(
-        self, q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
-        v: Float[Tensor, "... M d_v"], mask: Tensor | Literal["causal"] | None,
-        bias: Tensor | None, scale: float | None, dropout_p: float,
-    ) -> Float[Tensor, "... N d_v"]:
-        """Attention; the arguments are those of `attention`."""
-        weights = attention_weights(q, k, mask=mask, bias=bias, scale=scale)  # (..., N, M)
-        self.maps.append(weights)
-        if dropout_p > 0:
-            weights = F.dropout(weights, dropout_p)
-        return weights @ v  # (..., N, M) @ (..., M, d_v) -> (..., N, d_v)
-
-
-@contextmanager
-def record_attention() -> Iterator[list[Float[Tensor, "... N M"]]]:
-    """Keep the weights of every call of `attention` inside the `with` block, in this thread.
-
-    Yields
-    ------
-    list of Tensor
-        Each call adds its weights, shape (..., N, M), as they are before dropout.
-    """
-    recorder = _MapRecorder()
-    with attention_backend(recorder):
-        yield recorder.maps
-
 # %% ../nbs/10_attention.ipynb #checkpoint
 class _SameBackend:
     """A context in which attention is computed by the backend that made the context.
@@ -639,7 +680,9 @@ class _SameBackend:
 
     def __init__(self) -> None:
         backend = current_backend()
-        self.backend = reference if isinstance(backend, _MapRecorder) else backend
+        if isinstance(backend, _MapRecorder):  # the same computation, but nothing is kept
+            backend = _MapRecorder((), backend.backend)
+        self.backend = backend
 
     def __enter__(self) -> None:
         self.previous = current_backend()

@@ -4,25 +4,33 @@
 
 # %% auto #0
 __all__ = ['LANGUAGES', 'PAD', 'BOS', 'EOS', 'UNK', 'KINDS', 'CAPTION_WORDS', 'number_words', 'draw_numbers', 'train_bpe',
-           'encode', 'decode', 'book_text', 'train_tokenizer', 'fetch', 'multi30k', 'text_corpus', 'digits',
-           'describe_scenes', 'draw_scenes', 'scenes', 'collages', 'detection_scenes', 'box_targets', 'encode_captions',
-           'decode_captions', 'caption_scenes', 'context_scenes', 'flickr8k', 'cifar', 'standardize', 'small_images']
+           'encode', 'decode', 'book_text', 'train_tokenizer', 'fetch', 'multi30k', 'digits', 'describe_scenes',
+           'draw_scenes', 'scenes', 'collages', 'detection_scenes', 'box_targets', 'decode_captions', 'caption_scenes',
+           'context_scenes', 'cifar', 'standardize', 'small_images']
 
 # %% ../nbs/90_data.ipynb #imports
 import bz2
+import functools
 import hashlib
 import http.client
 import math
 import re
 import tarfile
 import threading
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from .backbone import check_counts, requires
+
+if TYPE_CHECKING:
+    import tokenizers  # which only functions of text need
 
 # %% ../nbs/90_data.ipynb #number-words
 LANGUAGES = ("en", "de", "nl", "sv", "da", "es", "it", "pt", "pl", "fi", "hu", "tr")
@@ -48,7 +56,7 @@ _CORRECTIONS = {  # language: patterns in the names of num2words and what should
 }
 
 
-def number_words(numbers, language):
+def number_words(numbers: Iterable[int] | Tensor, language: str) -> list[str]:
     """The names of whole numbers.
 
     They come from the library num2words. Where it breaks a rule of the language, such as in
@@ -57,7 +65,7 @@ def number_words(numbers, language):
 
     Parameters
     ----------
-    numbers : sequence of int
+    numbers : iterable of int
         From 0 to 999,999,999.
     language : str
         One of `LANGUAGES`.
@@ -80,7 +88,7 @@ def number_words(numbers, language):
     return [_number_name(int(number), language) for number in numbers]
 
 
-def _number_name(number, language):
+def _number_name(number: int, language: str) -> str:
     with requires("data"):
         from num2words import num2words
     thousands = number - number % 1000
@@ -93,7 +101,9 @@ def _number_name(number, language):
     return name
 
 # %% ../nbs/90_data.ipynb #split-numbers
-def draw_numbers(count, limit, *, seed=0, exclude=()):
+def draw_numbers(
+    count: int, limit: int, *, seed: int = 0, exclude: Iterable[int] | Tensor = ()
+) -> list[int]:
     """Random numbers below a limit, evenly by their number of digits.
 
     First a length is drawn, then a number within it.
@@ -105,7 +115,7 @@ def draw_numbers(count, limit, *, seed=0, exclude=()):
     limit : int
         Power of ten above the largest number, at most 10⁹.
     seed : int
-    exclude : collection of int
+    exclude : iterable of int
         Numbers that must not be drawn, such as those of the test.
 
     Returns
@@ -139,7 +149,9 @@ def draw_numbers(count, limit, *, seed=0, exclude=()):
 PAD, BOS, EOS, UNK = range(4)
 
 
-def train_bpe(texts, vocab_size, *, extra=()):
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, *, extra: Sequence[str] = ()
+) -> "tokenizers.Tokenizer":
     """Learn a byte-pair encoding.
 
     Parameters
@@ -182,7 +194,10 @@ def train_bpe(texts, vocab_size, *, extra=()):
 _encoding = threading.Lock()  # threads may share a tokenizer, whose setting `encode` changes
 
 
-def encode(tokenizer, texts, *, prefix=None):
+def encode(
+    tokenizer: "tokenizers.Tokenizer", texts: Sequence[str], *,
+    prefix: Sequence[str] | None = None,
+) -> Int[Tensor, "_ longest"]:
     """Token numbers of some texts, each between start and end, padded to one length.
 
     Parameters
@@ -228,20 +243,20 @@ def encode(tokenizer, texts, *, prefix=None):
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
 
 
-def _until_end(row):
+def _until_end(row: list[int]) -> list[int]:
     """The tokens of a list before its end token, or all of them."""
     if EOS not in row:
         return row
     return row[: row.index(EOS)]
 
 
-def decode(tokenizer, tokens):
+def decode(tokenizer: "tokenizers.Tokenizer", tokens: Int[Tensor, "B N"]) -> list[str]:
     """The texts of token numbers, each up to its end token, without special tokens.
 
     Parameters
     ----------
     tokenizer : tokenizers.Tokenizer
-    tokens : int Tensor, shape (B, N)
+    tokens : int Tensor
 
     Returns
     -------
@@ -254,7 +269,7 @@ def decode(tokenizer, tokens):
 _BOOK_PARTS = {"train": (0.0, 0.9), "valid": (0.9, 0.95), "test": (0.95, 1.0)}
 
 
-def book_text(split=None):
+def book_text(split: Literal["train", "valid", "test"] | None = None) -> str:
     """The prose of this book, a snapshot.
 
     Parameters
@@ -282,7 +297,7 @@ def book_text(split=None):
     return text[int(start * len(text)) : int(end * len(text))]
 
 
-def train_tokenizer(text, vocab_size):
+def train_tokenizer(text: str | Iterable[str], vocab_size: int) -> "tokenizers.Tokenizer":
     """Learn a byte-level byte-pair encoding, as GPT-2 has one (Radford et al. 2019).
 
     Parameters
@@ -332,7 +347,7 @@ _MULTI30K = {  # split: name of the texts, name of the archive, its sources with
 }
 
 
-def fetch(name, sources, folder):
+def fetch(name: str, sources: dict[str, str], folder: Path) -> Path:
     """The path of a file with a known checksum, downloaded into `folder` if it is not there.
 
     Parameters
@@ -372,7 +387,9 @@ def fetch(name, sources, folder):
                           f"Put it at {path} to go on without")
 
 # %% ../nbs/90_data.ipynb #multi30k
-def multi30k(split, folder=None):
+def multi30k(
+    split: Literal["train", "valid", "test"], folder: str | Path | None = None
+) -> tuple[list[str], list[str]]:
     """Parallel sentences of Multi30k.
 
     Parameters
@@ -410,53 +427,10 @@ def multi30k(split, folder=None):
                          f"sentences of {stem}; it needs equally many")
     return english, german
 
-# %% ../nbs/90_data.ipynb #stories
-_STORIES = ("https://huggingface.co/datasets/roneneldan/TinyStories/resolve/"
-            "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/")
-_STORY_FILES = {  # split: name of the file, its sources with their SHA-256
-    "train": ("TinyStoriesV2-GPT4-train.txt", {
-        _STORIES: "6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443"}),
-    "valid": ("TinyStoriesV2-GPT4-valid.txt", {
-        _STORIES: "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d"}),
-}
-
-
-def text_corpus(name="book", split="train", folder=None):
-    """A text for a language model, by its name.
-
-    Parameters
-    ----------
-    name : {"book", "tinystories"}
-        This book's prose (`book_text`), or stories written by GPT-4 in words of small children
-        (Eldan and Li 2023), 2.2 GB, whose ends are marked ``<|endoftext|>``.
-    split : {"train", "valid", "test"}
-        The stories have no "test".
-    folder : path, optional
-        Where files are kept; "tinystories" in `torch.hub`'s folder by default.
-
-    Returns
-    -------
-    str
-
-    Raises
-    ------
-    ValueError
-        If there is no such text or split, or a file is not the published one.
-    ConnectionError
-        If the file is neither there nor can be fetched.
-    """
-    if name not in ("book", "tinystories"):
-        raise ValueError(f"name ({name!r}) must be 'book' or 'tinystories'")
-    if name == "book":
-        return book_text(split)
-    if split not in _STORY_FILES:
-        splits = ", ".join(map(repr, _STORY_FILES))
-        raise ValueError(f"split ({split!r}) must be one of {splits}")
-    path = fetch(*_STORY_FILES[split], folder or Path(torch.hub.get_dir()) / "tinystories")
-    return path.read_text(encoding="utf-8")
-
 # %% ../nbs/90_data.ipynb #digits
-def digits(split="train", size=8, *, seed=0):
+def digits(
+    split: Literal["train", "test"] = "train", size: int = 8, *, seed: int = 0
+) -> tuple[Float[Tensor, "n 1 size size"], Int[Tensor, "n"]]:
     """Scikit-learn's scanned digits.
 
     Parameters
@@ -470,9 +444,9 @@ def digits(split="train", size=8, *, seed=0):
 
     Returns
     -------
-    images : Tensor, shape (n, 1, size, size)
+    images : Tensor
         From 0, paper, to 1, ink.
-    labels : int64 Tensor, shape (n,)
+    labels : int64 Tensor
 
     Raises
     ------
@@ -484,7 +458,7 @@ def digits(split="train", size=8, *, seed=0):
     _check_split(split)
     check_counts(size=size)
     found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
+    images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16  # (n, 1, 8, 8)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     rows = order[360:] if split == "train" else order[:360]
     images = images[rows]
@@ -494,24 +468,24 @@ def digits(split="train", size=8, *, seed=0):
     return images, labels
 
 
-def _check_split(split):
+def _check_split(split: str) -> None:
     if split not in ("train", "test"):
         raise ValueError(f"split ({split!r}) must be 'train' or 'test'")
 
 # %% ../nbs/90_data.ipynb #shapes
-def _disc(x, y):
+def _disc(x: Tensor, y: Tensor) -> Tensor:
     return torch.hypot(x, y) - 1
 
 
-def _square(x, y):
+def _square(x: Tensor, y: Tensor) -> Tensor:
     return torch.maximum(x.abs(), y.abs()) - 0.85
 
 
-def _triangle(x, y):  # y points down
+def _triangle(x: Tensor, y: Tensor) -> Tensor:  # y points down
     return torch.maximum(y - 0.65, 0.87 * x.abs() - 0.5 * y - 0.5)
 
 
-def _cross(x, y):
+def _cross(x: Tensor, y: Tensor) -> Tensor:
     arms = torch.minimum(x.abs(), y.abs()) - 0.32
     square = torch.maximum(x.abs(), y.abs()) - 1
     return torch.maximum(arms, square)
@@ -520,8 +494,8 @@ def _cross(x, y):
 KINDS = {"disc": _disc, "square": _square, "triangle": _triangle, "cross": _cross}
 
 # %% ../nbs/90_data.ipynb #describe-scenes
-def describe_scenes(count, *, seed=0):
-    """Draw lots for scenes of two shapes; positions and lengths in units of the image's side.
+def describe_scenes(count: int, *, seed: int = 0) -> dict[str, Tensor]:
+    """Draw random numbers for scenes of two shapes, in units of the image's side.
 
     Parameters
     ----------
@@ -542,48 +516,46 @@ def describe_scenes(count, *, seed=0):
     """
     check_counts(count=count)
     generator = torch.Generator().manual_seed(seed)
-
-    def lots(*shape):
-        return torch.rand(*shape, generator=generator)
-
+    uniform = functools.partial(torch.rand, generator=generator)
     # for each question, half of the answers are yes, in random order
     same_kind = torch.randperm(count, generator=generator) % 2 == 0
     same_color = torch.randperm(count, generator=generator) % 2 == 0
-    kind = (lots(count) * 4).long()
-    other = (kind + 1 + (lots(count) * 3).long()) % 4
-    cells = _apart(lots, count)
-    colors = _unlike(lots, count)
-    colors[same_color, 1] = colors[same_color, 0]
-    return {
-        "kind": torch.stack([kind, torch.where(same_kind, kind, other)], 1),
-        "center": (cells + 0.44 + 0.12 * lots(count, 2, 2)) / 4,
-        "radius": 0.08 + 0.03 * lots(count, 2),
-        "color": colors,
-        "background": 0.25 * lots(count, 2, 3),
-    }
+
+    first = (4 * uniform(count)).long()
+    another = (first + 1 + (3 * uniform(count)).long()) % 4  # one of the other three kinds
+    second = torch.where(same_kind, first, another)
+    cells = _distant_cells(uniform, count)
+    color = _distinct_colors(uniform, count)
+    color[same_color, 1] = color[same_color, 0]
+    center = (cells + 0.44 + 0.12 * uniform(count, 2, 2)) / 4
+    radius = 0.08 + 0.03 * uniform(count, 2)
+    background = 0.25 * uniform(count, 2, 3)
+    return dict(kind=torch.stack([first, second], 1), center=center, radius=radius,
+                color=color, background=background)
 
 
-def _apart(lots, count):
-    """Two cells of the grid, at least two apart: column and row, (count, 2, 2)."""
+def _distant_cells(uniform: Callable, count: int) -> Int[Tensor, "count 2 2"]:
+    """Two cells of the 4 × 4 grid, at least two apart: column and row of each."""
     cell = torch.cartesian_prod(torch.arange(4), torch.arange(4))  # (16, 2)
-    a, b = torch.nonzero(torch.cdist(cell.float(), cell.float()) >= 2, as_tuple=True)
-    pair = (lots(count) * len(a)).long()
-    return torch.stack([cell[a[pair]], cell[b[pair]]], 1)
+    distance = torch.cdist(cell.float(), cell.float())
+    first, second = torch.nonzero(distance >= 2, as_tuple=True)  # all pairs to choose from
+    pair = (len(first) * uniform(count)).long()
+    return torch.stack([cell[first[pair]], cell[second[pair]]], 1)
 
 
-def _unlike(lots, count):
-    """Two bright colors that can be told apart: (count, 2, 3)."""
-    colors = 0.3 + 0.7 * lots(count, 2, 3)
+def _distinct_colors(uniform: Callable, count: int) -> Float[Tensor, "count 2 3"]:
+    """Two bright colors that can be told apart."""
+    colors = 0.3 + 0.7 * uniform(count, 2, 3)
     while True:
         distance = (colors[:, 0] - colors[:, 1]).norm(dim=-1)
         near = distance < 0.4
         if not near.any():
             return colors
-        colors[near] = 0.3 + 0.7 * lots(int(near.sum()), 2, 3)
+        colors[near] = 0.3 + 0.7 * uniform(int(near.sum()), 2, 3)
 
 # %% ../nbs/90_data.ipynb #draw-scenes
-def draw_scenes(description, size):
-    """Draw what `describe_scenes` gave.
+def draw_scenes(description: dict[str, Tensor], size: int) -> Float[Tensor, "n 3 size size"]:
+    """Draw scenes as `describe_scenes` describes them.
 
     Parameters
     ----------
@@ -594,7 +566,7 @@ def draw_scenes(description, size):
 
     Returns
     -------
-    Tensor, shape (n, 3, size, size)
+    Tensor
         Red, green and blue from 0 to 1, on the description's device.
 
     Raises
@@ -606,27 +578,33 @@ def draw_scenes(description, size):
     n = len(description["kind"])
     device = description["kind"].device
     images = torch.empty(n, 3, size, size, device=device)
-    # so few at a time that they stay in the cache
-    for rows in torch.arange(n, device=device).split(max(1, 2**20 // size**2)):
-        images[rows] = _draw({key: x[rows] for key, x in description.items()}, size)
+    at_once = max(1, 2**20 // size**2)  # so few that they stay in the cache
+    for rows in torch.arange(n, device=device).split(at_once):
+        some = {key: x[rows] for key, x in description.items()}
+        images[rows] = _draw(some, size)
     return images
 
 
-def _draw(scene, size):
+def _draw(scene: dict[str, Tensor], size: int) -> Float[Tensor, "n 3 size size"]:
     pixel = (torch.arange(size, device=scene["kind"].device) + 0.5) / size
     top, bottom = scene["background"][..., None, None].unbind(1)  # (n, 3, 1, 1) each
-    picture = (top + (bottom - top) * pixel[:, None]).expand(-1, -1, -1, size)
+    background = top + (bottom - top) * pixel[:, None]  # (n, 3, size, 1)
+    image = background.expand(-1, -1, -1, size)
     for i in range(scene["kind"].shape[1]):
-        covered = _covered(scene["kind"][:, i], scene["center"][:, i], scene["radius"][:, i],
-                           pixel)
-        covered = covered[:, None]  # (n, 1, size, size)
+        kind = scene["kind"][:, i]
+        center = scene["center"][:, i]
+        radius = scene["radius"][:, i]
         color = scene["color"][:, i, :, None, None]  # (n, 3, 1, 1)
-        picture = picture + covered * (color - picture)
-    return picture
+        covered = _covered(kind, center, radius, pixel)[:, None]  # (n, 1, size, size)
+        image = image + covered * (color - image)
+    return image
 
 
-def _covered(kind, center, radius, pixel):
-    """The part of each pixel that a shape covers, (n, size, size); none if its kind is -1."""
+def _covered(
+    kind: Int[Tensor, "n"], center: Float[Tensor, "n 2"], radius: Float[Tensor, "n"],
+    pixel: Float[Tensor, "size"],
+) -> Float[Tensor, "n size size"]:
+    """The part of each pixel that a shape covers; none if its kind is -1."""
     x = (pixel - center[:, 0, None]) / radius[:, None]  # (n, size)
     y = (pixel - center[:, 1, None]) / radius[:, None]
     x, y = torch.broadcast_tensors(x[:, None, :], y[:, :, None])  # (n, size, size) each
@@ -634,10 +612,13 @@ def _covered(kind, center, radius, pixel):
     for number, shape in enumerate(KINDS.values()):
         chosen = kind == number
         distance[chosen] = shape(x[chosen], y[chosen])
-    return (0.5 - distance * radius[:, None, None] * len(pixel)).clamp(0, 1)
+    in_pixels = distance * radius[:, None, None] * len(pixel)
+    return (0.5 - in_pixels).clamp(0, 1)
 
 # %% ../nbs/90_data.ipynb #scenes
-def scenes(count, size=32, *, seed=0, task="kind"):
+def scenes(
+    count: int, size: int = 32, *, seed: int = 0, task: Literal["kind", "color"] = "kind"
+) -> tuple[Float[Tensor, "count 3 size size"], Int[Tensor, "count"]]:
     """Drawn scenes with two shapes, and whether they are the same.
 
     Parameters
@@ -654,9 +635,9 @@ def scenes(count, size=32, *, seed=0, task="kind"):
 
     Returns
     -------
-    images : Tensor, shape (count, 3, size, size)
+    images : Tensor
         Red, green and blue from 0 to 1.
-    labels : int64 Tensor, shape (count,)
+    labels : int64 Tensor
 
     Raises
     ------
@@ -665,62 +646,82 @@ def scenes(count, size=32, *, seed=0, task="kind"):
     """
     if task not in ("kind", "color"):
         raise ValueError(f"task ({task!r}) must be 'kind' or 'color'")
-    found = describe_scenes(count, seed=seed)
-    first, second = found[task].unbind(1)
+    description = describe_scenes(count, seed=seed)
+    first, second = description[task].unbind(1)  # (count,) or, of colors, (count, 3)
     labels = (first == second).reshape(count, -1).all(1).long()
-    return draw_scenes(found, size), labels
+    return draw_scenes(description, size), labels
 
 # %% ../nbs/90_data.ipynb #collages-places
-def _lay_out(lots, count, tries=64):
-    """Squares that do not overlap: sides (count, 3) and corners (count, 3, 2).
+def _lay_out(
+    uniform: Callable, count: int, tries: int = 64
+) -> tuple[Float[Tensor, "count 3"], Float[Tensor, "count 3 2"]]:
+    """Sides and corners of three squares that do not overlap.
 
     A side is 0 where there is no square. Both are in units of the image's side; a corner is y
     and x. The first square is the largest.
     """
-    number = 1 + (3 * lots(count)).long()
-    largest = 0.36 + 0.14 * lots(count, 1)
-    side = torch.cat([largest, largest * (0.45 + 0.3 * lots(count, 2))], dim=1)
-    corner = lots(count, tries, 3, 2) * (1 - side[:, None, :, None])
-    end = corner + side[:, None, :, None]  # (count, tries, 3, 2)
+    number = 1 + (3 * uniform(count)).long()  # how many squares there are to be
+    largest = 0.36 + 0.14 * uniform(count, 1)
+    smaller = largest * (0.45 + 0.3 * uniform(count, 2))
+    side = torch.cat([largest, smaller], dim=1)  # (count, 3)
+    length = side[:, None, :, None]
+    corner = uniform(count, tries, 3, 2) * (1 - length)
+    end = corner + length  # (count, tries, 3, 2)
     free = torch.ones(count, tries, dtype=torch.bool)
     for a, b in ((0, 1), (0, 2), (1, 2)):
         apart = (corner[:, :, a] >= end[:, :, b]) | (corner[:, :, b] >= end[:, :, a])
-        free &= apart.any(-1) | (number <= b)[:, None]  # in y or in x; or there is no b
+        absent = (number <= b)[:, None]
+        free &= apart.any(-1) | absent  # apart in y or in x
     number = torch.where(free.any(1), number, 1)
-    there = torch.arange(3) < number[:, None]
-    return side * there, corner[torch.arange(count), free.int().argmax(1)]
+    present = torch.arange(3) < number[:, None]
+    first_free = free.int().argmax(1)
+    return side * present, corner[torch.arange(count), first_free]
 
 
-def _pieces(lots, count, split, size, photograph=None):
-    """Pieces (count, 3, size, size) of the photographs at three scales, half mirrored.
+def _pieces(
+    uniform: Callable, count: int, split: Literal["train", "test"], size: int,
+    photograph: int | None = None,
+) -> Float[Tensor, "count 3 size size"]:
+    """Pieces of the photographs at three scales, half of them mirrored.
 
     They are of both photographs, or all of number `photograph`.
     """
-    with requires("data"):
-        from sklearn.datasets import load_sample_images
-    source, zoom, top, left, mirror = lots(5, count)
-    views = []
-    for picture in load_sample_images().images:  # two of them, (427, 640, 3)
-        x = torch.tensor(picture).permute(2, 0, 1)[None] / 255
-        x = x[..., :448] if split == "train" else x[..., 448:]
-        for scale in (size / 192, size / 96, size / 64):
-            shape = round(427 * scale), round(x.shape[3] * scale)
-            views.append(F.interpolate(x, shape, mode="bilinear", antialias=True)[0])
-    images = torch.empty(count, 3, size, size)
+    source, zoom, top, left, mirror = uniform(5, count)
+    views = _views(split, size)
+    scale = (3 * zoom).long()
     if photograph is None:
         photograph = (2 * source).long()
-    which = 3 * photograph + (3 * zoom).long()
+    chosen = 3 * photograph + scale
+    images = torch.empty(count, 3, size, size)
     for i, view in enumerate(views):
-        rows = which == i
+        rows = chosen == i
         windows = view.unfold(1, size, 1).unfold(2, size, 1)  # all: (3, Y, X, size, size)
         y = (top[rows] * windows.shape[1]).long()
         x = (left[rows] * windows.shape[2]).long()
         images[rows] = windows[:, y, x].transpose(0, 1)  # (3, n, size, size) -> (n, 3, ...)
     return torch.where(mirror[:, None, None, None] < 0.5, images, images.flip(3))
 
+
+def _views(split: Literal["train", "test"], size: int) -> list[Float[Tensor, "3 _ _"]]:
+    """The part of each photograph that belongs to a split, at three scales."""
+    with requires("data"):
+        from sklearn.datasets import load_sample_images
+    views = []
+    for photograph in load_sample_images().images:  # two of them, (427, 640, 3)
+        x = torch.tensor(photograph).permute(2, 0, 1)[None] / 255
+        x = x[..., :448] if split == "train" else x[..., 448:]
+        for scale in (size / 192, size / 96, size / 64):
+            shape = (round(427 * scale), round(x.shape[3] * scale))
+            view = F.interpolate(x, shape, mode="bilinear", antialias=True)
+            views.append(view[0])
+    return views
+
 # %% ../nbs/90_data.ipynb #collages-ink
-def _place_ink(ink, side, corner, turn, size):
-    """Ink (n, 1, 8, 8) in a square of n images each, turned by up to 15°: (n, size, size)."""
+def _place_ink(
+    ink: Float[Tensor, "n 1 8 8"], side: Float[Tensor, "n"], corner: Float[Tensor, "n 2"],
+    turn: Float[Tensor, "n"], size: int,
+) -> Float[Tensor, "n size size"]:
+    """Ink in a square of each image, turned by up to 15°."""
     pixel = (torch.arange(size) + 0.5) / size
     length = side[:, None].clamp(min=1e-6)
     y = 2 * (pixel - corner[:, 0, None]) / length - 1  # in the square from -1 to 1
@@ -736,7 +737,9 @@ def _place_ink(ink, side, corner, turn, size):
     return placed.clamp(max=1) * inside
 
 
-def _paste(images, ink, color):
+def _paste(
+    images: Float[Tensor, "n 3 H W"], ink: Float[Tensor, "n H W"], color: Float[Tensor, "n 3"]
+) -> Float[Tensor, "n 3 H W"]:
     """Images with ink on them: light with a dark rim on dark ground, dark with a light one."""
     ink = ink[:, None]  # (n, 1, size, size)
     rim = 0.7 * F.max_pool2d(ink, 3, stride=1, padding=1)
@@ -747,17 +750,22 @@ def _paste(images, ink, color):
     return images * (1 - ink) + color[..., None, None] * ink
 
 
-def _bounds(inside):
-    """The boxes (n, 4), x₀ y₀ x₁ y₁, of what is true in (n, H, W); zeros where nothing is."""
+def _bounds(inside: Bool[Tensor, "n H W"]) -> Float[Tensor, "n 4"]:
+    """The boxes x₀ y₀ x₁ y₁ of what is true; zeros where nothing is."""
     ends = []
     for axis in (1, 2):
         line = inside.any(axis).int()  # (n, W), then (n, H)
-        ends += [line.argmax(1), line.shape[1] - line.flip(1).argmax(1)]
+        start = line.argmax(1)
+        stop = line.shape[1] - line.flip(1).argmax(1)
+        ends += [start, stop]
     x0, x1, y0, y1 = ends
-    return torch.stack([x0, y0, x1, y1], 1) * inside.any(1).any(1, keepdim=True).float()
+    boxes = torch.stack([x0, y0, x1, y1], 1)
+    return boxes * inside.flatten(1).any(1, keepdim=True).float()
 
 # %% ../nbs/90_data.ipynb #collages
-def collages(count, split="train", size=64, *, seed=0):
+def collages(
+    count: int, split: Literal["train", "test"] = "train", size: int = 64, *, seed: int = 0
+) -> dict[str, Tensor]:
     """Digits on pieces of photographs: one to three, none of which hides another.
 
     Parameters
@@ -786,66 +794,80 @@ def collages(count, split="train", size=64, *, seed=0):
     check_counts(count=count)
     check_counts(size=size)
     generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
-
-    def lots(*shape):
-        return torch.rand(*shape, generator=generator)
-
-    ink, names = digits(split)
+    uniform = functools.partial(torch.rand, generator=generator)
     parts = []
     for start in range(0, count, 256):
         n = min(256, count - start)
-        side, corner = _lay_out(lots, n)
-        pick = (lots(n, 3) * len(ink)).long()
-        turn = lots(3, n)
-        color = lots(3, n, 3)
-        images = _pieces(lots, n, split, size)
-        kind = torch.where(side > 0, names[pick], -1)
-        mask = torch.zeros(n, size, size, dtype=torch.long)
-        box = torch.zeros(n, 3, 4)
-        for k in range(3):
-            placed = _place_ink(ink[pick[:, k]], side[:, k], corner[:, k], turn[k], size)
-            images = _paste(images, placed, color[k])
-            inside = placed > 0.5
-            mask = torch.where(inside, kind[:, k, None, None] + 1, mask)
-            box[:, k] = _bounds(inside)
-        label = kind[:, 0]
-        kind = torch.where(box[..., 2] > 0, kind, -1)  # without a pixel there is no digit
-        parts.append(dict(image=images.clamp(0, 1), label=label, kind=kind, box=box, mask=mask))
+        parts.append(_collage_part(uniform, n, split, size))
+    return _joined(parts)
+
+
+def _collage_part(
+    uniform: Callable, n: int, split: Literal["train", "test"], size: int
+) -> dict[str, Tensor]:
+    ink, names = digits(split)
+    side, corner = _lay_out(uniform, n)
+    digit = (len(ink) * uniform(n, 3)).long()
+    turn = uniform(3, n)
+    color = uniform(3, n, 3)
+    image = _pieces(uniform, n, split, size)
+    kind = torch.where(side > 0, names[digit], -1)
+    mask = torch.zeros(n, size, size, dtype=torch.long)
+    box = torch.zeros(n, 3, 4)
+    for k in range(3):
+        placed = _place_ink(ink[digit[:, k]], side[:, k], corner[:, k], turn[k], size)
+        image = _paste(image, placed, color[k])
+        inside = placed > 0.5
+        mask = torch.where(inside, kind[:, k, None, None] + 1, mask)
+        box[:, k] = _bounds(inside)
+    label = kind[:, 0]
+    kind = torch.where(box[..., 2] > 0, kind, -1)  # without a pixel there is no digit
+    return dict(image=image.clamp(0, 1), label=label, kind=kind, box=box, mask=mask)
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The rows of several dictionaries in one."""
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 # %% ../nbs/90_data.ipynb #detection-places
-def _scatter(lots, count, most, tries=32):
-    """Squares that do not overlap, as in `_lay_out`: sides (count, most), corners with y, x.
+def _scatter(
+    uniform: Callable, count: int, most: int, tries: int = 32
+) -> tuple[Float[Tensor, "count most"], Float[Tensor, "count most 2"]]:
+    """Sides and corners of squares that do not overlap, as in `_lay_out`.
 
     Each takes the first of some places that is free; if there is none, it is left out.
     """
-    number = 1 + (most * lots(count)).long()
-    side = 0.25 + 0.25 * lots(count, most)
-    places = lots(count, most, tries, 2) * (1 - side[:, :, None, None])
+    number = 1 + (most * uniform(count)).long()
+    side = 0.25 + 0.25 * uniform(count, most)
+    places = uniform(count, most, tries, 2) * (1 - side[:, :, None, None])
     corner = places[:, :, 0].clone()
     for k in range(most):
         place = places[:, k, :, None]  # (count, tries, 1, 2)
         end = place + side[:, k, None, None, None]
-        before = corner[:, None, :k]  # (count, 1, k, 2)
+        before = corner[:, None, :k]  # of the squares that have a place: (count, 1, k, 2)
         length = side[:, None, :k, None]  # (count, 1, k, 1)
         apart = (before >= end) | (place >= before + length) | (length == 0)
         free = apart.any(-1).all(-1)  # (count, tries, k, 2) -> (count, tries)
-        corner[:, k] = places[torch.arange(count), k, free.int().argmax(1)]
+        first_free = free.int().argmax(1)
+        corner[:, k] = places[torch.arange(count), k, first_free]
         side[:, k] *= free.any(1) & (k < number)
     return side, corner
 
 
-def _halves(lots, count, size):
-    """On which side of a random line each pixel lies: 0 or 1, (count, size, size)."""
+def _halves(uniform: Callable, count: int, size: int) -> Int[Tensor, "count size size"]:
+    """The side of a random line on which each pixel lies: 0 or 1."""
     pixel = (torch.arange(size) + 0.5) / size - 0.5
-    turn, offset = lots(2, count, 1, 1)
+    turn, offset = uniform(2, count, 1, 1)
     angle = 2 * math.pi * turn
     along = angle.cos() * pixel + angle.sin() * pixel[:, None]  # (count, size, size)
     return (along > 0.4 * offset - 0.2).long()
 
 # %% ../nbs/90_data.ipynb #detection-scenes
-def detection_scenes(count, split="train", size=48, *, kinds="shapes", objects=3,
-                     photographs=1, seed=0):
+def detection_scenes(
+    count: int, split: Literal["train", "test"] = "train", size: int = 48, *,
+    kinds: Literal["shapes", "digits"] = "shapes", objects: int = 3,
+    photographs: Literal[1, 2] = 1, seed: int = 0,
+) -> dict[str, Tensor]:
     """Colored objects on pieces of photographs, none of which hides another.
 
     Parameters
@@ -883,30 +905,32 @@ def detection_scenes(count, split="train", size=48, *, kinds="shapes", objects=3
     check_counts(size=size)
     check_counts(objects=objects)
     generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
-
-    def lots(*shape):
-        return torch.rand(*shape, generator=generator)
-
+    uniform = functools.partial(torch.rand, generator=generator)
     parts = []
     for start in range(0, count, 256):
         n = min(256, count - start)
-        parts.append(_detection_part(lots, n, split, size, kinds, objects, photographs))
-    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        parts.append(_detection_part(uniform, n, split, size, kinds, objects, photographs))
+    return _joined(parts)
 
 
-def _detection_part(lots, n, split, size, kinds, objects, photographs):
-    side, corner = _scatter(lots, n, objects)
-    pick = lots(n, objects)
-    turn = lots(objects, n)
-    color = 0.55 + 0.45 * lots(n, objects, 3)
-    image = _pieces(lots, n, split, size)
+def _detection_part(
+    uniform: Callable, n: int, split: Literal["train", "test"], size: int,
+    kinds: Literal["shapes", "digits"], objects: int, photographs: Literal[1, 2],
+) -> dict[str, Tensor]:
+    side, corner = _scatter(uniform, n, objects)
+    pick = uniform(n, objects)
+    turn = uniform(objects, n)
+    color = 0.55 + 0.45 * uniform(n, objects, 3)
+
+    image = _pieces(uniform, n, split, size)
     stuff = torch.zeros(n, size, size, dtype=torch.long)
     if photographs == 2:
-        stuff = _halves(lots, n, size)
-        first = _pieces(lots, n, split, size, photograph=0)
-        second = _pieces(lots, n, split, size, photograph=1)
+        stuff = _halves(uniform, n, size)
+        first = _pieces(uniform, n, split, size, photograph=0)
+        second = _pieces(uniform, n, split, size, photograph=1)
         image = torch.where(stuff[:, None] == 0, first, second)
     image = 0.6 * image
+
     if kinds == "digits":
         images, labels = digits(split)
         rows = (pick * len(images)).long()  # (n, objects)
@@ -921,37 +945,41 @@ def _detection_part(lots, n, split, size, kinds, objects, photographs):
         else:
             alpha = _place_shape(kind[:, k], side[:, k], corner[:, k], size)
         covered.append(alpha)
-    for k, alpha in enumerate(covered):  # (n, size, size) each
         image = image + alpha[:, None] * (color[:, k, :, None, None] - image)
+
     mask = torch.stack(covered, 1) > 0.5
     box = _bounds(mask.flatten(0, 1)).view(n, objects, 4)
     kind = torch.where(box[..., 2] > 0, kind, -1)
     return dict(image=image, kind=kind, box=box, mask=mask, stuff=stuff)
 
 
-def _place_shape(kind, side, corner, size):
-    """The part of each pixel that shapes in squares cover: (n, size, size), 0 without side."""
+def _place_shape(
+    kind: Int[Tensor, "n"], side: Float[Tensor, "n"], corner: Float[Tensor, "n 2"], size: int
+) -> Float[Tensor, "n size size"]:
+    """The part of each pixel that a shape in a square covers; 0 without a side."""
     center = (corner + side[:, None] / 2).flip(1)  # y, x -> x, y
     radius = side.clamp(min=1e-6) / 2
     pixel = (torch.arange(size) + 0.5) / size
     return _covered(kind, center, radius, pixel) * (side > 0)[:, None, None]
 
 
-def _check_scenes(kinds, photographs):
+def _check_scenes(kinds: str, photographs: int) -> None:
     if kinds not in ("shapes", "digits"):
         raise ValueError(f"kinds ({kinds!r}) must be 'shapes' or 'digits'")
     if photographs not in (1, 2):
         raise ValueError(f"photographs ({photographs!r}) must be 1 or 2")
 
 # %% ../nbs/90_data.ipynb #detection-targets
-def box_targets(kind, box, size):
-    """What a detector is to find: for each scene a dict of its objects.
+def box_targets(
+    kind: Int[Tensor, "B objects"], box: Float[Tensor, "B objects 4"], size: int
+) -> list[dict[str, Tensor]]:
+    """Targets of a detector: for each scene a dict of its objects.
 
     Parameters
     ----------
-    kind : int64 Tensor, shape (B, objects)
+    kind : int64 Tensor
         -1 where there is none, as `detection_scenes` gives it.
-    box : Tensor, shape (B, objects, 4)
+    box : Tensor
         x₀, y₀, x₁, y₁ in pixels.
     size : int
         The image's height and width.
@@ -963,8 +991,11 @@ def box_targets(kind, box, size):
     """
     low, high = (box / size).split(2, -1)  # (B, objects, 2) each
     boxes = torch.cat([(low + high) / 2, high - low], dim=-1)
-    there = kind >= 0
-    return [dict(labels=k[t], boxes=b[t]) for k, b, t in zip(kind, boxes, there)]
+    targets = []
+    for own_kind, own_boxes in zip(kind, boxes):
+        present = own_kind >= 0
+        targets.append(dict(labels=own_kind[present], boxes=own_boxes[present]))
+    return targets
 
 # %% ../nbs/90_data.ipynb #captions-words
 _CAPTION_COLORS = {"red": (0.9, 0.15, 0.15), "green": (0.15, 0.75, 0.2),
@@ -975,50 +1006,16 @@ CAPTION_WORDS = ("<pad>", "<s>", "</s>", "<unk>", "a", "left", "of", "above",
                  *_CAPTION_COLORS, *KINDS, "two", *_PLURALS)
 
 
-def encode_captions(captions, words=CAPTION_WORDS):
-    """Token numbers of captions, each between start and end, padded to one length.
-
-    Parameters
-    ----------
-    captions : sequence of str
-        Words with spaces between them.
-    words : sequence of str
-        The vocabulary, which begins with "<pad>", "<s>", "</s>", "<unk>".
-
-    Returns
-    -------
-    int64 Tensor, shape (n, longest)
-
-    Raises
-    ------
-    ValueError
-        If there are no captions, or one is empty or has an unknown word. The special tokens are
-        no words of a caption.
-    """
-    if isinstance(captions, str) or len(captions) == 0:
-        raise ValueError(f"captions ({captions!r}) must be a sequence of str, at least one; "
-                         "a single caption goes into a list")
-    numbers = {word: i for i, word in enumerate(words) if i > UNK}
-    rows = []
-    for caption in captions:
-        unknown = [word for word in caption.split() if word not in numbers]
-        if unknown or not caption.split():
-            what = f"the unknown word {unknown[0]!r}" if unknown else "no word"
-            raise ValueError(f"captions ({caption!r}) has {what}; a caption must have one or "
-                             f"more of the {len(words) - 4} words")
-        tokens = [numbers[word] for word in caption.split()]
-        rows.append(torch.tensor([BOS, *tokens, EOS]))
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
-
-
-def decode_captions(tokens, words=CAPTION_WORDS):
+def decode_captions(
+    tokens: Int[Tensor, "B N"], words: Sequence[str] = CAPTION_WORDS
+) -> list[str]:
     """The captions of token numbers, with or without the start, up to the end token.
 
     Parameters
     ----------
-    tokens : int Tensor, shape (B, N)
+    tokens : int Tensor
     words : sequence of str
-        The vocabulary, as in `encode_captions`.
+        The vocabulary; its first tokens are "<pad>", "<s>", "</s>" and "<unk>".
 
     Returns
     -------
@@ -1028,43 +1025,52 @@ def decode_captions(tokens, words=CAPTION_WORDS):
     return [" ".join(words[i] for i in row if i not in (PAD, BOS)) for row in rows]
 
 # %% ../nbs/90_data.ipynb #captions-pairs
-def _caption_pairs(split):
-    """The things that stand first and second in the scenes of a part: (m, 2).
+def _caption_pairs(split: Literal["train", "test", "novel"]) -> Int[Tensor, "m 2"]:
+    """The things that stand first and second in the scenes of a part.
 
     A thing is the number 4 color + kind.
     """
     thing = torch.arange(4 * len(_CAPTION_COLORS))
     novel = thing % 4 == thing // 4 % 4  # one kind of each color
     first, second = torch.cartesian_prod(thing, thing).T
-    lot = torch.rand(len(thing), len(thing), generator=torch.Generator().manual_seed(0))
-    apart = lot[torch.minimum(first, second), torch.maximum(first, second)] < 0.25
+    generator = torch.Generator().manual_seed(0)
+    chance = torch.rand(len(thing), len(thing), generator=generator)
+    apart = chance[torch.minimum(first, second), torch.maximum(first, second)] < 0.25
     some_novel = novel[first] | novel[second]
     kept = {"train": ~some_novel & ~apart, "test": ~some_novel & apart, "novel": some_novel}
     return torch.stack([first, second], 1)[kept[split] & (first != second)]
 
 
-def _caption_places(lots, count):
-    """Centers (count, 2, 2), x and y, of two things, the first further left or up.
+class _Places(NamedTuple):
+    """Where the two things of some scenes are, the first further left or up."""
 
-    Also those of a second copy of each, in the next cell across, and 0 for left, 1 for above.
-    """
+    center: Float[Tensor, "count 2 2"]  # x and y of each thing
+    second: Float[Tensor, "count 2 2"]  # of a second copy of each, in the next cell across
+    relation: Int[Tensor, "count"]  # 0 for left, 1 for above
+
+
+def _caption_places(uniform: Callable, count: int) -> _Places:
     cell = torch.cartesian_prod(torch.arange(4), torch.arange(4))  # (16, 2)
     step = cell - cell[:, None]  # from cell i to cell j
-    major = step.abs().argmax(-1)
-    clear = step.abs().amax(-1) >= 3 * step.abs().amin(-1)
+    distance = step.abs()
+    major = distance.argmax(-1)  # the axis on which they are further apart
+    clear = distance.amax(-1) >= 3 * distance.amin(-1)
     forward = step.gather(-1, major[..., None])[..., 0] >= 2
-    a, b = torch.nonzero(clear & forward, as_tuple=True)
-    pair = (lots(count) * len(a)).long()
-    cells = torch.stack([cell[a[pair]], cell[b[pair]]], 1)  # (count, 2, 2)
-    axis = major[a[pair], b[pair]]
-    center = (cells + 0.4 + 0.2 * lots(count, 2, 2)) / 4
+    first, second = torch.nonzero(clear & forward, as_tuple=True)  # all pairs to choose from
+    pair = (len(first) * uniform(count)).long()
+    cells = torch.stack([cell[first[pair]], cell[second[pair]]], 1)  # (count, 2, 2)
+    center = (cells + 0.4 + 0.2 * uniform(count, 2, 2)) / 4
+    relation = major[first[pair], second[pair]]
+    across = 1 - F.one_hot(relation, 2)[:, None]  # (count, 1, 2)
     inward = torch.where(cells < 2, 0.25, -0.25)
-    across = 1 - F.one_hot(axis, 2)[:, None]  # (count, 1, 2)
-    return center, center + across * inward, axis
+    return _Places(center, center + across * inward, relation)
 
 
-def _caption_tokens(color, kind, number, relation):
-    """Tokens (n, 10) of the right captions, and which object each one names, -1 for none."""
+def _caption_tokens(
+    color: Int[Tensor, "n 2"], kind: Int[Tensor, "n 2"], number: Int[Tensor, "n 2"],
+    relation: Int[Tensor, "n"],
+) -> tuple[Int[Tensor, "n 10"], Int[Tensor, "n 10"]]:
+    """Tokens of the right captions, and the object that each one names, -1 for none."""
     token = {word: i for i, word in enumerate(CAPTION_WORDS)}
     two = number == 2  # (n, 2)
     article = torch.where(two, token["two"], token["a"])
@@ -1073,8 +1079,8 @@ def _caption_tokens(color, kind, number, relation):
     things = torch.stack([article, color_word, kind_word], 2)  # (n, 2, 3)
     tokens = torch.full((len(kind), 10), PAD)
     named = torch.full((len(kind), 10), -1)
-    for number, between in ((0, ("left", "of")), (1, ("above",))):
-        rows = relation == number
+    for i, between in ((0, ("left", "of")), (1, ("above",))):
+        rows = relation == i
         second = 4 + len(between)  # where the second thing begins
         tokens[rows, 0] = BOS
         tokens[rows, 1:4] = things[rows, 0]
@@ -1086,7 +1092,10 @@ def _caption_tokens(color, kind, number, relation):
     return tokens, named
 
 # %% ../nbs/90_data.ipynb #captions-scenes
-def caption_scenes(count, split="train", size=32, *, seed=0):
+def caption_scenes(
+    count: int, split: Literal["train", "test", "novel"] = "train", size: int = 32, *,
+    seed: int = 0,
+) -> dict[str, Tensor]:
     """Drawn scenes of shapes with captions: "two red squares left of a blue disc".
 
     Parameters
@@ -1119,46 +1128,59 @@ def caption_scenes(count, split="train", size=32, *, seed=0):
     check_counts(size=size)
     generator = torch.Generator().manual_seed(
         3 * seed + ("train", "test", "novel").index(split))
-
-    def lots(*shape):
-        return torch.rand(*shape, generator=generator)
-
+    uniform = functools.partial(torch.rand, generator=generator)
     pairs = _caption_pairs(split)
-    thing = pairs[(lots(count) * len(pairs)).long()]  # (count, 2)
+    thing = pairs[(uniform(count) * len(pairs)).long()]  # (count, 2)
     color = thing // 4
     kind = thing % 4
     shade = torch.tensor(list(_CAPTION_COLORS.values()))[color]
-    shade = (shade + 0.16 * lots(count, 2, 3) - 0.08).clamp(0, 1)
-    radius = 0.08 + 0.024 * lots(count, 2)
-    number = 1 + (2 * lots(count, 2)).long()
-    return _caption_scene(lots, color, kind, number, shade, radius, size)
+    shade = (shade + 0.16 * uniform(count, 2, 3) - 0.08).clamp(0, 1)
+    radius = 0.08 + 0.024 * uniform(count, 2)
+    number = 1 + (2 * uniform(count, 2)).long()
+    return _caption_scene(uniform, color, kind, number, shade, radius, size)
 
 
-def _caption_scene(lots, color, kind, number, shade, radius, size):
-    """The scenes of things (n, 2), of shades (n, 2, 3) and radii (n, 2), one or two of each."""
+def _caption_scene(
+    uniform: Callable, color: Int[Tensor, "n 2"], kind: Int[Tensor, "n 2"],
+    number: Int[Tensor, "n 2"], shade: Float[Tensor, "n 2 3"], radius: Float[Tensor, "n 2"],
+    size: int,
+) -> dict[str, Tensor]:
+    """Scenes of two things each, one or two of each thing."""
     n = len(kind)
-    center, second, relation = _caption_places(lots, n)
-    ground = 0.25 * lots(n, 2, 3)
-    kinds = torch.cat([kind, kind.where(number == 2, -1)], 1)  # (n, 4)
-    centers = torch.cat([center, second], 1)
-    radii = torch.cat([radius, radius], 1)
-    shades = torch.cat([shade, shade], 1)
-    drawing = dict(kind=kinds, center=centers, radius=radii, color=shades, background=ground)
-    pixel = (torch.arange(size) + 0.5) / size
-    parts = []
-    for i in torch.arange(n).split(500):
-        covered = _covered(kinds[i].flatten(), centers[i].flatten(0, 1), radii[i].flatten(),
-                           pixel)  # (500 · 4, size, size)
-        parts.append(covered > 0.5)
-    mask = torch.cat(parts)
-    mask = mask.view(n, 2, 2, size, size).any(1)  # (n, first and second copy, thing, H, W)
-    tokens, named = _caption_tokens(color, kind, number, relation)
+    places = _caption_places(uniform, n)
+    ground = 0.25 * uniform(n, 2, 3)
+    second_kind = kind.where(number == 2, -1)  # where there is a second copy
+    drawing = dict(  # four shapes: both things, and their copies
+        kind=torch.cat([kind, second_kind], 1),
+        center=torch.cat([places.center, places.second], 1),
+        radius=torch.cat([radius, radius], 1),
+        color=torch.cat([shade, shade], 1),
+        background=ground)
+    tokens, named = _caption_tokens(color, kind, number, places.relation)
+    mask = _thing_masks(drawing, size)
     box = _bounds(mask.flatten(0, 1)).view(n, 2, 4)
     return dict(image=draw_scenes(drawing, size), caption=tokens, named=named, kind=kind,
                 color=color, number=number, box=box, mask=mask)
 
+
+def _thing_masks(drawing: dict[str, Tensor], size: int) -> Bool[Tensor, "n 2 size size"]:
+    """The pixels of both things of a scene, each with its copy."""
+    n = len(drawing["kind"])
+    pixel = (torch.arange(size) + 0.5) / size
+    parts = []
+    for rows in torch.arange(n).split(500):
+        kind = drawing["kind"][rows].flatten()
+        center = drawing["center"][rows].flatten(0, 1)
+        radius = drawing["radius"][rows].flatten()
+        covered = _covered(kind, center, radius, pixel)  # (4 · 500, size, size)
+        parts.append(covered > 0.5)
+    mask = torch.cat(parts).view(n, 2, 2, size, size)
+    return mask.any(1)  # (n, first and second copy, thing, H, W) -> (n, thing, H, W)
+
 # %% ../nbs/90_data.ipynb #context-scenes
-def context_scenes(count, agree=0.5, size=32, *, seed=0):
+def context_scenes(
+    count: int, agree: float = 0.5, size: int = 32, *, seed: int = 0
+) -> dict[str, Tensor]:
     """Scenes of a disc of uncertain color, and a white shape that may tell which it is.
 
     Parameters
@@ -1188,88 +1210,39 @@ def context_scenes(count, agree=0.5, size=32, *, seed=0):
     if not 0 <= agree <= 1:
         raise ValueError(f"agree ({agree}) must be in [0, 1]")
     generator = torch.Generator().manual_seed(seed)
-
-    def lots(*shape):
-        return torch.rand(*shape, generator=generator)
-
-    red = lots(count) < 0.5
-    agrees = lots(count) < agree
-    subject = (2 * lots(count)).long()
+    uniform = functools.partial(torch.rand, generator=generator)
+    red = uniform(count) < 0.5
+    agrees = uniform(count) < agree
+    subject = (2 * uniform(count)).long()
     hue = torch.randn(count, generator=generator) + 2 * red.float() - 1
-    color_number = {word: i for i, word in enumerate(_CAPTION_COLORS)}
-    kind_number = {word: i for i, word in enumerate(KINDS)}
-    beside = torch.where(red == agrees, kind_number["square"], kind_number["cross"])
-    named = torch.where(red, color_number["red"], color_number["blue"])
-    first = subject == 0  # the disc is named first
-    disc = torch.full_like(beside, kind_number["disc"])
-    white = torch.full_like(beside, color_number["white"])
-    kind = torch.stack([torch.where(first, disc, beside), torch.where(first, beside, disc)], 1)
-    color = torch.stack([torch.where(first, named, white), torch.where(first, white, named)], 1)
+
+    colors = list(_CAPTION_COLORS)
+    kinds = list(KINDS)
+    disc = torch.full_like(subject, kinds.index("disc"))
+    beside = torch.where(red == agrees, kinds.index("square"), kinds.index("cross"))
+    named = torch.where(red, colors.index("red"), colors.index("blue"))
+    white = torch.full_like(subject, colors.index("white"))
+    disc_is_first = (subject == 0)[:, None]
+    kind = torch.stack([disc, beside], 1)
+    kind = torch.where(disc_is_first, kind, kind.flip(1))
+    color = torch.stack([named, white], 1)
+    color = torch.where(disc_is_first, color, color.flip(1))
+
     redness = (0.5 + hue / 8).clamp(0, 1)[:, None]  # the shade of a hue of 4 is pure red
-    ends = torch.tensor([_CAPTION_COLORS["red"], _CAPTION_COLORS["blue"]])
+    pure_red = torch.tensor(_CAPTION_COLORS["red"])
+    pure_blue = torch.tensor(_CAPTION_COLORS["blue"])
     shade = torch.tensor(_CAPTION_COLORS["white"]).expand(count, 2, 3).clone()
-    shade[torch.arange(count), subject] = redness * ends[0] + (1 - redness) * ends[1]
-    radius = 0.09 + 0.03 * lots(count, 2)
+    shade[torch.arange(count), subject] = redness * pure_red + (1 - redness) * pure_blue
+    radius = 0.09 + 0.03 * uniform(count, 2)
     one = torch.ones_like(kind)
-    scene = _caption_scene(lots, color, kind, one, shade, radius, size)
+    scene = _caption_scene(uniform, color, kind, one, shade, radius, size)
     return scene | dict(subject=subject, red=red, agrees=agrees, hue=hue)
 
-# %% ../nbs/90_data.ipynb #flickr
-def flickr8k(folder, split="train"):
-    """Photographs of Flickr8k and their captions, from a folder in the usual layout.
-
-    The folder holds "Flickr8k.token.txt", "Flickr_8k.trainImages.txt" and its likes for "dev"
-    and "test", and the photographs in "Flicker8k_Dataset" (the name is spelled so).
-
-    Parameters
-    ----------
-    folder : path
-    split : {"train", "dev", "test"}
-
-    Returns
-    -------
-    paths : list of Path
-    captions : list of list of str
-        Those of each photograph: words in lower case, without punctuation before, after, or
-        between them. Hyphens and apostrophes within words stay, as in "t-shirt" and "'s".
-
-    Raises
-    ------
-    ValueError
-        If there is no such split, or a photograph has no caption.
-    FileNotFoundError
-        If a file is missing.
-    """
-    folder = Path(folder)
-    if split not in ("train", "dev", "test"):
-        raise ValueError(f"split ({split!r}) must be 'train', 'dev' or 'test'")
-    captions_file = folder / "Flickr8k.token.txt"
-    names_file = folder / f"Flickr_8k.{split}Images.txt"
-    for path in (captions_file, names_file):
-        if not path.exists():
-            raise FileNotFoundError(f"folder ({folder}) must hold {path.name}: the text files "
-                                    "of Flickr8k, and Flicker8k_Dataset with its photographs")
-    texts = {}
-    for line in captions_file.read_text(encoding="utf-8").split("\n"):
-        name, _, text = line.partition("\t")
-        words = []
-        for word in text.lower().split():
-            word = word.strip('.,;:!?"()[]')
-            if any(letter.isalnum() for letter in word):
-                words.append(word)
-        photograph = name.partition("#")[0]
-        texts.setdefault(photograph, []).append(" ".join(words))
-    names = names_file.read_text(encoding="utf-8").split()
-    missing = [name for name in names if name not in texts]
-    if missing:
-        raise ValueError(f"{captions_file.name} must have captions of all photographs in "
-                         f"{names_file.name}; it has none of {missing[0]}")
-    paths = [folder / "Flicker8k_Dataset" / name for name in names]
-    captions = [texts[name] for name in names]
-    return paths, captions
-
 # %% ../nbs/90_data.ipynb #cifar
-def cifar(name="cifar10", split="train", folder=None):
+def cifar(
+    name: Literal["cifar10", "cifar100"] = "cifar10", split: Literal["train", "test"] = "train",
+    folder: str | Path | None = None,
+) -> tuple[Float[Tensor, "n 3 32 32"], Int[Tensor, "n"]]:
     """The photographs of CIFAR-10 or CIFAR-100.
 
     Parameters
@@ -1282,9 +1255,9 @@ def cifar(name="cifar10", split="train", folder=None):
 
     Returns
     -------
-    images : Tensor, shape (n, 3, 32, 32)
+    images : Tensor
         Red, green and blue from 0 to 1.
-    labels : int64 Tensor, shape (n,)
+    labels : int64 Tensor
         From 0 to 9, or the 100 fine classes.
 
     Raises
@@ -1315,17 +1288,19 @@ def cifar(name="cifar10", split="train", folder=None):
     return images.float().contiguous() / 255, torch.tensor(found.targets)
 
 # %% ../nbs/90_data.ipynb #standardize
-def standardize(images, reference):
+def standardize(
+    images: Float[Tensor, "n C H W"], reference: Float[Tensor, "m C _ _"]
+) -> Float[Tensor, "n C H W"]:
     """Images less the mean of others in each channel, over their deviation.
 
     Parameters
     ----------
-    images, reference : float Tensor, shape (n, C, H, W)
+    images, reference : float Tensor
         `reference` gives mean and deviation, and need not have as many images.
 
     Returns
     -------
-    Tensor, shape (n, C, H, W)
+    Tensor
 
     Raises
     ------
@@ -1339,7 +1314,10 @@ def standardize(images, reference):
     return (images - mean) / deviation.clamp(min=1e-6)
 
 # %% ../nbs/90_data.ipynb #small-images
-def small_images(name="digits", size=8, folder=None):
+def small_images(
+    name: Literal["digits", "cifar10", "cifar100"] = "digits", size: int = 8,
+    folder: str | Path | None = None,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The digits or CIFAR, standardized by the training images.
 
     Parameters

@@ -9,9 +9,14 @@ __all__ = ['BLUE', 'ORANGE', 'GREEN', 'RED', 'PURPLE', 'SKY', 'BLACK', 'STYLE', 
 # %% ../nbs/92_plot.ipynb #imports
 import io
 import itertools
+from collections.abc import Sequence
 from html import escape
+from typing import Literal
 
+import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from .backbone import requires
 
@@ -19,7 +24,11 @@ with requires("plot"):
     import matplotlib.pyplot as plt
     from cycler import cycler
     from IPython.display import display
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from matplotlib.offsetbox import AnnotationBbox, OffsetImage
+
+_Labels = Sequence | np.ndarray | Tensor  # words or images, one for each row or column
 
 # %% ../nbs/92_plot.ipynb #style
 BLUE = "#0072B2"
@@ -45,12 +54,12 @@ STYLE = {
 }
 
 
-def set_style():
+def set_style() -> None:
     """Draw every later figure in the book's style."""
     plt.rcParams.update(STYLE)
 
 # %% ../nbs/92_plot.ipynb #show
-def show(figure, alt, caption=None):
+def show(figure: Figure, alt: str, caption: str | None = None) -> None:
     """Display a figure with its caption and its alternative text, and close it.
 
     Parameters
@@ -77,15 +86,21 @@ def show(figure, alt, caption=None):
     display({"text/html": html, "text/plain": caption or "(the caption is the same)"}, raw=True)
 
 # %% ../nbs/92_plot.ipynb #plot-attention
-def plot_attention(weights, queries=None, keys=None, *, titles=None, vmax=None, values=None):
+def plot_attention(
+    weights: Tensor | np.ndarray | Sequence, queries: _Labels | None = None,
+    keys: _Labels | None = None, *, titles: Sequence[str] | np.ndarray | None = None,
+    vmax: float | None = None, values: bool | None = None,
+) -> Figure:
     """Draw attention matrices as heat maps.
 
     Parameters
     ----------
-    weights : Tensor, shape (N, M) or (h, N, M)
-        Attention of N queries to M keys; one panel for each of the h matrices.
+    weights : Tensor, shape (N, M) or (h, N, M), or list of Tensor, shape (N, M)
+        Attention of N queries to M keys; one panel for each of the h matrices. Of what
+        `record_attention` and the methods `attention_maps` return for a batch, choose one call
+        or layer and one row of the batch: ``maps[-1][0]``.
     queries, keys : sequence of str or of images, optional
-        Labels of the rows and of the columns. An image is an array (H, W) or (H, W, C).
+        _Labels of the rows and of the columns. An image is an array (H, W) or (H, W, C).
     titles : sequence of str, optional
         A title for each panel.
     vmax : float, optional
@@ -101,24 +116,13 @@ def plot_attention(weights, queries=None, keys=None, *, titles=None, vmax=None, 
     Raises
     ------
     ValueError
-        If `weights` has another number of axes or is empty, the labels or titles have another
-        number of entries, a label is neither str nor image, or `vmax` is not positive.
+        If `weights` has another number of axes or is empty, or is a list of other Tensors than
+        matrices of one shape; if the labels or titles have another number of entries, a label
+        is neither str nor image, or `vmax` is not positive.
     """
-    weights = torch.as_tensor(weights).detach().float().cpu()
-    if weights.ndim not in (2, 3) or weights.numel() == 0:
-        raise ValueError(f"weights of shape {tuple(weights.shape)} must be (N, M) or (h, N, M),"
-                         " and not empty")
-    weights = weights.reshape(-1, *weights.shape[-2:])  # (h, N, M)
+    weights = _panels(weights)  # (h, N, M)
     h, n, m = weights.shape
-    for name, labels, wanted in (("queries", queries, n), ("keys", keys, m),
-                                 ("titles", titles, h)):
-        if labels is not None and len(labels) != wanted:
-            raise ValueError(f"{name} has {len(labels)} entries; "
-                             f"weights of shape {(h, n, m)} need {wanted}")
-    for name, labels in (("queries", queries), ("keys", keys)):
-        for label in labels if labels is not None else ():
-            if not isinstance(label, str) and len(getattr(label, "shape", ())) not in (2, 3):
-                raise ValueError(f"{name} has {label!r}; each entry must be a str or an image")
+    _check_labels(weights, queries, keys, titles)
     if vmax is None:
         vmax = weights.nan_to_num(0).max().item() or 1.0  # rows that see nothing may be NaN
     elif not vmax > 0:
@@ -127,8 +131,49 @@ def plot_attention(weights, queries=None, keys=None, *, titles=None, vmax=None, 
         values = m <= 8 and h <= 2
     return _draw(weights, queries, keys, titles, vmax, values)
 
+
+def _panels(weights: Tensor | np.ndarray | Sequence) -> Float[Tensor, "h N M"]:
+    """The matrices to draw, one for each panel, or an error that says how to choose them."""
+    if isinstance(weights, (list, tuple)) and any(map(torch.is_tensor, weights)):
+        shapes = [tuple(x.shape) for x in weights]
+        if len(shapes[0]) != 2 or len(set(shapes)) != 1:
+            raise ValueError(
+                f"weights is a list of {len(shapes)} Tensors, the first of shape {shapes[0]}; "
+                "choose one of them, such as weights[0], or its first row of the batch, "
+                "weights[0][0], of shape (N, M) or (h, N, M)")
+        weights = torch.stack(list(weights))
+    weights = torch.as_tensor(weights).detach().float().cpu()
+    if weights.ndim == 4:
+        raise ValueError(f"weights of shape {tuple(weights.shape)} must be (N, M) or (h, N, M);"
+                         " choose one row of the batch, such as weights[0]")
+    if weights.ndim not in (2, 3) or weights.numel() == 0:
+        raise ValueError(f"weights of shape {tuple(weights.shape)} must be (N, M) or (h, N, M),"
+                         " and not empty")
+    return weights.reshape(-1, *weights.shape[-2:])
+
+
+def _check_labels(
+    weights: Float[Tensor, "h N M"], queries: _Labels | None, keys: _Labels | None,
+    titles: Sequence[str] | np.ndarray | None,
+) -> None:
+    h, n, m = weights.shape
+    for name, labels, wanted in (("queries", queries, n), ("keys", keys, m),
+                                 ("titles", titles, h)):
+        if labels is not None and len(labels) != wanted:
+            raise ValueError(f"{name} has {len(labels)} entries; "
+                             f"weights of shape {(h, n, m)} need {wanted}")
+    for name, labels in (("queries", queries), ("keys", keys)):
+        if labels is None:
+            continue
+        for label in labels:
+            if not isinstance(label, str) and len(getattr(label, "shape", ())) not in (2, 3):
+                raise ValueError(f"{name} has {label!r}; each entry must be a str or an image")
+
 # %% ../nbs/92_plot.ipynb #draw
-def _draw(weights, queries, keys, titles, vmax, values):
+def _draw(
+    weights: Float[Tensor, "h N M"], queries: _Labels | None, keys: _Labels | None,
+    titles: Sequence[str] | np.ndarray | None, vmax: float, values: bool,
+) -> Figure:
     h, n, m = weights.shape
     width = 7.0 if h * m > 6 else 4.5
     height = min(0.8 * width * n / (h * m), 7) + 1.0
@@ -148,7 +193,7 @@ def _draw(weights, queries, keys, titles, vmax, values):
     return figure
 
 # %% ../nbs/92_plot.ipynb #labels
-def _label(axis, side, labels):
+def _label(axis: Axes, side: Literal["x", "y"], labels: _Labels | None) -> None:
     """Put words or little images beside the rows ("y") or below the columns ("x")."""
     if labels is None:
         return
@@ -175,7 +220,7 @@ def _label(axis, side, labels):
                                        boxcoords="offset points", frameon=False))
 
 
-def _write(axis, matrix, vmax):
+def _write(axis: Axes, matrix: Float[Tensor, "N M"], vmax: float) -> None:
     """Write each weight into its cell, dark on light and light on dark."""
     for row, line in enumerate(matrix.tolist()):
         for column, weight in enumerate(line):
@@ -183,7 +228,10 @@ def _write(axis, matrix, vmax):
                       color="black" if weight > vmax / 2 else "white")
 
 # %% ../nbs/92_plot.ipynb #plot-history
-def plot_history(history, *, x="step", log=()):
+def plot_history(
+    history: list[dict] | dict[str, list[dict]], *, x: str = "step",
+    log: str | Sequence[str] = (),
+) -> Figure:
     """Draw what a training run reported, one panel for each quantity.
 
     Parameters
@@ -220,12 +268,15 @@ def plot_history(history, *, x="step", log=()):
         raise ValueError(f"history must have other keys than x ({x!r})")
     figure, axes = plt.subplots(1, len(names), squeeze=False)
     for name, axis in zip(names, axes[0]):
-        for (label, run), line in zip(runs.items(), itertools.cycle(("-", "--", ":", "-."))):
+        styles = itertools.cycle(("-", "--", ":", "-."))
+        for (label, run), style in zip(runs.items(), styles):
             known = [record for record in run if name in record]
+            across = [record[x] for record in known]
+            up = [record[name] for record in known]
             # also a run without this quantity takes a color, which is its own in each panel
-            axis.plot([record[x] for record in known], [record[name] for record in known],
-                      ls=line, label=label)
-        axis.set(xlabel=x, ylabel=name, yscale="log" if name in log else "linear")
+            axis.plot(across, up, ls=style, label=label)
+        scale = "log" if name in log else "linear"
+        axis.set(xlabel=x, ylabel=name, yscale=scale)
     if "" not in runs:
         # given by hand, since names that begin with "_" are hidden otherwise
         axes[0, 0].legend(axes[0, 0].lines, [str(label) for label in runs])

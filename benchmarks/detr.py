@@ -56,8 +56,9 @@ from attnlib.detr import (
 )
 from attnlib.inference import optimize_for_inference
 from attnlib.models import _IMAGENET, create_model, load_pretrained
-from attnlib.train import fit, shuffled_batches, write_record
+from attnlib.train import fit, shuffled_batches
 from benchmarks import runner, timing
+from benchmarks.records import write_record
 from benchmarks.runner import Commands, Runs
 from benchmarks.timing import OPTIMIZED, OURS
 

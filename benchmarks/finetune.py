@@ -22,7 +22,7 @@ from attnlib import (  # noqa: F401  they register their models
 from attnlib.data import describe_scenes, draw_scenes
 from attnlib.finetune import fine_tune
 from attnlib.models import create_model
-from attnlib.train import write_record
+from benchmarks.records import write_record
 from benchmarks.runner import (
     Commands,
     Runs,
@@ -30,7 +30,7 @@ from benchmarks.runner import (
     logistic_regression,
     tune,
 )
-from benchmarks.timing import peak_memory, take_turns
+from benchmarks.timing import peak_mib, take_turns
 
 MODEL = "vit_collages"
 CONTESTANTS = {  # pretrained, settings of `fine_tune`, rates
@@ -203,7 +203,7 @@ def sizes(arguments):
         names = SIZES_NAMES
         rounds = 7
     calls = {name: forward(name, arguments.device) for name in names}
-    memory = {name: peak_memory(call, arguments.device) for name, call in calls.items()}
+    memory = {name: peak_mib(call, arguments.device) for name, call in calls.items()}
     times = take_turns(calls, rounds, arguments.device)
     rows = [
         {

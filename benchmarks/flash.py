@@ -254,7 +254,7 @@ def compare(function, step, case, exact):
 def prepare(function, step, case, exact, device):
     """The error and the memory of a contestant, and what of it is timed."""
     row = {"error": compare(function, step, case, exact) if exact else None}
-    row["MiB"] = round(timing.peak_memory(lambda: step(function, case), device))
+    row["MiB"] = round(timing.peak_mib(lambda: step(function, case), device))
     return row, timed(function, step, case)
 
 

@@ -36,7 +36,7 @@ from accelerate import Accelerator
 
 from attnlib import gpt
 from attnlib.attention import attention, record_attention
-from attnlib.data import book_text, text_corpus, train_tokenizer
+from attnlib.data import book_text, train_tokenizer
 from attnlib.gpt import (
     GPT,
     GPT2_STYLE,
@@ -49,6 +49,7 @@ from attnlib.gpt import (
 from attnlib.inference import optimize_for_inference
 from attnlib.train import fit
 from benchmarks import runner, timing
+from benchmarks.corpora import text_corpus
 from benchmarks.runner import RESULTS, Commands, start, write
 from benchmarks.timing import OPTIMIZED, OURS, ratio, take_turns
 

@@ -25,7 +25,7 @@ from attnlib.finetune import normalize_for
 from attnlib.mae import MaskedAutoencoder, masked_loss, patchify, random_masking, unpatchify
 from attnlib.models import create_model, load_pretrained
 from attnlib.recipes import crop_and_flip
-from attnlib.train import fit, machine, shuffled_batches
+from attnlib.train import fit, shuffled_batches
 from attnlib.vit import VisionTransformer
 from benchmarks import runner, timing
 from benchmarks.chapter import run_cells
@@ -39,6 +39,7 @@ from benchmarks.hidden import (
     more_steps,
     probe,
 )
+from benchmarks.records import machine
 from benchmarks.runner import Commands, Runs, save_half, tune
 
 

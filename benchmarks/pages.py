@@ -19,7 +19,7 @@ from attnlib.cost import GPUS, count_operations, training_memory
 from attnlib.gpt import GPT, GPT2_STYLE, GPTConfig
 from attnlib.models import data_config
 from attnlib.recipes import CIFAR_RECIPE, SMALL
-from attnlib.train import write_record
+from benchmarks.records import write_record
 
 T4_BYTES = 0.9 * 15e9
 MODELS = {  # a published model for a chapter's copy

@@ -48,9 +48,10 @@ from attnlib.panoptic import (
     panoptic_scenes,
     small_panoptic,
 )
-from attnlib.train import fit, shuffled_batches, write_record
+from attnlib.train import fit, shuffled_batches
 from benchmarks import runner, timing
 from benchmarks.detr import peer_config
+from benchmarks.records import write_record
 from benchmarks.runner import Commands, Runs
 from benchmarks.timing import OPTIMIZED, OURS
 

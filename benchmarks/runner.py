@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from attnlib import recipes
-from attnlib.train import machine, write_record
 from benchmarks.basics import ROOT, UNFINISHED, reason, version
+from benchmarks.records import machine, write_record
 from tools import torchvision_ops  # noqa: F401  before any peer that imports torchvision
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -18,8 +18,8 @@ import torch
 from accelerate import Accelerator
 
 from attnlib import recipes, translation
-from attnlib.train import write_record
 from attnlib.transformer import POSITIONS
+from benchmarks.records import write_record
 from benchmarks.runner import save_half
 from benchmarks.translation import length_run, multi30k_run
 

@@ -36,8 +36,6 @@ from attnlib.data import (
     collages,
     context_scenes,
     decode_captions,
-    encode_captions,
-    flickr8k,
 )
 from attnlib.decoding import beam_search, greedy
 from attnlib.models import open_picture
@@ -55,6 +53,7 @@ from attnlib.spatial import (
     weight_on_objects,
 )
 from attnlib.train import fit, shuffled_batches
+from benchmarks.corpora import encode_captions, flickr8k
 from benchmarks.detr import bright_parts, stamp
 from benchmarks.runner import Commands, Runs, save_half
 from tools.notebooks import NBS, code_of

@@ -222,9 +222,7 @@ def measured(calls, repeats, device, ours=OURS, graphs=None, left_out=None):
 
 def memories(calls, device, left_out):
     """{name: the MiB that its call takes}, for those that do not fail; they are warm then."""
-    watched = {
-        name: functools.partial(peak_memory, call, device) for name, call in calls.items()
-    }
+    watched = {name: functools.partial(peak_mib, call, device) for name, call in calls.items()}
     return attempt_all(watched, left_out)
 
 
@@ -266,7 +264,7 @@ def race(calls, label, arguments, ours, left_out):
     return {name: {"memory": memory[name], **row} for name, row in rows.items()}
 
 
-def peak_memory(call, device):
+def peak_mib(call, device):
     """MiB by which a call raises the memory in use at most.
 
     A first call is not counted: it makes what is made only once.

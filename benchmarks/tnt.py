@@ -21,9 +21,10 @@ from attnlib.recipes import accuracy
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
 from attnlib.tnt import TNT
-from attnlib.train import fit, shuffled_batches, write_record
+from attnlib.train import fit, shuffled_batches
 from attnlib.vit import VisionTransformer
 from benchmarks.hidden import digit_parts
+from benchmarks.records import write_record
 from benchmarks.runner import Commands, Runs, save_half
 
 RATES = (1e-3, 3e-3, 9e-3)

@@ -31,7 +31,6 @@ from attnlib.train import (
     save_checkpoint,
     seeded,
     shuffled_batches,
-    write_record,
 )
 from attnlib.transformer import Transformer
 from attnlib.translation import (
@@ -45,6 +44,7 @@ from attnlib.translation import (
     translation_loss,
     trim,
 )
+from benchmarks.records import write_record
 from benchmarks.runner import Commands
 
 LANGUAGES = ("en", "de", "es", "fi", "tr")

@@ -710,9 +710,6 @@ FIRST |= {
         ),
         str,
     ),
-    "data.text_corpus": Row(
-        dict(split="valid"), dict(name=Fails("novel", "name"), split="test")
-    ),
     "data.train_bpe": Row(
         dict(texts=TEXTS, vocab_size=30),
         dict(texts=TEXTS[1:], vocab_size=25, extra=["<de>"]),
@@ -810,7 +807,6 @@ SPARED_FIRST = {  # arguments without another value here, and why
     "autoformer._renew_grid": dict(incompatible_keys=HOOK),
     "backbone.resize": dict(hook="it forgets what it has known"),
     "beit._renew_index": dict(incompatible_keys=HOOK),
-    "data.text_corpus": dict(folder="of files that are downloaded"),
     "decoding.generate": dict(use_cache=SAME),
     "detr._check_values": dict(name=ERROR),
     "gpt._tie_weights": dict(incompatible_keys=HOOK),

@@ -23,6 +23,7 @@ from attnlib.attention import (
     attention_backend,
     attention_weights,
     causal_mask,
+    checkpoint_block,
     current_backend,
     fastest_backend,
     float32_products,
@@ -483,14 +484,14 @@ def test_recorded_weights_are_those_that_average(options):
         with record_attention() as inner:
             attention(q[:, :, :2], k, v)
         attention(q, k, v)
-    assert [tuple(x.shape) for x in maps] == [(2, 3, 5, 7)] * 2
+    assert [tuple(x.shape) for x in maps] == [(2, 3, 5, 7), (2, 3, 2, 7), (2, 3, 5, 7)]
     assert [tuple(x.shape) for x in inner] == [(2, 3, 2, 7)]
     dropout_p = options.pop("dropout_p", 0)
     torch.testing.assert_close(maps[0], attention_weights(q, k, **options))
     if not dropout_p:
         torch.testing.assert_close(out, maps[0] @ v)
     attention(q, k, v)
-    assert len(maps) == 2  # outside nothing is kept
+    assert len(maps) == 3  # outside nothing is kept
 
 
 # --- additive attention, masks ----------------------------------------------------------------
@@ -820,4 +821,72 @@ def test_lengths_of_a_padding_mask(lengths):
     with pytest.raises(
         ValueError, match=r"lengths of shape \(.*\) must be \(B,\), at least one"
     ):
+        padding_mask(lengths)
+
+
+# --- recording --------------------------------------------------------------------------------
+
+
+def test_nested_records_have_every_call():
+    q, k, v, mask, bias = tensors(0, 5, 7)
+    with record_attention() as outer:
+        attention(q, k, v)
+        with record_attention() as inner:
+            found = attention(q, k, v, mask=mask, bias=bias)
+        attention(q, k, v)
+    assert len(outer) == 3 and len(inner) == 1 and outer[1] is inner[0]
+    with attention_backend("reference"):
+        assert torch.equal(found, attention(q, k, v, mask=mask, bias=bias))
+    assert current_backend() == "auto"
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "function"])
+def test_a_backend_inside_a_record_is_recorded(backend):
+    calls = []
+
+    def function(q, k, v, mask, bias, scale, dropout_p):
+        calls.append(dropout_p)
+        return 2 * REGISTERED["reference"](q, k, v, mask, bias, scale, dropout_p)
+
+    q, k, v, mask, bias = tensors(1, 5, 7)
+    wanted = attention_weights(q, k, mask=mask, bias=bias)
+    with record_attention() as outer:
+        with attention_backend(function if backend == "function" else backend):
+            with record_attention() as inner:
+                found = attention(q, k, v, mask=mask, bias=bias)
+            attention(q, k, v)
+    assert len(outer) == 2 and len(inner) == 1 and torch.equal(outer[0], wanted)
+    factor = 2 if backend == "function" else 1
+    torch.testing.assert_close(found, factor * wanted @ v)
+    assert calls == [0.0, 0.0] * (backend == "function")
+
+
+def test_a_recorded_block_is_computed_again_by_its_own_backend():
+    """The second computation records nothing."""
+    seen = []
+
+    def function(*arguments):
+        seen.append(arguments[0].shape)
+        return REGISTERED["reference"](*arguments)
+
+    q = torch.randn(2, 5, 4, requires_grad=True)
+    with record_attention() as maps, attention_backend(function):
+        checkpoint_block(attention, q, q, q).sum().backward()
+    assert len(maps) == 1 and len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    "lengths, error, message",
+    [
+        (
+            torch.tensor([2.5, 1.0]),
+            TypeError,
+            "dtype torch.float32 must be integers",
+        ),
+        (torch.tensor([True, False]), TypeError, "lengths of dtype torch.bool"),
+        (torch.tensor([3, -2]), ValueError, r"lengths \(-2\) must be at least 0"),
+    ],
+)
+def test_lengths_are_counts(lengths, error, message):
+    with pytest.raises(error, match=message):
         padding_mask(lengths)

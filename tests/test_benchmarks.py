@@ -659,7 +659,7 @@ def test_on_a_gpu_the_model_takes_part_with_its_kernels(monkeypatch):
     monkeypatch.setattr(
         vision.timing, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
     )
-    monkeypatch.setattr(vision.timing, "peak_memory", lambda call, device: 1)
+    monkeypatch.setattr(vision.timing, "peak_mib", lambda call, device: 1)
     options, rest = dict(vision.TINY["vit"], num_classes=4), ("forward", 1, "cpu", 1, False)
     rows = vision.measure("vit_small_patch16_224", "float32", *rest, options, {})
     backends = dict(zip((row["library"] for row in rows), used, strict=True))
@@ -684,7 +684,7 @@ def test_on_a_gpu_swin_takes_part_with_fused_blocks(monkeypatch):
     monkeypatch.setattr(
         vision.timing, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
     )
-    monkeypatch.setattr(vision.timing, "peak_memory", lambda call, device: 1)
+    monkeypatch.setattr(vision.timing, "peak_mib", lambda call, device: 1)
     small = dict(img_size=16, window_size=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2))
     for name, kind, options, copies in (
         ("swin", "forward", small, [("SwinTransformer", True), ("SwinTransformer", False)]),

@@ -23,8 +23,6 @@ from attnlib.data import (
     caption_scenes,
     context_scenes,
     decode_captions,
-    encode_captions,
-    flickr8k,
 )
 from attnlib.decoding import beam_search, greedy, sample
 from attnlib.spatial import (
@@ -126,27 +124,6 @@ def test_parts_are_apart():
     assert all(set(pair) - things["train"] for pair in seen["novel"])
 
 
-def test_words_and_numbers():
-    captions = ["a red square left of a blue disc", "a white cross above a green triangle"]
-    tokens = encode_captions(captions)
-    assert tokens.shape == (2, 10) and tokens[1].tolist()[-2:] == [EOS, PAD]
-    assert tokens[0, 0] == BOS and decode_captions(tokens) == captions
-    assert decode_captions(tokens[:, 1:]) == captions
-
-
-@pytest.mark.parametrize(
-    "caption, message",
-    [
-        ("a red dog", r"captions \('a red dog'\) has the unknown word 'dog'"),
-        ("", r"captions \(''\) has no word; a caption must have one"),
-        ("  ", "has no word"),
-    ],
-)
-def test_words_refuse(caption, message):
-    with pytest.raises(ValueError, match=message):
-        encode_captions(["a red disc above a blue disc", caption])
-
-
 @pytest.mark.parametrize(
     "make, arguments, message",
     [
@@ -190,27 +167,6 @@ def test_only_the_context_differs():
     a, b = (found["image"].transpose(0, 1)[:, disc] for found in pair)
     assert torch.equal(a, b) and not torch.equal(pair[0]["image"], pair[1]["image"])
     assert (pair[0]["caption"] != pair[1]["caption"]).sum(1).eq(1).all()
-
-
-def test_flickr_is_read_from_its_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match="must hold Flickr8k.token.txt"):
-        flickr8k(tmp_path)
-    lines = [
-        f"{name}.jpg#{i}\tA {name} runs , fast ." for name in ("dog", "cat") for i in (0, 1)
-    ]
-    (tmp_path / "Flickr8k.token.txt").write_text("\n".join(lines))
-    (tmp_path / "Flickr_8k.testImages.txt").write_text("cat.jpg\n")
-    paths, captions = flickr8k(tmp_path, "test")
-    assert paths == [tmp_path / "Flicker8k_Dataset" / "cat.jpg"]
-    assert captions == [["a cat runs fast"] * 2]
-    line = (
-        "cat.jpg#0\tA T-shirt , and the man 's black-and-white dog; (it does n't \" sit \") - ."
-    )
-    (tmp_path / "Flickr8k.token.txt").write_text(line)
-    _, captions = flickr8k(tmp_path, "test")
-    assert captions == [["a t-shirt and the man 's black-and-white dog it does n't sit"]]
-    with pytest.raises(ValueError, match=r"split \('valid'\) must be 'train', 'dev' or 'test'"):
-        flickr8k(tmp_path, "valid")
 
 
 # --- attention --------------------------------------------------------------------------------

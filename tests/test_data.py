@@ -209,7 +209,7 @@ def small(tmp_path, monkeypatch):
             tar.addfile(info, io.BytesIO(text.encode()))
     checksum = hashlib.sha256(archive.read_bytes()).hexdigest()
     sources = {"http://127.0.0.1:9/": checksum, server.as_uri() + "/": checksum}
-    monkeypatch.setattr(data, "MULTI30K", {"train": ("train", "training.tar.gz", sources)})
+    monkeypatch.setattr(data, "_MULTI30K", {"train": ("train", "training.tar.gz", sources)})
     return archive
 
 
@@ -302,8 +302,8 @@ def test_digits_at_other_sizes(size):
     "arguments, message",
     [
         (("dev",), r"split \('dev'\) must be 'train' or 'test'"),
-        (("train", 0), r"size \(0\) must be a positive integer"),
-        (("train", 8.5), r"size \(8.5\) must be a positive integer"),
+        (("train", 0), r"size \(0\) must be an integer of at least 1"),
+        (("train", 8.5), r"size \(8.5\) must be an integer of at least 1"),
     ],
 )
 def test_digits_refuses(arguments, message):
@@ -395,16 +395,16 @@ def test_drawing_in_parts_gives_the_same():
 
 
 def test_scenes_of_no_size_are_refused():
-    with pytest.raises(ValueError, match=r"size \(0\) must be a positive integer"):
+    with pytest.raises(ValueError, match=r"size \(0\) must be an integer of at least 1"):
         draw_scenes(describe_scenes(1), 0)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (dict(count=0), r"count \(0\) must be a positive integer"),
-        (dict(count=2.0), r"count \(2.0\) must be a positive integer"),
-        (dict(count=2, size=0), r"size \(0\) must be a positive integer"),
+        (dict(count=0), r"count \(0\) must be an integer of at least 1"),
+        (dict(count=2.0), r"count \(2.0\) must be an integer of at least 1"),
+        (dict(count=2, size=0), r"size \(0\) must be an integer of at least 1"),
         (dict(count=2, task="same"), r"task \('same'\) must be 'kind' or 'color'"),
     ],
 )
@@ -494,9 +494,7 @@ def test_cifar_refuses(monkeypatch):
     with pytest.raises(ValueError, match=r"split \('valid'\) must be 'train' or 'test'"):
         cifar("cifar10", "valid")
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(
-        ImportError, match=r"cifar10 is read by torchvision, which is missing: pip install"
-    ):
+    with pytest.raises(ImportError, match=r"torchvision is missing: pip install"):
         cifar("cifar10", "test")
 
 

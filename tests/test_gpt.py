@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlib.attention import record_attention
-from attnlib.data import book_text, text_corpus, train_tokenizer
+from attnlib.data import book_text, train_tokenizer
 from attnlib.decoding import KVCache, min_p_filter, next_token
 from attnlib.gpt import (
     GPT,
@@ -661,18 +661,11 @@ def test_the_pinned_text_comes_back():
     assert tokenizer.token_to_id("<|endoftext|>") == 399
 
 
-def test_bad_corpora(tmp_path):
+def test_bad_corpora():
     with pytest.raises(ValueError, match="split"):
         book_text("dev")
-    with pytest.raises(ValueError, match="name"):
-        text_corpus("war and peace")
-    with pytest.raises(ValueError, match="split"):
-        text_corpus("tinystories", "test")
     with pytest.raises(ValueError, match="vocab_size"):
         train_tokenizer("text", 256)
-    (tmp_path / "TinyStoriesV2-GPT4-valid.txt").write_text("not the published file")
-    with pytest.raises(ValueError, match="SHA-256"):
-        text_corpus("tinystories", "valid", tmp_path)
 
 
 def test_weights_of_attention_are_recorded():

@@ -154,3 +154,27 @@ def test_colors_stay_apart_for_colour_blind_readers():
         seen = [lab(np.clip(simulate @ linear(color), 0, 1)) for color in colors]
         apart = [np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i]]
         assert min(apart) > 9, (see, min(apart))
+
+
+def test_maps_of_a_batch_say_how_to_choose_one():
+    from attnlib.attention import attention, record_attention
+
+    q = torch.randn(2, 3, 5, 8)
+    with record_attention() as maps:
+        attention(q, q, q)
+        attention(q, q, q)
+    with pytest.raises(ValueError, match=r"list of 2 Tensors, .*\(2, 3, 5, 5\); choose one"):
+        plot.plot_attention(maps)
+    with pytest.raises(ValueError, match=r"choose one row of the batch, such as weights\[0\]"):
+        plot.plot_attention(maps[0])
+    assert len(plot.plot_attention(maps[0][0]).axes) == 4  # three heads and the color bar
+
+
+def test_a_list_of_matrices_has_a_panel_for_each():
+    matrices = [torch.rand(3, 5), torch.rand(3, 5)]
+    figure = plot.plot_attention(matrices)
+    for panel, matrix in zip(figure.axes, matrices):
+        assert torch.equal(torch.from_numpy(panel.images[0].get_array().data), matrix)
+    assert plot.plot_attention([[0.5, 0.5], [0.1, 0.9]]).axes[0].images  # lists of numbers
+    with pytest.raises(ValueError, match="weights is a list of 2 Tensors"):
+        plot.plot_attention([torch.rand(3, 5), torch.rand(5, 3)])

@@ -1,7 +1,6 @@
 """Values, states and arguments that were wrong without a word: attention maps, optimized
 copies, counted operators, training runs and searches."""
 
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -165,15 +164,6 @@ def test_a_batch_size_that_is_no_int_is_refused():
 def test_the_learning_rate_stays_at_zero_behind_the_end():
     for step in 10, 11, 15, 20:
         assert train.learning_rate(step, steps=10, warmup=2, schedule="cosine") == 0
-
-
-def test_the_commit_of_a_record_is_not_that_of_another_repository(tmp_path, monkeypatch):
-    here = train.machine()["commit"]
-    monkeypatch.chdir(tmp_path)
-    identity = "-c", "user.name=a", "-c", "user.email=a@b"
-    for command in ["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "x"]:
-        subprocess.run(["git", *command], check=True)
-    assert train.machine()["commit"] == here
 
 
 @pytest.mark.parametrize("options", [{}, {"crossovers": 2, "mutations": 2}, {"mutations": 0}])

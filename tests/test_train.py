@@ -33,6 +33,7 @@ from attnlib.train import (
     shuffled_batches,
 )
 from attnlib.vit import VisionTransformer
+from benchmarks.records import write_record
 
 ROOT = Path(__file__).parent.parent
 
@@ -278,14 +279,14 @@ def test_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(tmp_path):
 
 def test_loss_that_no_step_looked_at_does_not_reach_the_checkpoint(tmp_path, monkeypatch):
     """On a GPU only some steps look at the loss; the record before a checkpoint does."""
-    original, calls = train.train_step, []
+    original, calls = train._train_step, []
 
     def blind(*arguments, **options):
         loss, terms = original(*arguments, **options)
         calls.append(None)
         return loss * (math.nan if len(calls) == 8 else 1), terms
 
-    monkeypatch.setattr(train, "train_step", blind)
+    monkeypatch.setattr(train, "_train_step", blind)
     with pytest.raises(FloatingPointError, match="the loss before step 10 is nan"):
         fit(
             network(),
@@ -356,10 +357,13 @@ def test_evaluation_sees_the_model_in_evaluation_mode():
     [
         (dict(steps=0), r"steps \(0\) must be an integer of at least 1"),
         (dict(steps=2.5), r"steps \(2.5\) must be an integer"),
-        (dict(steps=5, log_every=0), r"every \(0\) must be an integer of at least 1"),
+        (dict(steps=5, log_every=0), r"log_every \(0\) must be an integer of at least 1"),
         (dict(steps=5, warmup=6), r"warmup \(6\) must be at most steps \(5\)"),
         (dict(steps=5, lr=0.0), r"lr \(0.0\) must be positive"),
-        (dict(steps=5, max_grad_norm=-1.0), r"clip \(-1.0\) must be positive, or None"),
+        (
+            dict(steps=5, max_grad_norm=-1.0),
+            r"max_grad_norm \(-1.0\) must be positive, or None",
+        ),
         (
             dict(steps=5, schedule="linear"),
             r"schedule \('linear'\) must be 'cosine', 'inverse_sqrt' or 'constant'",
@@ -567,7 +571,7 @@ def test_print_speed_prints_every_device_that_has_a_record(tmp_path, monkeypatch
         for name in ("vit_cpu", "vit_cpu_old", "vit_cuda", "swin_cuda")
     }
     for name, path in found.items():
-        train.write_record(path, {"rows": rows(None if name == "vit_cpu_old" else 30.0)})
+        write_record(path, {"rows": rows(None if name == "vit_cpu_old" else 30.0)})
     monkeypatch.setattr(train, "find_records", lambda: found)
     train.print_speed("vit")
     printed = capsys.readouterr().out
@@ -588,7 +592,7 @@ def test_print_speed_prints_every_device_that_has_a_record(tmp_path, monkeypatch
 def test_print_speed_prints_the_optimized_model_beside_the_plain_one(
     tmp_path, monkeypatch, capsys
 ):
-    train.write_record(tmp_path / "vit_cpu.json", {"rows": rows(optimized=True)})
+    write_record(tmp_path / "vit_cpu.json", {"rows": rows(optimized=True)})
     monkeypatch.setattr(train, "find_records", lambda: {"vit_cpu": tmp_path / "vit_cpu.json"})
     train.print_speed("vit")
     first, case, timm, _ = capsys.readouterr().out.splitlines()
@@ -647,11 +651,6 @@ def test_a_checkpoint_is_json(tmp_path):
             )
         with pytest.raises(ValueError, match="must end in '.json'"):
             save_checkpoint(tmp_path / name, {}, {"step": 1})
-
-
-def test_the_commit_is_none_without_git(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert train.machine()["commit"] is None
 
 
 # --- what a run leaves behind -----------------------------------------------------------------

@@ -592,11 +592,11 @@ ELSEWHERE = {  # functions that are called nowhere here, and why
     "scaling.tensor_parallel": "needs processes, and changes the model",
     "swinv2._restore_trained_window": "a hook of load_state_dict",
     "swinv2._store_trained_window": "a hook of state_dict",
-    "train.prepare": "a part of `fit`",
-    "train.resume": "a part of `fit`",
+    "train._prepare": "a part of `fit`",
+    "train._resume": "a part of `fit`",
     "train.shard_blocks": "needs processes, and changes the model",
     "train._share_buffers": "needs processes, and changes the model",
-    "train.train_step": "a part of `fit`",
+    "train._train_step": "a part of `fit`",
     "windows.FusedBlock": "needs kernels",
     "windows.FusedMerging": "needs kernels",
     "windows._can_fuse": "needs kernels",
@@ -840,7 +840,7 @@ SEEDED = {  # "module.function": a call that has numbers of its own
     )[0],
 }
 UNSEEDED = {  # functions that have a seed and stand in no row, and why
-    "train.train_step": "a part of `fit`, which holds the state",
+    "train._train_step": "a part of `fit`, which holds the state",
 }
 
 

@@ -423,7 +423,7 @@ def run(names, known, python):
 
 def record(version, seconds):
     """Add measured seconds to benchmarks/results/pages.json."""
-    from attnlib.train import write_record
+    from benchmarks.records import write_record
 
     kept = recorded("pages").get("seconds", {}) | seconds
     write_record(RESULTS / "pages.json", {"kernel": version, "seconds": kept})
