@@ -103,9 +103,11 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "check_losses": "_check_losses",
     },
     "detr": {
+        "AnchorDETR": "BoxQueryDETR",
         "InOrder": "IdentityMatcher",
         "PlacedAttention": "_PlacedAttention",
         "SetLoss": "SetCriterion",
+        "anchor_sines": "_sine_box_embedding",
         "check_fourths": "_check_fourths",
         "check_values": "_check_values",
         "frozen_conv": "_frozen_conv",

@@ -6,12 +6,10 @@
 __all__ = ['box_cxcywh_to_xyxy', 'box_xyxy_to_cxcywh', 'box_area', 'upcast', 'box_iou', 'generalized_box_iou', 'check_targets',
            'HungarianMatcher', 'SetCriterion', 'sine_position_embedding', 'EncoderLayer', 'DecoderLayer',
            'FrozenBatchNorm2d', 'ResNet', 'Output', 'Features', 'DETR', 'check_images', 'postprocess', 'SmallBackbone',
-           'small_detr', 'AnchorDecoderLayer', 'anchor_sines', 'BoxQueryDETR', 'AnchorDETR', 'noised_targets',
-           'IdentityMatcher']
+           'small_detr', 'AnchorDecoderLayer', 'BoxQueryDETR', 'BoxQueryOutput', 'noised_targets', 'IdentityMatcher']
 
 # %% ../nbs/42_detr.ipynb #imports
 import math
-import warnings
 from numbers import Real
 from typing import NamedTuple
 
@@ -313,7 +311,7 @@ class SetCriterion(nn.Module):
             matcher = HungarianMatcher()
         self.matcher = matcher
 
-    def class_loss(self, logits, classes, num_boxes):
+    def loss_labels(self, logits, classes):
         """Weighted cross-entropy, a mean: logits (L, B, Q, K + 1) and classes (L, B, Q) to (L).
 
         As in PyTorch, the mean divides by the sum of the weights; it is 0 if that is 0.
@@ -329,6 +327,29 @@ class SetCriterion(nn.Module):
         weight = class_weight[classes]  # (L, B, Q)
         return _safe_ratio((weight * nll).sum((1, 2)), weight.sum((1, 2)))
 
+    def loss_boxes(self, boxes, target_boxes, matches, num_boxes):
+        """L1 distance and 1 - GIoU of matched boxes: a sum over each layer, / `num_boxes`.
+
+        Parameters
+        ----------
+        boxes : Tensor, shape (L, B, Q, 4)
+        target_boxes : Tensor, shape (B, n, 4)
+        matches : _Matches
+        num_boxes : float
+
+        Returns
+        -------
+        distance, giou : Tensor, shape (L,)
+        """
+        found = boxes[matches.layer, matches.image, matches.query]  # (M, 4)
+        wanted = target_boxes[matches.image, matches.object]  # (M, 4)
+        distance = (found - wanted).abs().sum(-1)  # (M,)
+        giou = generalized_box_iou(box_cxcywh_to_xyxy(found), box_cxcywh_to_xyxy(wanted))
+        zeros = boxes.new_zeros(len(boxes))  # (L,)
+        loss_box = zeros.index_add(0, matches.layer, distance) / num_boxes
+        loss_giou = zeros.index_add(0, matches.layer, 1 - giou) / num_boxes
+        return loss_box, loss_giou
+
     def forward(self, output, targets, num_boxes=None):
         """A dict of "class", "box" and "giou", each (L) for L decoder layers, and the "total".
 
@@ -338,37 +359,50 @@ class SetCriterion(nn.Module):
         layers = [*output.aux_outputs, output]
         logits = upcast(torch.stack([layer.logits for layer in layers]))  # (L, B, Q, K + 1)
         boxes = upcast(torch.stack([layer.boxes for layer in layers]))  # (L, B, Q, 4)
-        matched = self.matcher(logits, boxes, targets)
-        labels, target_boxes = _pad_targets(targets, boxes)
-        pairs = []
-        for layer_number, layer_pairs in enumerate(matched):
-            for image_number, (i, j) in enumerate(layer_pairs):
-                layer = torch.full_like(i, layer_number)
-                image = torch.full_like(i, image_number)
-                pairs.append(torch.stack([layer, image, i, j]))
-        if pairs:
-            index = torch.cat(pairs, dim=1)  # (4, all matches)
-        else:  # without an image there is nothing to join
-            index = torch.empty(4, 0, dtype=torch.long)
-        layer, image, i, j = index.to(boxes.device)  # (all matches,) each
 
+        # match the objects to queries, in each layer anew (equation 1)
+        matched = self.matcher(logits, boxes, targets)
+        matches = _gather_matches(matched, boxes.device)
+        labels, target_boxes = _pad_targets(targets, boxes)  # (B, n) and (B, n, 4)
+
+        # each query is to name its object's class, or "no object"
         classes = torch.full_like(boxes[..., 0], self.num_classes, dtype=torch.long)
-        classes[layer, image, i] = labels[image, j]
-        found = boxes[layer, image, i]  # (all matches, 4)
-        wanted = target_boxes[image, j]
-        distance = (found - wanted).abs().sum(-1)  # (all matches,)
-        giou = generalized_box_iou(box_cxcywh_to_xyxy(found), box_cxcywh_to_xyxy(wanted))
+        wanted = labels[matches.image, matches.object]  # (M,)
+        classes[matches.layer, matches.image, matches.query] = wanted
+
+        # sum over layers and terms (equation 2)
         if num_boxes is None:
             num_boxes = sum(len(target["labels"]) for target in targets)
         num_boxes = max(1, num_boxes)
-        zeros = boxes.new_zeros(len(layers))
-        class_loss = self.class_loss(logits, classes, num_boxes)  # (L,) each
-        box_loss = zeros.index_add(0, layer, distance) / num_boxes
-        giou_loss = zeros.index_add(0, layer, 1 - giou) / num_boxes
+        losses = {}
+        losses["class"] = self.loss_labels(logits, classes)  # (L,)
+        losses["box"], losses["giou"] = self.loss_boxes(
+            boxes, target_boxes, matches, num_boxes)  # (L,) each
+        total = 0
+        for name, weight in self.weights.items():
+            total = total + weight * losses[name].sum()
+        losses["total"] = total
+        return losses
 
-        terms = {"class": class_loss, "box": box_loss, "giou": giou_loss}
-        terms["total"] = sum(self.weights[name] * loss.sum() for name, loss in terms.items())
-        return terms
+
+class _Matches(NamedTuple):
+    """All M pairs of a query and an object that a matcher found, number by number."""
+
+    layer: torch.Tensor  # int64, (M,) each
+    image: torch.Tensor
+    query: torch.Tensor
+    object: torch.Tensor  # in its image
+
+
+def _gather_matches(matched, device):
+    """The `_Matches` of what a matcher returns: for each layer and image a pair of Tensors."""
+    rows = []
+    for layer, images in enumerate(matched):
+        for image, (queries, objects) in enumerate(images):
+            for query, found in zip(queries.tolist(), objects.tolist()):
+                rows.append((layer, image, query, found))
+    index = torch.tensor(rows, dtype=torch.long, device=device).view(-1, 4)
+    return _Matches(*index.unbind(1))
 
 # %% ../nbs/42_detr.ipynb #sine
 def _check_fourths(**widths):
@@ -719,30 +753,28 @@ class DETR(nn.Module):
             if p.ndim > 1:
                 nn.init.xavier_uniform_(p)
 
-    def encode(self, x, mask=None):
-        """Tokens (B, N, C) of a projected map (B, C, h, w): memory, its keys, its mask."""
-        channels, height, width = x.shape[1:]
+    def positions(self, x, mask=None):
+        """Position embeddings (B or 1, N, C) of the places of a projected map (B, C, h, w)."""
         if mask is None:
-            seen = x.new_ones(1, height, width, dtype=torch.bool)
-            key_mask = None
-        else:
-            seen = mask  # (B, h, w)
-            key_mask = mask.flatten(1)[:, None, None]  # -> (B, 1, 1, N)
-        positions = sine_position_embedding(seen, channels, self.temperature)
-        positions = positions.to(x)  # (B or 1, N, C)
-        x = x.flatten(2)  # (B, C, h, w) -> (B, C, N)
-        x = x.transpose(1, 2)  # -> (B, N, C)
-        for layer in self.encoder:
-            x = layer(x, positions, key_mask)
-        keys = x + positions
-        return x, keys, key_mask
+            mask = x.new_ones(1, *x.shape[-2:], dtype=torch.bool)
+        return sine_position_embedding(mask, x.shape[1], self.temperature).to(x)
 
-    def decode(self, memory, keys, mask=None):
-        """Decoded queries (decoder layers, B, Q, C) of what `encode` returns; no anchors."""
+    def encode(self, x, positions, mask=None):
+        """The memory (B, N, C): tokens (B, N, C) after the encoder's layers."""
+        for layer in self.encoder:
+            x = layer(x, positions, mask)
+        return x
+
+    def decode(self, memory, positions, mask=None):
+        """Decoded queries (decoder layers, B, Q, C) that read the memory; no anchors.
+
+        The mask is True (B, 1, 1, N) where the memory has image.
+        """
         numbers = torch.arange(self.num_queries, device=memory.device)
         queries = self.query_embed(numbers)  # (Q, C)
-        decoded = []
+        keys = memory + positions  # (B, N, C)
         x = queries.new_zeros(len(memory), *queries.shape)  # (B, Q, C)
+        decoded = []
         for layer in self.decoder:
             x = layer(x, queries, keys, memory, mask)
             decoded.append(self.norm(x))
@@ -751,16 +783,25 @@ class DETR(nn.Module):
     def forward_features(self, images, mask=None, **options):
         """What the heads read: `Features` of images (B, 3, H, W); `options` go to `decode`."""
         check_images(images, mask)
+        # backbone
         maps = self.backbone(images)
-        projected = self.input_proj(maps[-1])
-        if mask is not None:  # a place has the mask of its first pixel
-            ones = mask[:, None].float()  # (B, H, W) -> (B, 1, H, W)
-            ones = F.interpolate(ones, projected.shape[-2:])  # -> (B, 1, h, w)
-            mask = ones[:, 0].bool()  # -> (B, h, w)
-        memory, keys, key_mask = self.encode(projected, mask)
-        decoded, anchors = self.decode(memory, keys, key_mask, **options)
+        # projection to the width of the Transformer
+        projected = self.input_proj(maps[-1])  # (B, C, h, w)
+        size = projected.shape[-2:]
+        key_mask = None
+        if mask is not None:
+            mask = _resize_mask(mask, size)  # (B, H, W) -> (B, h, w)
+            key_mask = mask.flatten(1)[:, None, None]  # -> (B, 1, 1, N)
+        # positions
+        positions = self.positions(projected, mask)  # (B or 1, N, C)
+        # encoder
+        x = projected.flatten(2)  # (B, C, h, w) -> (B, C, N)
+        x = x.transpose(1, 2)  # -> (B, N, C)
+        memory = self.encode(x, positions, key_mask)  # (B, N, C)
+        # decoder
+        decoded, anchors = self.decode(memory, positions, key_mask, **options)
         memory = memory.transpose(1, 2)  # (B, N, C) -> (B, C, N)
-        memory = memory.unflatten(2, projected.shape[-2:])  # -> (B, C, h, w)
+        memory = memory.unflatten(2, size)  # -> (B, C, h, w)
         return Features(decoded, memory, maps, projected, mask, anchors)
 
     def forward_head(self, decoded, anchors=None):
@@ -780,7 +821,9 @@ class DETR(nn.Module):
 
     def forward(self, images, mask=None):
         """The `Output` for images (B, 3, H, W); the mask (B, H, W) is True in the image."""
+        # backbone, projection, positions, encoder, decoder
         features = self.forward_features(images, mask)
+        # heads
         return self.forward_head(features.decoded, features.anchors)
 
     def attention_maps(self, images, mask=None):
@@ -791,9 +834,17 @@ class DETR(nn.Module):
         """
         with torch.no_grad(), record_attention() as maps:
             memory = self.forward_features(images, mask).memory
-        own = maps[-2 * len(self.decoder) :]  # a backbone may have attention of its own
-        cross = own[1::2]  # self- and cross-attention take turns
-        return [weights.unflatten(-1, memory.shape[-2:]) for weights in cross]
+        size = memory.shape[-2:]
+        of_decoder = maps[-2 * len(self.decoder) :]  # the last; a backbone may attend as well
+        cross = of_decoder[1::2]  # self- and cross-attention take turns
+        return [weights.unflatten(-1, size) for weights in cross]
+
+
+def _resize_mask(mask, size):
+    """A mask (B, H, W) as (B, h, w) of that size: a place has the mask of its first pixel."""
+    ones = mask[:, None].float()  # (B, H, W) -> (B, 1, H, W)
+    ones = F.interpolate(ones, size)  # -> (B, 1, h, w)
+    return ones[:, 0].bool()  # -> (B, h, w)
 
 # %% ../nbs/42_detr.ipynb #check-images
 def check_images(images, mask):
@@ -969,7 +1020,7 @@ class AnchorDecoderLayer(DecoderLayer):
         return self.norm3(x + self.dropout(self.mlp(x)))
 
 
-def anchor_sines(boxes, dim, temperature):
+def _sine_box_embedding(boxes, dim, temperature):
     """Sines of y, x, h, w of boxes, ordered as in `sine_position_embedding`.
 
     Parameters
@@ -1049,7 +1100,7 @@ class BoxQueryDETR(DETR):
         boxes = torch.cat([boxes, noised_boxes], dim=1)
         return labels, boxes, seen
 
-    def decode(self, memory, keys, mask=None, noised=None):
+    def decode(self, memory, positions, mask=None, noised=None):
         """Decoded queries (decoder layers, B, Q, C), and the anchors (decoder layers, B, Q, 4)
         that each layer starts from.
 
@@ -1062,13 +1113,15 @@ class BoxQueryDETR(DETR):
         anchors = []
         for layer in self.decoder:
             anchors.append(boxes)
-            sines = anchor_sines(boxes, width, self.temperature)  # (B, Q, 2 C)
+            # the anchors' sines: of their centers for attention, of all four for the queries
+            sines = _sine_box_embedding(boxes, width, self.temperature)  # (B, Q, 2 C)
             centers = sines[..., :width]  # (B, Q, C)
             queries = self.query_mlp(sines)  # (B, Q, 2 C) -> (B, Q, C)
-            places = keys - memory  # (B, N, C), the positions that keys have in addition
-            x = layer(x, queries, centers, memory, places, mask=mask, groups=groups)
+            # a decoder layer
+            x = layer(x, queries, centers, memory, positions, mask=mask, groups=groups)
             decoded.append(self.norm(x))
-            with torch.no_grad():  # no gradient passes from a layer's boxes to those before
+            # the box moves; no gradient passes from a layer's boxes to those before
+            with torch.no_grad():
                 step = self.bbox_embed(decoded[-1])
                 boxes = (upcast(boxes).logit(1e-3) + step).sigmoid().to(boxes)
         return torch.stack(decoded), torch.stack(anchors)
@@ -1078,7 +1131,7 @@ class BoxQueryDETR(DETR):
         return super().forward_head(decoded, anchors)
 
     def forward(self, images, mask=None, noised=None):
-        """The `Output` for images (B, 3, H, W), and with `noised` queries theirs as a second.
+        """The `BoxQueryOutput` for images (B, 3, H, W), and for `noised` objects if given.
 
         `noised` is a dict of "labels" (B, copies, n) and "boxes" (B, copies, n, 4).
         """
@@ -1087,25 +1140,19 @@ class BoxQueryDETR(DETR):
         anchors = features.anchors  # (decoder layers, B, Q + copies n, 4)
         own = self.num_queries
         found = self.forward_head(decoded[:, :, :own], anchors[:, :, :own])
-        if noised is None:
-            return found
-        restored = self.forward_head(decoded[:, :, own:], anchors[:, :, own:])
-        return [found, restored]
+        denoised = None
+        if noised is not None:
+            denoised = self.forward_head(decoded[:, :, own:], anchors[:, :, own:])
+        return BoxQueryOutput(found.logits, found.boxes, found.aux_outputs, denoised)
 
 
-class AnchorDETR(BoxQueryDETR):
-    """The former name of `BoxQueryDETR`; "Anchor DETR" is another paper's model (Wang et al.
-    2022).
+class BoxQueryOutput(NamedTuple):
+    """What `BoxQueryDETR` says: `Output`, and what it makes of noised objects."""
 
-    Parameters
-    ----------
-    *arguments, **options
-        As in `BoxQueryDETR`.
-    """
-
-    def __init__(self, *arguments, **options):
-        warnings.warn("AnchorDETR is now BoxQueryDETR", DeprecationWarning, stacklevel=2)
-        super().__init__(*arguments, **options)
+    logits: torch.Tensor  # (B, Q, num_classes + 1)
+    boxes: torch.Tensor  # (B, Q, 4)
+    aux_outputs: list
+    denoised: Output | None  # of copies · n queries; None if no objects were given
 
 # %% ../nbs/42_detr.ipynb #slow-noise
 def noised_targets(targets, num_classes, copies=3, shift=0.4, flip=0.2):

@@ -218,7 +218,7 @@ POSITIONS = {
         lambda: detr.sine_position_embedding(torch.ones(1, 3, 5, dtype=torch.bool), 8)[0],
         detr_sines,
     ),
-    "anchor_sines": (lambda: detr.anchor_sines(BOXES, 8, 20.0), box_sines),
+    "_sine_box_embedding": (lambda: detr._sine_box_embedding(BOXES, 8, 20.0), box_sines),
     "log_coordinates": (
         lambda: swinv2.log_coordinates((3, 4), (7, 6), dtype=F64),
         lambda: exact_log_coordinates((3, 4), (7, 6)),
@@ -754,7 +754,7 @@ EXACT = {  # what is computed in float32 without loss, by the name of the functi
     "rows",  # the table of positions as it is stored, to be compared
     "rotation",  # a one
     "position_angles",
-    "forward_features",  # a mask, interpolated to its nearest
+    "_resize_mask",  # a mask, interpolated to its nearest
 }
 
 

@@ -309,8 +309,8 @@ VISION = [
     (lambda: models.open_picture(np.zeros((4, 4))), ValueError, "picture"),
     (lambda: detr.SetCriterion(3, weights={"bbox": 100}), ValueError, "weights"),
     (
-        lambda: detr.SetCriterion(3).class_loss(
-            torch.zeros(1, 1, 2, 6), torch.zeros(1, 1, 2, dtype=torch.long), 1
+        lambda: detr.SetCriterion(3).loss_labels(
+            torch.zeros(1, 1, 2, 6), torch.zeros(1, 1, 2, dtype=torch.long)
         ),
         ValueError,
         "num_classes",
