@@ -234,6 +234,8 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "visits": "ring_schedule",
     },
     "spatial": {
+        "Drawing": "DrawOutput",
+        "PlaceEncoder": "ConvEncoder",
         "check_captions": "_check_captions",
         "check_odd": "_check_odd",
         "reduced_channels": "_reduced_channels",
@@ -300,6 +302,10 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     "decoding": {"check_count": "use attnlib.backbone.check_counts"},
     "detr": {"detection_extra": "use attnlib.backbone.requires"},
     "models": {"hub_extra": "use attnlib.backbone.requires"},
+    "spatial": {
+        "changed_attention": "it is defined on the page nbs/45_spatial",
+        "weight_on_objects": "it is defined on the page nbs/45_spatial",
+    },
 }
 MODULES = {  # name of a module until version 0.2: its name since version 0.3
     "modern": "vit_variants",
@@ -387,12 +393,16 @@ def former_arguments(**names):
     """
 
     def decorate(function):
+        called = function.__name__
+        if called == "__init__":
+            called = function.__qualname__.split(".")[-2]  # the class
+
         @functools.wraps(function)
         def call(*args, **options):
             for former, name in names.items():
                 if former in options and name not in options:
                     warnings.warn(
-                        f"the argument {former} of {function.__name__} is called {name} since "
+                        f"the argument {former} of {called} is called {name} since "
                         "version 0.3", DeprecationWarning, stacklevel=2)
                     options[name] = options.pop(former)
             return function(*args, **options)

@@ -671,12 +671,12 @@ LAYERS = {
             ),
         ],
     ),
-    "spatial.PlaceEncoder": Row(dict(), dict(dim=32, img_size=48), state),
+    "spatial.ConvEncoder": Row(dict(), dict(dim=32, img_size=48), state),
     "spatial.Captioner": Row(
         dict(vocab_size=20, hidden_dim=8, max_length=8),
         dict(
             vocab_size=21,
-            encoder=spatial.PlaceEncoder(32),
+            encoder=spatial.ConvEncoder(32),
             attention=spatial.HardAttention,
             hidden_dim=6,
             max_length=5,
@@ -698,13 +698,13 @@ LAYERS = {
         state,
     ),
     "spatial.FilterBank": Row(
-        dict(image_size=8, glimpse=3),
-        dict(image_size=10, glimpse=4),
+        dict(img_size=8, glimpse=3),
+        dict(img_size=10, glimpse=4),
         lambda m: m.filters(torch.zeros(1, 5)),
     ),
     "spatial.Draw": Row(
-        dict(image_size=8, steps=2, glimpse=3, hidden_dim=8, latent_dim=3),
-        dict(image_size=10, steps=3, glimpse=None, hidden_dim=6, latent_dim=4),
+        dict(img_size=8, steps=2, glimpse=3, hidden_dim=8, latent_dim=3),
+        dict(img_size=10, steps=3, glimpse=None, hidden_dim=6, latent_dim=4),
         trained(image(8, 1), call=lambda m, x: m(x).canvas),
     ),
     "spatial.SqueezeExcite": Row(
@@ -1129,10 +1129,6 @@ FUNCTIONS |= {
             entropy_weight=1.0,
             pad_id=7,
         ),
-    ),
-    "spatial.weight_on_objects": Row(
-        dict(weights=numbers(2, 5, 16).softmax(-1), masks=numbers(2, 3, 8, 8) > 0),
-        dict(weights=numbers(2, 5, 16, seed=1).softmax(-1), masks=numbers(2, 3, 8, 8) < 0),
     ),
     "spatial._reduced_channels": Row(
         dict(channels=64, rd_ratio=0.25, rd_divisor=8),
@@ -1829,7 +1825,10 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     scaling.sum_gradient
     scaling.tensor_lesson
     scaling.tensor_parallel
-    spatial.Drawing
+    spatial.AttentionOutput
+    spatial.CaptionerOutput
+    spatial.DrawOutput
+    spatial.Window
     swin.WindowLayout
     train.load_checkpoint
     train.machine

@@ -704,11 +704,11 @@ SECOND |= {
     ),
     "spatial.draw_loss": Row(
         dict(
-            drawing=spatial.Drawing(numbers(2, 3, 8, 8), numbers(2, 3), None),
+            drawing=spatial.DrawOutput(numbers(2, 3, 8, 8), numbers(2, 3), None),
             images=(image(8, 1, 2) > 0).float(),
         ),
         dict(
-            drawing=spatial.Drawing(numbers(2, 3, 8, 8), 2 * numbers(2, 3), None),
+            drawing=spatial.DrawOutput(numbers(2, 3, 8, 8), 2 * numbers(2, 3), None),
             images=(image(8, 1, 2) < 0).float(),
         ),
     ),
@@ -1102,15 +1102,6 @@ def other_modes(manager):
     return inside, modes(model)
 
 
-def as_it_reads(manager):
-    """What a `Captioner` reads within a block."""
-    model = manager.kwds["model"]
-    scores = model.attend.scores
-    with manager, torch.no_grad():
-        width, hidden = scores.key_proj.in_features, scores.query_proj.in_features
-        return model.attend(numbers(3, 8, width), numbers(3, hidden))
-
-
 def own_numbers(own):
     """Random numbers between two layers, and after the second."""
     module = regressor()
@@ -1143,17 +1134,6 @@ SECOND |= {
         lambda found: [state(found[0]), state(found[1]), of_training(found[2])],
     ),
     "scaling._OwnRandomness": Row(dict(rank=0), dict(rank=1), own_numbers),
-    "spatial.changed_attention": Row(
-        dict(
-            model=seeded(spatial.Captioner, 20, hidden_dim=8, max_length=8),
-            change=lambda weights: weights.flip(1),
-        ),
-        dict(
-            model=seeded(spatial.Captioner, 20, hidden_dim=8, max_length=8, seed=1),
-            change=lambda weights: weights.roll(1, 1),
-        ),
-        as_it_reads,
-    ),
     "train.modes_restored": Row(
         dict(model=regressor()), dict(model=regressor().eval()), other_modes
     ),

@@ -14,7 +14,7 @@ from attnlib.detr import DETR, BoxQueryDETR, small_detr
 from attnlib.gpt import GPT, GPTConfig
 from attnlib.mae import MaskedAutoencoder, lean_loss
 from attnlib.panoptic import small_panoptic
-from attnlib.spatial import AttentiveConvnet, Captioner, PlaceEncoder
+from attnlib.spatial import AttentiveConvnet, Captioner, ConvEncoder
 from attnlib.transformer import Transformer
 from helpers import BACKBONES, build
 
@@ -88,7 +88,7 @@ MODELS = {  # what makes a model, and what it is called with
         lambda m: m(tokens(6)),
     ),
     "captioner": (
-        lambda: Captioner(20, PlaceEncoder(16), hidden_dim=12),
+        lambda: Captioner(20, ConvEncoder(16), hidden_dim=12),
         lambda m: m(image(), tokens(4)),
     ),
     "convnet": (lambda: AttentiveConvnet(4, "dot"), lambda m: m(image(48))),

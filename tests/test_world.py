@@ -369,12 +369,8 @@ KEPT = {  # "module.function": (what makes the model, the call)
         lambda m: scaling.GPTStage(m, 0, 2)(tokens()),
     ),
     "spatial.Captioner": (
-        spatial.PlaceEncoder,
+        spatial.ConvEncoder,
         lambda m: spatial.Captioner(20, m, hidden_dim=8),
-    ),
-    "spatial.changed_attention": (
-        lambda: spatial.Captioner(20, hidden_dim=8),
-        lambda m: look_elsewhere(m),
     ),
     "swin.SwinStage": (
         lambda: swin.SwinBlock(8, 2, 4),
@@ -440,11 +436,6 @@ KEPT = {  # "module.function": (what makes the model, the call)
     ),
     "vit.patch_shares": (partial(build, "vit"), lambda m: vit.patch_shares(m, image())),
 }
-
-
-def look_elsewhere(model):
-    with spatial.changed_attention(model, lambda weights: weights.flip(-1)):
-        assert model.attend._forward_hooks  # the model itself has batch norms
 
 
 def turn_modes(model):
