@@ -195,14 +195,15 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "labels": "class_names",
     },
     "panoptic": {
-        "bounds": "masks_to_boxes",
         "check_masks": "_check_masks",
         "check_merge": "_check_merge",
         "check_segments": "_check_segments",
         "confident": "confident_queries",
         "join_stuff": "_join_stuff",
         "match_segments": "_match_segments",
+        "mean_quality": "_mean_quality",
         "merge": "panoptic_postprocess",
+        "quality": "_class_quality",
     },
     "recipes": {
         "VIT": "_VIT",
@@ -302,6 +303,13 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     "decoding": {"check_count": "use attnlib.backbone.check_counts"},
     "detr": {"detection_extra": "use attnlib.backbone.requires"},
     "models": {"hub_extra": "use attnlib.backbone.requires"},
+    "panoptic": {
+        "bounds": "it is called masks_to_boxes and defined on the page nbs/43_panoptic",
+        "label_maps": "it is defined on the page nbs/43_panoptic",
+        "masks_to_boxes": "it is defined on the page nbs/43_panoptic",
+        "panoptic_scenes": "it is defined on the page nbs/43_panoptic",
+        "small_panoptic": "it is defined on the page nbs/43_panoptic",
+    },
     "spatial": {
         "changed_attention": "it is defined on the page nbs/45_spatial",
         "weight_on_objects": "it is defined on the page nbs/45_spatial",

@@ -254,10 +254,15 @@ def accuracy(model, data):
 
 
 def cells(notebook, names, *modules):
-    """The names that some cells of a chapter define, given those of some modules, as a dict."""
+    """The names that some cells of a chapter define, as a dict.
+
+    The cells know the modules by their last name, and all names in them.
+    """
     found = {}
     for module in modules:
         found.update(vars(module))
+    for module in modules:
+        found[module.__name__.rpartition(".")[2]] = module
     sources = {cell.id: cell for cell in nbformat.read(NBS / f"{notebook}.ipynb", 4).cells}
     for name in names:
         exec(code_of(sources[name]), found)

@@ -1486,7 +1486,6 @@ FUNCTIONS |= {
     "panoptic.confident_queries": Row(
         dict(logits=5 * LOGITS), dict(logits=LOGITS, threshold=0.1)
     ),
-    "panoptic.panoptic_scenes": Row(dict(count=2), dict(count=3, split="test", seed=1)),
     "train.learning_rate, 2": Row(
         dict(step=3, steps=10, warmup=0, schedule="inverse_sqrt"), dict(schedule="constant")
     ),

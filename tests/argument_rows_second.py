@@ -45,6 +45,7 @@ from attnlib import (
     detr,
     flash,
     gpt,
+    panoptic,
     scaling,
     spatial,
     swin,
@@ -748,8 +749,6 @@ SECOND |= {
         dict(joint_softmax=False, num_classes=7),
         of_panoptic,
     ),
-    "panoptic.small_panoptic": Row(dict(), dict(joint_softmax=True), of_panoptic),
-    "panoptic.masks_to_boxes": Row(dict(masks=BANDS), dict(masks=~BANDS)),
     "panoptic._check_masks": Row(
         dict(targets=MASKED), dict(targets=Fails([dict(MASKED[0], masks=SPOTS)], "masks"))
     ),
@@ -788,10 +787,6 @@ SECOND |= {
             things=[1],
         ),
     ),
-    "panoptic.label_maps": Row(
-        dict(scenes=LABELED),
-        dict(scenes=LABELED | dict(label=torch.tensor([[2, 1, 0]]))),
-    ),
     "panoptic._match_segments": Row(
         dict(prediction=PREDICTION, truth=PREDICTION),
         dict(prediction=OTHER_PREDICTION, truth=OTHER_PREDICTION),
@@ -801,7 +796,7 @@ SECOND |= {
         dict(matched=[([0, 2], None)], logits=numbers(1, 4, 6)),
         dict(matched=[([1], None)], logits=numbers(1, 5, 6)),
     ),
-    "panoptic.mean_quality": Row(
+    "panoptic._mean_quality": Row(
         dict(classes=TWO_CLASSES), dict(classes={0: dict(pq=0.1, sq=0.2, rq=0.3)})
     ),
     "panoptic.overlaps": Row(
@@ -809,7 +804,9 @@ SECOND |= {
         dict(a=OTHER_PREDICTION[0], b=OTHER_PREDICTION[0]),
         lambda found: sorted(found.items()),
     ),
-    "panoptic.quality": Row(dict(iou=3.0, tp=4, fp=2, fn=2), dict(iou=2.0, tp=5, fp=3, fn=1)),
+    "panoptic._class_quality": Row(
+        dict(counts=panoptic._Counts(3.0, 4, 2, 2)), dict(counts=panoptic._Counts(2.0, 5, 3, 1))
+    ),
 }
 
 # --- training and practice --------------------------------------------------------------------

@@ -13,7 +13,7 @@ from attnlib.decoding import greedy
 from attnlib.detr import DETR, BoxQueryDETR, small_detr
 from attnlib.gpt import GPT, GPTConfig
 from attnlib.mae import MaskedAutoencoder, lean_loss
-from attnlib.panoptic import small_panoptic
+from attnlib.panoptic import PanopticDETR
 from attnlib.spatial import AttentiveConvnet, Captioner, ConvEncoder
 from attnlib.transformer import Transformer
 from helpers import BACKBONES, build
@@ -77,7 +77,7 @@ MODELS = {  # what makes a model, and what it is called with
     ),
     "detr": (detr, lambda m: m(image(40))),
     "box queries": (lambda: small_detr(4, BoxQueryDETR), lambda m: m(image(48))),
-    "panoptic": (small_panoptic, lambda m: m(image(48))),
+    "panoptic": (lambda: PanopticDETR(small_detr(6), num_groups=4), lambda m: m(image(48))),
     "transformer": (transformer, lambda m: m(tokens(5), tokens(6))),
     "transformer, untied": (
         lambda: transformer(tie_weights=False, output_bias=True),

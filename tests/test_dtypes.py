@@ -739,7 +739,10 @@ WHOLE |= {
         detr.small_detr(3, detr.BoxQueryDETR),
         (numbers(2, 3, 48, 48), PADDING),
     ),
-    "PanopticDETR": lambda: (panoptic.small_panoptic(), (numbers(2, 3, 48, 48), PADDING)),
+    "PanopticDETR": lambda: (
+        panoptic.PanopticDETR(detr.small_detr(6), num_groups=4),
+        (numbers(2, 3, 48, 48), PADDING),
+    ),
     "rotary ViT": rotary,
     "MAE": masked,
     "BEiT": guessing,

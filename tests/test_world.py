@@ -825,7 +825,6 @@ SEEDED = {  # "module.function": a call that has numbers of its own
     "gpt.next_token": lambda: gpt.next_token(torch.zeros(4, 20), generator=torch_generator()),
     "gpt.text_batches": lambda: gpt.text_batches(torch.arange(50), 5, 3)(1),
     "mae.photo_crops": lambda: mae.photo_crops(2),
-    "panoptic.panoptic_scenes": lambda: panoptic.panoptic_scenes(2),
     "finetune.fine_tune": tuned,
     "recipes.train_translator": lambda: recipes.train_translator(
         number_tokenizer(), tiny_parts(), **SMALL_RUN, warmup=1
