@@ -207,9 +207,9 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     },
     "recipes": {
         "VIT": "_VIT",
-        "WINDOWS": "_WINDOWS",
         "WORDS": "_WORDS",
         "names_right": "translation_accuracy",
+        "small_run": "_small_run",
     },
     "scaling": {
         "COUNTS": "_COUNTS",
@@ -309,6 +309,11 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
         "masks_to_boxes": "it is defined on the page nbs/43_panoptic",
         "panoptic_scenes": "it is defined on the page nbs/43_panoptic",
         "small_panoptic": "it is defined on the page nbs/43_panoptic",
+    },
+    "recipes": {
+        "WINDOWS": "use the row of attnlib.recipes.SMALL",
+        "cross_entropy": "use classification_loss(model, batch), which returns sum and count",
+        "train_processes": "it is defined on the page nbs/33_swinv2",
     },
     "spatial": {
         "changed_attention": "it is defined on the page nbs/45_spatial",

@@ -1807,7 +1807,7 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     models.fetch_weights
     panoptic.PanopticOutput
     plot.show
-    recipes.train_processes
+    recipes.SmallRun
     scaling.Sleeper
     scaling.Workers
     scaling.bytes_sent

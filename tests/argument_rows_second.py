@@ -972,9 +972,9 @@ SECOND |= {
         dict(model=VIT, data=PAIR),
         dict(model=OTHER_VIT, data=(PICTURES, LABELS * 0 + 1)),
     ),
-    "recipes.cross_entropy": Row(
-        dict(model=VIT, images=PICTURES, labels=LABELS),
-        dict(model=OTHER_VIT, images=2 * PICTURES, labels=LABELS.flip(0)),
+    "recipes.classification_loss": Row(
+        dict(model=VIT, batch=(PICTURES, LABELS)),
+        dict(model=OTHER_VIT, batch=(2 * PICTURES, LABELS.flip(0))),
     ),
     "recipes.distill": Row(
         dict(student=VIT, teacher=OTHER_VIT, train=PAIR, test=PAIR, steps=3)
@@ -993,10 +993,10 @@ SECOND |= {
         dict(model=words()[1][0], tokenizer=words()[0], part=PARTS["train"]),
         dict(max_length=Fails(0, "max_length")),
     ),
-    "recipes.small_run": Row(
+    "recipes._small_run": Row(
         dict(model="vit", data="digits"),
         dict(model="swin", data=Fails("mnist", "data")),
-        lambda found: [found[0].func.__name__, found[0].keywords, found[1], found[2]],
+        lambda found: [found[0].func.__name__, found[0].keywords, *found[1:]],
     ),
     "recipes.train_classifier": Row(
         CLASSIFY,
@@ -1007,7 +1007,7 @@ SECOND |= {
             steps=5,
             batch_size=3,
             lr=0.01,
-            loss=lambda model, images, labels: model(images).square().sum(),
+            loss_fn=lambda model, batch: (model(batch[0]).square().sum(), len(batch[0])),
             augment=torch.neg,
             log_every=2,
         ),
@@ -1147,7 +1147,7 @@ SPARED_SECOND = {
     "finetune.rollout_map": dict(patch_size="not used: all maps are called alike"),
     "recipes.accuracy": dict(batch_size=SAME),
     "recipes.translation_accuracy": dict.fromkeys(("model", "tokenizer", "part"), UNKNOWING),
-    "recipes.small_run": dict(folder="of files that are downloaded"),
+    "recipes._small_run": dict(folder="of files that are downloaded"),
     "recipes.train_small": dict(folder="of files that are downloaded"),
     "recipes.train_translator": dict(tokenizer=UNKNOWING),
     "translation.answer_kind": dict(tokenizer="another one has other tokens"),

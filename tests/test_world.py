@@ -349,9 +349,9 @@ KEPT = {  # "module.function": (what makes the model, the call)
     "finetune.layer_numbers": (partial(build, "swin"), finetune.layer_numbers),
     "finetune.layer_scales": (partial(build, "swin"), finetune.layer_scales),
     "finetune.moving_average": (partial(build, "vit"), finetune.moving_average),
-    "recipes.cross_entropy": (
+    "recipes.classification_loss": (
         partial(build, "vit"),
-        lambda m: recipes.cross_entropy(m, image(), labels()),
+        lambda m: recipes.classification_loss(m, (image(), labels())),
     ),
     "recipes.accuracy": (
         partial(build, "vit"),
@@ -581,7 +581,7 @@ def loss_of(model, batch):
 
 NO_MODEL = {  # functions whose argument only sounds like a model
     "gpt.GPTConfig": "norm is a name",
-    "recipes.small_run": "model is a name",
+    "recipes._small_run": "model is a name",
     "recipes.train_small": "model is a name",
     "transformer._check_settings": "layers are numbers",
     "translation.multi30k_run": "layers is a number",
@@ -912,12 +912,6 @@ def test_training_does_not_draw_the_numbers_of_the_caller(function, monkeypatch)
     weights("vit")
     with unchanged():
         function()
-
-
-def test_training_in_the_process_of_the_caller():
-    torch.set_num_threads(2)  # `quiet` restores it
-    with unchanged():
-        recipes.train_processes(1, False, steps=1)
 
 
 @pytest.mark.parametrize("name", ["states_lesson", "tensor_lesson", "stage_lesson"])
