@@ -48,7 +48,6 @@ run: $(VENV)/test.stamp ## export, execute notebooks in place, clean them; NB=10
 	$(BIN)/nbdev-export
 	$(BIN)/python -m tools.notebooks run $(NB)
 	$(BIN)/python -m tools.readme
-	$(BIN)/python -m tools.stubs
 
 new: $(VENV)/test.stamp ## copy the template of a chapter: NB=56_name
 	$(BIN)/python -m tools.new $(NB)

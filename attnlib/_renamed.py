@@ -7,6 +7,10 @@ Each module with such a name hands its `__getattr__` to `former_name`.
 import functools
 import importlib
 import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     "attention": {
@@ -298,6 +302,7 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     },
 }
 MOVED = {  # module: {name until version 0.2: what to use instead}
+    "attention": {"active_backend": "a kernel is a module that replaces another"},
     "backbone": {"torchvision_import": "use attnlib.backbone.requires"},
     "data": {"data_extra": "use attnlib.backbone.requires"},
     "decoding": {"check_count": "use attnlib.backbone.check_counts"},
@@ -319,6 +324,7 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
         "changed_attention": "it is defined on the page nbs/45_spatial",
         "weight_on_objects": "it is defined on the page nbs/45_spatial",
     },
+    "windows": {"window_backend": "use attnlib.windows.fuse_attention"},
 }
 MODULES = {  # name of a module until version 0.2: its name since version 0.3
     "modern": "vit_variants",
@@ -326,7 +332,7 @@ MODULES = {  # name of a module until version 0.2: its name since version 0.3
 }
 
 
-def former_name(module, name):
+def former_name(module: str, name: str) -> Any:
     """Find an attribute under the name that it had in an earlier version.
 
     Parameters
@@ -364,7 +370,7 @@ def former_name(module, name):
     return getattr(importlib.import_module(module), new_name)
 
 
-def former_module(module, name):
+def former_module(module: str, name: str) -> Any:
     """Find an attribute of a module under the name that the module had in an earlier version.
 
     Parameters
@@ -391,7 +397,7 @@ def former_module(module, name):
     return found
 
 
-def former_arguments(**names):
+def former_arguments(**names: str) -> Callable[[Function], Function]:
     """Let a function take keyword arguments under the names of an earlier version, too.
 
     Parameters

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BACKENDS', 'masked_softmax', 'causal_mask', 'padding_mask', 'broadcasts', 'check_fits', 'AdditiveAttention',
            'check_attention', 'combined_bias', 'attention_weights', 'reference', 'sdpa', 'float32_products',
-           'fastest_backend', 'current_backend', 'register_backend', 'active_backend', 'attention_backend', 'attention',
+           'fastest_backend', 'current_backend', 'register_backend', 'attention_backend', 'attention',
            'record_attention', 'checkpoint_block']
 
 # %% ../nbs/10_attention.ipynb #imports
@@ -479,7 +479,7 @@ def fastest_backend(
     return "sdpa"
 
 # %% ../nbs/10_attention.ipynb #backend
-BACKENDS = {("attention", "reference"): reference, ("attention", "sdpa"): sdpa}
+BACKENDS = {"reference": reference, "sdpa": sdpa}
 _local = threading.local()  # `backend` is the name of a backend, or a function
 
 
@@ -494,28 +494,17 @@ def current_backend() -> str | Callable:
     return getattr(_local, "backend", "auto")
 
 
-def register_backend(name: str, function: Callable, operation: str = "attention") -> None:
-    """Let ``attention_backend(name)`` compute an operation by a function.
+def register_backend(name: str, function: Callable) -> None:
+    """Let ``attention_backend(name)`` compute attention by a function.
 
     Parameters
     ----------
     name : str
     function : callable
-        For "attention" called as ``function(q, k, v, mask, bias, scale, dropout_p)``, with all
-        leading axes in q; what another operation is called with, its own module says.
-    operation : str
+        Called as ``function(q, k, v, mask, bias, scale, dropout_p)``, with all leading axes in
+        q.
     """
-    BACKENDS[operation, name] = function
-
-
-def active_backend(operation: str) -> Callable | None:
-    """What the backend in force has registered for an `operation`, or None.
-
-    Returns
-    -------
-    callable or None
-    """
-    return BACKENDS.get((operation, current_backend()))
+    BACKENDS[name] = function
 
 
 @contextmanager
@@ -530,8 +519,8 @@ def attention_backend(name: str | Callable) -> Iterator[None]:
     ----------
     name : {"auto", "reference", "sdpa", "triton"}, or another that is registered, or a function
         "reference" is the equation as written, "sdpa" PyTorch's fused kernels, "triton" the
-        kernels of `attnlib.flash` and `attnlib.windows` where they can serve, "auto" what was
-        measured fastest. A function is called like one that is registered.
+        kernels of `attnlib.flash` where they can serve, "auto" what was measured fastest. A
+        function is called like one that is registered.
 
     Raises
     ------
@@ -540,12 +529,9 @@ def attention_backend(name: str | Callable) -> Iterator[None]:
     ImportError
         If "triton" is asked for and the package is missing.
     """
-    if name == "triton":  # its modules register themselves
-        for operation, module in (("attention", "flash"), ("window_attention", "windows")):
-            if (operation, name) not in BACKENDS:
-                import_module(f"attnlib.{module}")
-    registered = [own for operation, own in BACKENDS if operation == "attention"]
-    names = ["auto", *registered]
+    if name == "triton" and name not in BACKENDS:
+        import_module("attnlib.flash")  # which registers it
+    names = ["auto", *BACKENDS]
     if not callable(name) and name not in names:
         raise ValueError(f"name ({name!r}) must be one of {', '.join(map(repr, names))}")
     previous = current_backend()
@@ -600,7 +586,7 @@ def attention(
     backend = current_backend()
     if backend == "auto":
         backend = fastest_backend(q, k, bias, dropout_p)
-    function = backend if callable(backend) else BACKENDS["attention", backend]
+    function = backend if callable(backend) else BACKENDS[backend]
     return function(q, k, v, mask, bias, scale, dropout_p)
 
 # %% ../nbs/10_attention.ipynb #record
@@ -668,7 +654,7 @@ def _checkpoint_contexts() -> tuple[nullcontext, _SameBackend]:
 
     Returns
     -------
-    contextlib.nullcontext, SameBackend
+    contextlib.nullcontext, _SameBackend
     """
     return nullcontext(), _SameBackend()
 
@@ -731,8 +717,11 @@ def checkpoint_block(
                       **options)
 
 # %% ../nbs/10_attention.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

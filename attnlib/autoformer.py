@@ -1246,8 +1246,11 @@ def sandwich_loss(supernet, images, labels):
     return loss
 
 # %% ../nbs/44_autoformer.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

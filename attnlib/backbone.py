@@ -12,12 +12,15 @@ __all__ = ['to_2tuple', 'check_counts', 'check_naturals', 'check_sizes', 'hidden
 import copy
 import functools
 import math
+from collections.abc import Callable
 from contextlib import contextmanager
 from numbers import Real
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from .attention import checkpoint_block, record_attention
 
@@ -487,6 +490,16 @@ class Backbone(nn.Module):
     `forward_head`, and sets `num_features` and `patch_size`.
     """
 
+    data_config: dict[str, Any]  # these two are set by `create_model`
+    pretrained_cfg: dict[str, Any]
+    num_features: int
+    patch_size: tuple[int, int]
+    global_pool: str
+    embed: Callable[..., Tensor]
+    norm: nn.Module
+    forward_features: Callable[..., Tensor]
+    forward_head: Callable[..., Tensor]
+    set_input_size: Callable[..., None]
     num_prefix_tokens = 0  # tokens before those of the patches
     pools = ("token", "avg", "")  # what `global_pool` may be
     classifiers = ("head",)  # names of the layers that make logits
@@ -732,8 +745,11 @@ def guard(model):
     return model
 
 # %% ../nbs/94_backbone.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -1076,8 +1076,11 @@ class FeatureEncoder(nn.Module):
         return self.proj(maps[0])  # (B, D, H', W') of the last block -> (B, out_dim, H', W')
 
 # %% ../nbs/41_beit.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -447,8 +447,11 @@ def main(arguments=None):
         sys.exit(f"attnlib: {error}")
 
 # %% ../nbs/97_cli.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -987,8 +987,11 @@ def _measure_precisions(device, shapes, repeats):
     return times, errors
 
 # %% ../nbs/50_cost.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -1365,8 +1365,11 @@ def small_images(name="digits", size=8, folder=None):
     return train, test
 
 # %% ../nbs/90_data.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -469,8 +469,11 @@ def sample(model, src, max_length, *, temperature=1.0, top_k=None, top_p=None, g
                     use_cache=use_cache)
 
 # %% ../nbs/22_decoding.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -166,8 +166,11 @@ for size, (width, heads) in SIZES.items():
                    embed_dim=width, depth=12, num_heads=heads)
 
 # %% ../nbs/31_deit.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -645,8 +645,11 @@ def lsh_attention(q, k, v, buckets, rounds=1, *, causal=False, mask=None, genera
     return attention(q, k, v, mask=near)
 
 # %% ../nbs/54_efficient.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

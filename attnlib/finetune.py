@@ -327,8 +327,8 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
     batch_size, seed : int
     evaluate : callable, optional
         ``evaluate(model)`` gives what the history keeps; called in evaluation mode.
-    every : int
-        Steps between two such looks.
+    log_every : int
+        Steps between two such evaluations.
 
     Returns
     -------
@@ -472,8 +472,11 @@ def transfer(name, train, test, *, img_size=None, pretrained=True, device="cpu",
     return model, (answers == test[1]).float().mean().item()
 
 # %% ../nbs/36_finetune.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

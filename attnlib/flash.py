@@ -1533,8 +1533,11 @@ def flash_decode(q, k, v, *, splits=None, scale=None):
     return out.view(batch, heads, n, width)  # (B, h_kv, h / h_kv N, d_v) -> (B, h, N, d_v)
 
 # %% ../nbs/51_flash.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -1118,8 +1118,11 @@ def text_bits(model, tokens, length, stride=None):
     return total / math.log(2)
 
 # %% ../nbs/24_gpt.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

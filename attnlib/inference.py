@@ -654,7 +654,7 @@ def fuse(model):
 
     where = ", ".join(devices(model))
     for layer in model.modules():
-        if type(layer) is WindowAttention:
+        if type(layer) in (WindowAttention, WindowAttentionV2):
             weight = layer.qkv.weight
             window = layer.window_size
             tokens = weight.new_empty(1).expand(1, *window, len(weight))  # (1, h, w, 3C)
@@ -685,7 +685,7 @@ def optimize_for_inference(model):
     model : nn.Module
         In the dtype that its copy is to have. On the CPU: any of the book's models, or one with
         their layers, in float32 or bfloat16, or in another dtype, where less is gained. On a
-        GPU: a `SwinTransformer`.
+        GPU: a `SwinTransformer` or a `SwinTransformerV2`.
 
     Returns
     -------
@@ -718,8 +718,11 @@ def optimize_for_inference(model):
     return model
 
 # %% ../nbs/53_inference.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -722,8 +722,11 @@ def lean_loss(model, images, noise, mask_ratio=0.75):
     return error.sum(dtype=wide) / max(1, error.numel())
 
 # %% ../nbs/40_mae.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -799,8 +799,11 @@ def _check_segments(name, segments, infos):
     return known
 
 # %% ../nbs/43_panoptic.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -508,8 +508,11 @@ def translator():
     return model.eval(), Tokenizer.from_str(read_record("translator")["tokenizer"])
 
 # %% ../nbs/96_recipes.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

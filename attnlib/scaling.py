@@ -1599,8 +1599,11 @@ def plan(config, cluster, batch):
     return fastest
 
 # %% ../nbs/55_scaling.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -1093,8 +1093,11 @@ class ChannelSpatialAttention(nn.Module):
         return x * self.gate_places(x)
 
 # %% ../nbs/45_spatial.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .attention import active_backend, attention
+from .attention import attention
 from attnlib.backbone import (
     Backbone, DropPath, check_counts, check_rates, check_sizes, classifier, drop_path_rates,
     hidden_width, init_weights, to_2tuple,
@@ -87,7 +87,7 @@ def window_partition(x, window_size, num_heads=1):
 
     Parameters
     ----------
-    x : Tensor, shape (..., H, W, h·d)
+    x : Tensor, shape (B, H, W, h·d)
         H and W must be multiples of the window's height and width.
     window_size : (int, int)
     num_heads : int
@@ -95,17 +95,16 @@ def window_partition(x, window_size, num_heads=1):
 
     Returns
     -------
-    Tensor, shape (..., windows·h, N, d)
+    Tensor, shape (B, windows·h, N, d)
         Windows row by row and in each of them the heads; the N tokens of a window row by row.
     """
     height, width = window_size
-    x = x.unflatten(-3, (-1, height))  # (..., H, W, h d) -> (..., Y, y, W, h d)
-    x = x.unflatten(-2, (-1, width))  # -> (..., Y, y, X, x, h d)
-    x = x.unflatten(-1, (num_heads, -1))  # -> (..., Y, y, X, x, h, d)
-    n = x.ndim  # ONNX's exporter needs axes that count from the front
-    x = x.movedim((n - 5, n - 3), (n - 3, n - 2))  # -> (..., Y, X, h, y, x, d)
-    x = x.flatten(-6, -4)  # -> (..., Y X h, y, x, d)
-    return x.flatten(-3, -2)  # -> (..., Y X h, y x, d)
+    x = x.unflatten(1, (-1, height))  # (B, H, W, h d) -> (B, Y, y, W, h d)
+    x = x.unflatten(3, (-1, width))  # -> (B, Y, y, X, x, h d)
+    x = x.unflatten(5, (num_heads, -1))  # -> (B, Y, y, X, x, h, d)
+    x = x.permute(0, 1, 3, 5, 2, 4, 6)  # -> (B, Y, X, h, y, x, d)
+    x = x.flatten(1, 3)  # -> (B, Y X h, y, x, d)
+    return x.flatten(2, 3)  # -> (B, Y X h, y x, d)
 
 
 def window_reverse(windows, window_size, size):
@@ -113,23 +112,22 @@ def window_reverse(windows, window_size, size):
 
     Parameters
     ----------
-    windows : Tensor, shape (..., windows·h, N, d)
+    windows : Tensor, shape (B, windows·h, N, d)
     window_size, size : (int, int)
         Height and width of a window and of the map.
 
     Returns
     -------
-    Tensor, shape (..., H, W, h·d)
+    Tensor, shape (B, H, W, h·d)
     """
     rows = size[0] // window_size[0]
     columns = size[1] // window_size[1]
-    x = windows.unflatten(-3, (rows, columns, -1))  # (..., Y X h, N, d) -> (..., Y, X, h, N, d)
-    x = x.unflatten(-2, window_size)  # -> (..., Y, X, h, y, x, d)
-    n = x.ndim
-    x = x.movedim((n - 3, n - 2), (n - 5, n - 3))  # -> (..., Y, y, X, x, h, d)
-    x = x.flatten(-2)  # -> (..., Y, y, X, x, h d)
-    x = x.flatten(-5, -4)  # -> (..., Y y, X, x, h d)
-    return x.flatten(-3, -2)  # -> (..., Y y, X x, h d)
+    x = windows.unflatten(1, (rows, columns, -1))  # (B, Y X h, N, d) -> (B, Y, X, h, N, d)
+    x = x.unflatten(4, window_size)  # -> (B, Y, X, h, y, x, d)
+    x = x.permute(0, 1, 4, 2, 5, 3, 6)  # -> (B, Y, y, X, x, h, d)
+    x = x.flatten(5)  # -> (B, Y, y, X, x, h d)
+    x = x.flatten(3, 4)  # -> (B, Y, y, X x, h d)
+    return x.flatten(1, 2)  # -> (B, Y y, X x, h d)
 
 # %% ../nbs/32_swin.ipynb #layout
 WindowLayout = namedtuple("WindowLayout", "size window shift padded")  # each (rows, columns)
@@ -154,10 +152,19 @@ def window_layout(size, window_size, shift_size=(0, 0), shrink=True):
         it is padded to multiples of the window. Along an axis with a single window nothing is
         shifted.
     """
-    window = tuple(s if shrink and s < w else w for s, w in zip(size, window_size))
-    padded = round_up(size, window)
-    shift = tuple(s if p > w else 0 for s, p, w in zip(shift_size, padded, window))
-    return WindowLayout(tuple(size), window, shift, padded)
+    rows, columns = size
+    height, width = window_size
+    down, across = shift_size
+    if shrink and rows < height:
+        height = rows
+    if shrink and columns < width:
+        width = columns
+    padded = round_up(size, (height, width))
+    if padded[0] <= height:  # a single row of windows
+        down = 0
+    if padded[1] <= width:  # a single column
+        across = 0
+    return WindowLayout((rows, columns), (height, width), (down, across), padded)
 
 # %% ../nbs/32_swin.ipynb #shift-map
 def cyclic_shift(x, layout):
@@ -214,8 +221,9 @@ def shift_mask(layout, device=None):
     wrapped_rows = torch.arange(height, device=device) >= height - row_shift
     wrapped_columns = torch.arange(width, device=device) >= width - column_shift
     regions = 2 * wrapped_rows[:, None] + wrapped_columns  # (H', W'), four regions
-    regions = regions[:, :, None]  # -> (H', W', 1), the shape of a map
-    regions = window_partition(regions, layout.window)  # -> (windows, N, 1)
+    regions = regions[None, :, :, None]  # -> (1, H', W', 1), the shape of a map
+    regions = window_partition(regions, layout.window)  # -> (1, windows, N, 1)
+    regions = regions[0]  # -> (windows, N, 1)
     return regions == regions.transpose(1, 2)  # -> (windows, N, N)
 
 # %% ../nbs/32_swin.ipynb #index
@@ -457,29 +465,22 @@ class WindowAttention(nn.Module):
     def forward(self, x):
         """A map (B, H, W, dim) to a map."""
         layout = self.layout(x.shape[1:3])
+        # pad the map to whole windows, and shift it
         x = pad_map(x, layout.padded)  # (B, H, W, dim) -> (B, H', W', dim)
-        x = self.attend(x, layout)
-        x = crop_map(x, layout.size)  # -> (B, H, W, dim)
-        return self.proj_drop(self.proj(x))
-
-    def attend(self, x, layout):
-        """Attention in the windows of a padded map (B, H', W', dim), to a map."""
-        dropout_p = self.attn_drop if self.training else 0.0
-        kernel = active_backend("window_attention")
-        if kernel is not None:  # attnlib.windows does all of the following, where it can
-            qkv = self.qkv(x)
-            bias = self.bias(layout, masked=False)
-            out = kernel(qkv, bias, layout, self.num_heads, dropout_p=dropout_p)
-            if out is not NotImplemented:
-                return out
         x = cyclic_shift(x, layout)
+        # partition queries, keys and values into windows and heads
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, H', W', dim) each
         q = window_partition(q, layout.window, self.num_heads)  # -> (B, windows h, N, d)
         k = window_partition(k, layout.window, self.num_heads)
         v = window_partition(v, layout.window, self.num_heads)
+        # attend in each window
+        dropout_p = self.attn_drop if self.training else 0.0
         x = attention(q, k, v, bias=self.bias(layout), dropout_p=dropout_p)
+        # reverse the partition, the shift, and the padding
         x = window_reverse(x, layout.window, layout.padded)  # -> (B, H', W', dim)
-        return reverse_cyclic_shift(x, layout)
+        x = reverse_cyclic_shift(x, layout)
+        x = crop_map(x, layout.size)  # -> (B, H, W, dim)
+        return self.proj_drop(self.proj(x))
 
     def set_window_size(self, window_size, shift_size=0):
         """Change window and shift; the bias table is interpolated."""
@@ -948,8 +949,11 @@ def pixel_maps(model, x, pixel):
     return found
 
 # %% ../nbs/32_swin.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -12,7 +12,7 @@ import math
 import torch
 import torch.nn as nn
 
-from .attention import active_backend, attention, checkpoint_block
+from .attention import attention, checkpoint_block
 from .backbone import DropPath, check_rates, hidden_width, to_2tuple
 from .models import register_model
 from .multihead import check_heads
@@ -230,6 +230,10 @@ class WindowAttentionV2(nn.Module):
         """What is added to the logits, as `window_bias` lays it out."""
         return window_bias(self.bias_table(), self.window_size, layout, masked)
 
+    def cosine_scale(self):
+        """The factor 1/τ of each head's cosines, (h, 1)."""
+        return self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten(1)
+
     def project(self, x):
         """Queries, keys and values of tokens (..., dim), side by side: (..., 3 dim)."""
         qkv = self.qkv(x)
@@ -240,39 +244,32 @@ class WindowAttentionV2(nn.Module):
     def forward(self, x):
         """A map (B, H, W, dim) to a map."""
         layout = self.layout(x.shape[1:3])
+        # pad the map to whole windows, and shift it
         x = pad_map(x, layout.padded)  # (B, H, W, dim) -> (B, H', W', dim)
-        x = self.attend(x, layout)
-        x = crop_map(x, layout.size)  # -> (B, H, W, dim)
-        return self.proj_drop(self.proj(x))
-
-    def attend(self, x, layout):
-        """Cosine attention in the windows of a padded map (B, H', W', dim), to a map."""
-        dropout_p = self.attn_drop if self.training else 0.0
-        scale = self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten(1)  # 1/τ: (h, 1)
-        kernel = active_backend("window_attention")
-        if kernel is not None:  # attnlib.windows does all of the following, where it can
-            qkv = self.project(x)
-            bias = self.bias(layout, masked=False)
-            out = kernel(qkv, bias, layout, self.num_heads, cosine_scale=scale.flatten(),
-                         dropout_p=dropout_p)
-            if out is not NotImplemented:
-                return out
-        qkv = self.project(cyclic_shift(x, layout))
-        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # (B, H', W', h, d)
-        q = normalize(q, scale).flatten(-2)  # -> (B, H', W', dim)
+        x = cyclic_shift(x, layout)
+        # queries of the length 1/τ and keys of the length 1: their products are the logits
+        qkv = self.project(x).unflatten(-1, (3, self.num_heads, -1))  # -> (B, H', W', 3, h, d)
+        q, k, v = qkv.unbind(-3)  # (B, H', W', h, d) each
+        q = normalize(q, self.cosine_scale()).flatten(-2)  # -> (B, H', W', dim)
         k = normalize(k).flatten(-2)
         v = v.flatten(-2)
+        # partition them into windows and heads
         q = window_partition(q, layout.window, self.num_heads)  # -> (B, windows h, N, d)
         k = window_partition(k, layout.window, self.num_heads)
         v = window_partition(v, layout.window, self.num_heads)
+        # attend in each window: in all of them at once, or in a few at a time
+        dropout_p = self.attn_drop if self.training else 0.0
         if self.windows_at_once is None:
             x = attention(q, k, v, bias=self.bias(layout), scale=1.0, dropout_p=dropout_p)
         else:
             bias = self.bias(layout, masked=False)
             mask = shift_mask(layout, x.device)
             x = _sequential_attention(q, k, v, bias, mask, self.windows_at_once, dropout_p)
+        # reverse the partition, the shift, and the padding
         x = window_reverse(x, layout.window, layout.padded)  # -> (B, H', W', dim)
-        return reverse_cyclic_shift(x, layout)
+        x = reverse_cyclic_shift(x, layout)
+        x = crop_map(x, layout.size)  # -> (B, H, W, dim)
+        return self.proj_drop(self.proj(x))
 
     def trained_window(self):
         """The window for which the bias network was trained, (rows, columns)."""
@@ -434,8 +431,11 @@ for size, window, img_size, weights in (
                    window_size=int(window.split("to")[-1]), **SIZES[size], **trained)
 
 # %% ../nbs/33_swinv2.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -1209,8 +1209,11 @@ def _ratio(found):
     return f"{found['ratio']:5.2f} ({low:.2f} to {high:.2f})"
 
 # %% ../nbs/91_train.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

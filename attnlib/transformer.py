@@ -863,8 +863,11 @@ def from_torch(module, src_vocab, tgt_vocab=None, **options):
     return model.train(module.training)
 
 # %% ../nbs/21_transformer.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

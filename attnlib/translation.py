@@ -930,8 +930,11 @@ def load_marian(source):
     return model, MarianTokenizer.from_pretrained(folder)
 
 # %% ../nbs/23_translation.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

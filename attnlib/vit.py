@@ -647,8 +647,11 @@ def patch_shares(model: nn.Module, x: Float[Tensor, "B C H W"]) -> Float[Tensor,
     return read.mean(1)[:, prefix:]  # -> (B, N)
 
 # %% ../nbs/30_vit.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -217,8 +217,11 @@ register_model("vit_base_patch32_clip_224", VisionTransformer, patch_size=32,
                **CLIP | SIZES["base"])
 
 # %% ../nbs/35_vit_variants.ipynb #former-names
+from typing import TYPE_CHECKING
+
 from ._renamed import former_name
 
+if not TYPE_CHECKING:  # which would take every name for one that there is
 
-def __getattr__(name):
-    return former_name(__name__, name)
+    def __getattr__(name):
+        return former_name(__name__, name)

@@ -40,7 +40,6 @@ def flash_call(device, shape, kind, step):
 
 
 def windows_call(device, name, stage, shifted, kind, batch, options):
-    windows.register()
     calls, shape = windows.ways(name, stage, shifted, options, device, torch.bfloat16)
     x = torch.randn(batch, *shape, device=device, dtype=torch.bfloat16)
     x.requires_grad_(kind != "forward")
@@ -53,6 +52,8 @@ def model_call(device, name, library, kind, batch, options):
     size = vision.image_size(found[timing.OURS])
     dtype = torch.bfloat16
     model = found["timm" if library == "timm" else timing.OURS].to(device)
+    if library == timing.OPTIMIZED:
+        model = vision.with_kernels(model)
     images = itertools.repeat(torch.randn(batch, 3, size, size, device=device))
     if kind == "forward":
         call = vision.forward(torch.compile(model.to(dtype).eval()), images, dtype)
@@ -101,7 +102,7 @@ def jobs(device, tiny):
         cases = [
             Job(flash_call, (device, (1, 1, 4, 16), "causal", "forward"), 1.0),
             Job(windows_call, (device, MODELS[0], 0, True, *options), 1.0),
-            Job(fused_call, (device, windows.SWIN, windows.FUSED, *options), 1.0),
+            Job(fused_call, (device, windows.SWIN, windows._FUSED, *options), 1.0),
         ]
         return {"kernels": cases, "models": []}  # to compile one on a CPU takes a minute
     kernels = [
@@ -128,7 +129,7 @@ def jobs(device, tiny):
         for kind in ("forward", "training")
         for library in (timing.OURS, timing.OPTIMIZED, "timm")
     ]
-    arguments = device, windows.SWIN, windows.FUSED, "forward", 128, {}
+    arguments = device, windows.SWIN, windows._FUSED, "forward", 128, {}
     models += [Job(fused_call, arguments, MODEL_MEMORY["forward"])]
     return {"kernels": kernels, "models": models}
 

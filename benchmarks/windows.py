@@ -32,18 +32,20 @@ from attnlib import (
     flash,
     windows,  # first: without a GPU it has Triton interpreted
 )
-from attnlib.attention import attention, attention_backend, register_backend
+from attnlib.attention import attention, attention_backend
 from attnlib.flash import _SHARED_MEMORY, triton
 from attnlib.inference import optimize_for_inference
 from attnlib.models import create_model
 from attnlib.swin import (
+    crop_map,
     cyclic_shift,
+    pad_map,
     reverse_cyclic_shift,
     window_layout,
     window_partition,
     window_reverse,
 )
-from attnlib.swinv2 import normalize
+from attnlib.swinv2 import WindowAttentionV2, normalize
 from benchmarks import runner, timing
 from benchmarks.basics import ROOT
 from benchmarks.flash import COLLAPSED, GPUS, STACK, programs
@@ -63,8 +65,9 @@ def regions(layout, device):
     y, x = (
         torch.arange(p, device=device) >= p - s for p, s in zip(layout.padded, layout.shift)
     )
-    places = 2 * y[:, None, None] + x[:, None]  # (H', 1, 1), (W', 1) -> (H', W', 1)
-    return window_partition(places, layout.window)[..., 0]  # -> (windows, N)
+    places = 2 * y[:, None] + x  # (H', 1), (W',) -> (H', W')
+    places = places[None, :, :, None]  # -> (1, H', W', 1)
+    return window_partition(places, layout.window)[0, ..., 0]  # -> (windows, N)
 
 
 @functools.cache
@@ -115,12 +118,13 @@ def in_sequence(q, k, v, bias, layout, call, scale):
     return out.unflatten(2, (windows, tokens)).transpose(1, 2)
 
 
-def flex(way, qkv, bias, layout, num_heads, *, scale=None, cosine_scale=None, dropout_p=0.0):
-    """A backend of the layers' window attention, see `attnlib.windows.window_backend`."""
+def flex(way, qkv, bias, layout, num_heads, cosine_scale=None):
+    """What `attnlib.windows.window_attention` computes, by FlexAttention."""
     x = cyclic_shift(qkv, layout).unflatten(-1, (3, num_heads, -1))
     q, k, v = x.unbind(-3)  # (B, H, W, h, d) each
+    scale = None
     if cosine_scale is not None:
-        q = normalize(q, cosine_scale[:, None])
+        q = normalize(q, cosine_scale)
         k = normalize(k)
         scale = 1.0
     q, k, v = (
@@ -132,16 +136,21 @@ def flex(way, qkv, bias, layout, num_heads, *, scale=None, cosine_scale=None, dr
     return reverse_cyclic_shift(window_reverse(out, layout.window, layout.padded), layout)
 
 
-def register():
-    """Make the two ways backends; none of them is one for attention elsewhere."""
-    for name, way in (("flex, batch", in_batch), ("flex, sequence", in_sequence)):
-        register_backend(name, None)
-        register_backend(name, partial(flex, way), operation="window_attention")
+def through_flex(way, layer, x):
+    """The layer with all between its projections by FlexAttention."""
+    layout = layer.layout(x.shape[1:3])
+    x = pad_map(x, layout.padded)  # (B, H, W, C) -> (B, H', W', C)
+    if isinstance(layer, WindowAttentionV2):
+        qkv, scale = layer.project(x), layer.cosine_scale()
+    else:
+        qkv, scale = layer.qkv(x), None
+    out = flex(way, qkv, layer.bias(layout, masked=False), layout, layer.num_heads, scale)
+    return layer.proj_drop(layer.proj(crop_map(out, layout.size)))
 
 
 # --- what is timed ----------------------------------------------------------------------------
 def through(backend, layer, x):
-    """The layer as its chapter wrote it, or with all but its projections in a kernel."""
+    """The layer, or model, with a backend for attention."""
     with attention_backend(backend):
         return layer(x)
 
@@ -159,9 +168,9 @@ def ways(name, stage, shifted, options, device, dtype, left_out=None):
         calls["timm"] = block._attn
     calls |= {
         "PyTorch": partial(through, "sdpa", own.attn),
-        "kernel": partial(through, "triton", own.attn),
-        "flex, batch": partial(through, "flex, batch", own.attn),
-        "flex, sequence": partial(through, "flex, sequence", own.attn),
+        "kernel": windows.fuse_attention(own.attn),
+        "flex, batch": partial(through_flex, in_batch, own.attn),
+        "flex, sequence": partial(through_flex, in_sequence, own.attn),
     }
     return calls, (side, side, own.attn.proj.in_features)
 
@@ -236,7 +245,6 @@ def speed(arguments):
     launches, or of the calls themselves where they are long. Without timm the others are
     compared with PyTorch's way.
     """
-    register()
     timing.own_stream(arguments.device)
     path = arguments.out and arguments.out / f"windows_{arguments.device}.json"
     bench = runner.Rows(path, arguments.device, arguments.minutes, arguments.tiny)
@@ -274,7 +282,7 @@ def contestants(device, dtype, options, left_out=None):
     fuse = optimize_for_inference if device == "cuda" else windows.fuse_swin
     found = timing.attempt_all({FUSED: partial(fuse, ours)}, left_out)
     found |= {
-        "kernel": partial(through, "triton", ours),
+        "kernel": windows.fuse_swin(ours, trainable=True),
         "PyTorch": partial(through, "sdpa", ours),
     }
     if theirs is not None:

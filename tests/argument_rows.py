@@ -1783,7 +1783,6 @@ SPARED = {  # arguments without another value here, and why
 }
 NOT_YET = set(  # functions whose arguments have no other values here yet
     """
-    attention.active_backend
     backbone.is_plain
     backbone.is_unchanged
     cost.Operator

@@ -121,8 +121,8 @@ def two(x):
 
 
 def taken_back(_):
-    """The backends of a test, which are removed again, by operation and name."""
-    own = [key for key in attention.BACKENDS if key[1].startswith("test")]
+    """The backends of a test, which are removed again, by name."""
+    own = [key for key in attention.BACKENDS if key.startswith("test")]
     return {key: attention.BACKENDS.pop(key)(0) for key in own}
 
 
@@ -162,7 +162,7 @@ FIRST = {
     ),
     "attention.register_backend": Row(
         dict(name="test", function=one),
-        dict(name="test 2", function=two, operation="window_attention"),
+        dict(name="test 2", function=two),
         taken_back,
     ),
     "backbone._SameParameters": Row(

@@ -26,6 +26,7 @@ from argument_rows import (
     SEGMENTS,
     SURE,
     TOKENS,
+    WINDOW_OTHERS,
     Fails,
     Q,
     Row,
@@ -218,6 +219,9 @@ WINDOWS_OTHERS = dict(
     scale=2.0,
     cosine_scale=torch.tensor([2.0, 3.0]),
 )
+FUSED = dict(dim=12, num_heads=3, window_size=(2, 4))
+FUSED_OTHERS = WINDOW_OTHERS | dict(window_size=(2, 3), shift_size=(1, 0))
+ON_SMALL_MAP = either(MAP[:1, :4, :3], numbers(1, 4, 3, 24))
 SMALL_SWIN = dict(img_size=16, patch_size=2, num_classes=3, embed_dim=8, depths=(1, 2))
 SMALL_SWIN |= dict(num_heads=(1, 2), window_size=4)
 
@@ -281,10 +285,21 @@ SECOND |= {
         WINDOWS | dict(qkv=numbers(1, 3, 3, 24), layout=swin.window_layout((3, 3), (2, 2))),
         dict(pad=numbers(24)),
     ),
-    "windows.window_backend": Row(
-        WINDOWS,
-        WINDOWS_OTHERS | dict(dropout_p=0.5),
-        lambda found: "not" if found is NotImplemented else found,
+    "windows._uses_kernel": Row(
+        dict(layer=swin.WindowAttention(8, 1, 2, attn_drop=0.5).eval()),
+        dict(layer=swin.WindowAttention(8, 1, 2, attn_drop=0.5)),
+    ),
+    "windows.FusedWindowAttention": Row(FUSED, FUSED_OTHERS, ON_SMALL_MAP),
+    "windows.FusedWindowAttentionV2": Row(FUSED, FUSED_OTHERS, ON_SMALL_MAP),
+    "windows.fuse_attention": Row(
+        dict(layer=seeded(swin.WindowAttention, 12, 3, 2)),
+        dict(layer=seeded(swinv2.WindowAttentionV2, 12, 3, 2)),
+        frozen(MAP[:1, :4, :4]),
+    ),
+    "windows._sharing_copy": Row(
+        dict(module=seeded(nn.Linear, 12, 6)),
+        dict(module=seeded(nn.Linear, 12, 6, seed=1)),
+        frozen(MAP),
     ),
     "windows.fused_linear": Row(
         dict(x=TOKENS, layer=seeded(nn.Linear, 12, 6).requires_grad_(False)),
@@ -314,8 +329,8 @@ SECOND |= {
     ),
     "windows.fuse_swin": Row(
         dict(model=seeded(swin.SwinTransformer, **SMALL_SWIN)),
-        dict(model=seeded(swin.SwinTransformer, **SMALL_SWIN, seed=1)),
-        frozen(image(16)[:1]),
+        dict(model=seeded(swin.SwinTransformer, **SMALL_SWIN, seed=1), trainable=True),
+        lambda model: [type(model.blocks[0]).__name__, frozen(image(16)[:1])(model)],
     ),
 }
 
@@ -1164,6 +1179,6 @@ ON_CPU = set(  # kernels that are interpreted without a GPU, and runs that a GPU
     recipes.distill recipes.distill_small recipes.train_classifier recipes.train_small
     recipes.train_translator
     windows.FusedBlock windows.FusedMerging windows.fuse_swin windows.fused_linear
-    windows.not_served windows.window_attention windows.window_backend
+    windows.fuse_attention windows.not_served windows.window_attention
     """.split()
 )

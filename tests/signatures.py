@@ -13,7 +13,6 @@ import functools
 import importlib.machinery
 import inspect
 import sys
-import threading
 from contextlib import contextmanager
 from importlib.util import find_spec
 from unittest import mock
@@ -22,7 +21,7 @@ import pytest
 import torch
 
 PLAIN = ("jit", "custom_op", "register", "overload")  # decorators that read what they decorate
-_state = threading.local()  # `off`: how many blocks of `unchecked` this thread is in
+_unchecked = []  # an entry for each block of `unchecked` that is entered
 
 
 class Mismatch(AssertionError):
@@ -31,12 +30,12 @@ class Mismatch(AssertionError):
 
 @contextmanager
 def unchecked():
-    """In the `with` block no signature is checked, in this thread."""
-    _state.off = getattr(_state, "off", 0) + 1
+    """While the `with` block lasts, no signature is checked, in any thread."""
+    _unchecked.append(True)
     try:
         yield
     finally:
-        _state.off -= 1
+        _unchecked.pop()
 
 
 @functools.cache
@@ -58,7 +57,7 @@ def checked(function):
     def chosen():
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return function
-        if getattr(_state, "off", 0):
+        if _unchecked:
             return function
         if not found:
             found.append(checker()(function))

@@ -667,7 +667,7 @@ def test_on_a_gpu_the_model_takes_part_with_its_kernels(monkeypatch):
 
 
 def test_on_a_gpu_swin_takes_part_with_fused_blocks(monkeypatch):
-    """As on a GPU, but interpreted; in training and compiled the kernels do the rest."""
+    """As on a GPU, but interpreted; in training, and compiled, the kernel for its windows."""
     pytest.importorskip("triton")
     from attnlib import inference, windows
 
@@ -675,22 +675,29 @@ def test_on_a_gpu_swin_takes_part_with_fused_blocks(monkeypatch):
     fuse_swin = windows.fuse_swin
     monkeypatch.setattr(vision, "has_kernels", lambda device: True)
     monkeypatch.setattr(inference, "devices", lambda model: ["cuda:0"])
-    monkeypatch.setattr(windows, "fuse_swin", lambda m: made.append(type(m)) or fuse_swin(m))
+
+    def noted(model, trainable=False):
+        made.append((type(model).__name__, trainable))
+        return fuse_swin(model, trainable)
+
+    monkeypatch.setattr(windows, "fuse_swin", noted)
     monkeypatch.setattr(
         vision.timing, "measured", lambda calls, *a, **o: dict.fromkeys(calls, row)
     )
     monkeypatch.setattr(vision.timing, "peak_memory", lambda call, device: 1)
     small = dict(img_size=16, window_size=2, embed_dim=16, depths=(2, 2), num_heads=(1, 2))
-    for name, kind, options in (
-        ("swin", "forward", small),
-        ("swin", "training", small),
-        ("vit", "forward", vision.TINY["vit"]),
+    for name, kind, options, copies in (
+        ("swin", "forward", small, [("SwinTransformer", True), ("SwinTransformer", False)]),
+        ("swin", "training", small, [("SwinTransformer", True)]),
+        ("swinv2", "training", small, [("SwinTransformerV2", True)]),
+        ("vit", "forward", vision.TINY["vit"], []),
     ):
+        made.clear()
         options = dict(options, num_classes=4)
         rows = vision.measure(
             gpu.VISION[name], "float32", kind, 1, "cpu", 1, False, options, {}
         )
-        assert "attnlib, optimized" in {row["library"] for row in rows} and len(made) == 1
+        assert "attnlib, optimized" in {row["library"] for row in rows} and made == copies
 
 
 @pytest.mark.parametrize(

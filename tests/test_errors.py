@@ -180,11 +180,18 @@ def fused_linear(x, layer=None, grad=False, **options):
         return windows.fused_linear(x.to(DEVICE), layer, **options)
 
 
-def fuse_swin(model):
+def fuse_swin(model, **options):
     pytest.importorskip("triton")
     from attnlib import windows
 
-    return windows.fuse_swin(model)
+    return windows.fuse_swin(model, **options)
+
+
+def fuse_attention(layer):
+    pytest.importorskip("triton")
+    from attnlib import windows
+
+    return windows.fuse_attention(layer)
 
 
 def loss(model, batch):
@@ -568,7 +575,8 @@ SPEED = [
     (lambda: fused_linear(torch.zeros(2, 4), norm=nn.LayerNorm(5)), ValueError, "norm"),
     (lambda: fused_linear(torch.zeros(2, 4), grad=True), RuntimeError, "gradients"),
     (lambda: fuse_swin(tiny_vit()), TypeError, "model"),
-    (lambda: fuse_swin(swinv2.SwinTransformerV2(**TINY_SWIN)), TypeError, "model"),
+    (lambda: fuse_swin(tiny_vit(), trainable=True), TypeError, "model"),
+    (lambda: fuse_attention(nn.Linear(2, 2)), TypeError, "layer"),
     (lambda: inference.optimize_for_inference(3), TypeError, "model"),
     (lambda: inference.optimize_for_inference(tiny_vit(device="meta")), ValueError, "model"),
     (lambda: frozen().train(), RuntimeError, "mode"),

@@ -652,7 +652,7 @@ def test_models_imports_no_chapter():
     found = re.findall(
         r"(?m)^\s*(?:from|import) (\.\S*|attnlib\S*)", Path(models.__file__).read_text()
     )
-    assert found == [".convert"]
+    assert found == [".backbone", ".convert", "._renamed"]
 
 
 def test_the_older_names_are_the_same_functions():

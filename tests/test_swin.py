@@ -15,7 +15,7 @@ import torchvision
 import transformers
 from timm.models.swin_transformer import get_relative_position_index
 
-from attnlib.attention import attention_backend, masked_softmax, record_attention
+from attnlib.attention import masked_softmax, record_attention
 from attnlib.models import create_model, load_pretrained
 from attnlib.swin import (
     PatchMerging,
@@ -452,22 +452,3 @@ def model(**options):
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_a_backend_that_cannot_serve_is_asked_in_vain(monkeypatch):
-    """A registered kernel for windows gets the padded map, and may decline."""
-    from attnlib import attention
-
-    layer, x, seen = WindowAttention(8, 2, 4, 2), torch.randn(1, 5, 7, 8), []
-
-    def kernel(qkv, bias, layout, num_heads, **options):
-        seen.append((qkv.shape, bias.shape, layout.shift, num_heads, options))
-        return NotImplemented
-
-    monkeypatch.setattr(attention, "BACKENDS", dict(attention.BACKENDS))  # until its end
-    attention.register_backend("declines", attention.reference)
-    attention.register_backend("declines", kernel, "window_attention")
-    with attention_backend("declines"):
-        found = layer(x)
-    assert seen == [((1, 8, 8, 24), (2, 16, 16), (2, 2), 2, {"dropout_p": 0.0})]
-    torch.testing.assert_close(found, layer(x))

@@ -67,9 +67,9 @@ def test_rounded_weights_are_read_like_others_and_pack_better(tmp_path):
 
 
 def test_types_are_installed(site):
-    modules = {path.stem for path in (site / "attnlib").glob("*.py")} - {"__init__", "_modidx"}
-    stubs = {path.stem for path in (site / "attnlib").glob("*.pyi")}
-    assert (site / "attnlib" / "py.typed").exists() and stubs == modules
+    """Checkers read the modules themselves, and a stub would hide one."""
+    assert (site / "attnlib" / "py.typed").exists()
+    assert list((site / "attnlib").rglob("*.pyi")) == []
 
 
 def test_the_import_is_quick(site):

@@ -13,11 +13,19 @@ pytest.importorskip("triton")
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import swin, swinv2
-from attnlib.attention import attention_backend, register_backend
+from attnlib import swin, swinv2, windows
+from attnlib.attention import attention_backend, record_attention
 from attnlib.swin import SwinBlock, WindowAttention, WindowLayout, pad_map, window_layout
 from attnlib.swinv2 import WindowAttentionV2
-from attnlib.windows import not_served, passes, window_attention, window_backend
+from attnlib.windows import (
+    _FUSED,
+    _uses_kernel,
+    fuse_attention,
+    fuse_swin,
+    not_served,
+    passes,
+    window_attention,
+)
 from helpers import kernel_grid
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled there, interpreted here
@@ -45,21 +53,26 @@ if DEVICE == "cuda":
 
 
 @pytest.fixture(autouse=True)
-def served():
-    """Whether the kernel served: a list to which each call of the backend "triton" adds."""
+def served(monkeypatch):
+    """A list to which each call of the kernel adds True."""
     calls = []
 
     def counted(*arguments, **options):
-        out = window_backend(*arguments, **options)
-        calls.append(out is not NotImplemented)
-        return out
+        calls.append(True)
+        return window_attention(*arguments, **options)
 
-    register_backend("triton", counted, operation="window_attention")
-    yield calls
-    register_backend("triton", window_backend, operation="window_attention")
+    monkeypatch.setattr(windows, "window_attention", counted)
+    return calls
 
 
-def gradients(module, x, grad, backend):
+def fused(block):
+    """The block with the kernel in place of its window attention; the tensors are the same."""
+    block = windows._sharing_copy(block)
+    block.attn = fuse_attention(block.attn)
+    return block
+
+
+def gradients(module, x, grad, backend="auto"):
     """The output of a module with a backend, and the gradients of input and parameters."""
     x, leaves = x.detach().clone().requires_grad_(), [*module.parameters()]
     with attention_backend(backend):
@@ -89,7 +102,8 @@ def test_outputs_and_all_gradients_equal_the_layers_sanitize(device, kind, case,
     layer, x = layer_of(kind, case, device)
     grad = torch.randn_like(x)
     exact = gradients(copy.deepcopy(layer).double(), x.double(), grad, "reference")
-    found = gradients(layer, x, grad, "triton")
+    assert served == []
+    found = gradients(fuse_attention(layer), x, grad)
     assert served == [True] and found.keys() == exact.keys()
     for name, b in exact.items():
         assert (found[name] is None) == (b is None), name
@@ -109,7 +123,7 @@ def test_lower_precision(device, kind, dtype, limit):
     layer, x = layer_of(kind, "padded and shifted, rectangular", device)
     layer, x, grad = layer.to(dtype), x.to(dtype), torch.randn_like(x).to(dtype)
     exact = gradients(copy.deepcopy(layer).double(), x.double(), grad, "reference")
-    for name, found in gradients(layer, x, grad, "triton").items():
+    for name, found in gradients(fuse_attention(layer), x, grad).items():
         if "cpb" not in name:  # a network of PyTorch's
             error = (found - exact[name]).abs().max()
             assert found.dtype == dtype and error < limit * exact[name].abs().max(), name
@@ -118,8 +132,8 @@ def test_lower_precision(device, kind, dtype, limit):
 @on_device
 def test_autocast_keeps_the_gradient_of_the_bias_in_float32(device, served):
     layer, x = layer_of(WindowAttention, "shifted", device)
-    with torch.autocast(device, torch.bfloat16), attention_backend("triton"):
-        out = layer(x)
+    with torch.autocast(device, torch.bfloat16):
+        out = fuse_attention(layer)(x)
     out.float().sum().backward()
     assert served == [True] and out.dtype == torch.bfloat16
     assert layer.relative_position_bias_table.grad.dtype == torch.float32
@@ -138,7 +152,9 @@ def test_models(device, model, size, served):
         if p.ndim == 1:
             nn.init.normal_(p, mean=float(name.endswith("norm.weight")), std=0.5)
     x, grad = torch.randn(1, 1, *size, device=device), torch.ones(1, 3, device=device)
-    theirs, ours = (gradients(model, x, grad, backend) for backend in ("sdpa", "triton"))
+    theirs = gradients(model, x, grad, "sdpa")
+    assert served == []
+    ours = gradients(fuse_swin(model, trainable=True), x, grad)
     assert served == [True] * 3
     for name, b in theirs.items():
         if b is not None:
@@ -150,7 +166,8 @@ def test_a_block_alone(served):
     torch.manual_seed(0)
     block, x = SwinBlock(16, 2, 3, 1).to(DEVICE), torch.randn(1, 4, 3, 16, device=DEVICE)
     grad = torch.ones_like(x)
-    theirs, ours = (gradients(block, x, grad, backend) for backend in ("sdpa", "triton"))
+    theirs = gradients(block, x, grad, "sdpa")
+    ours = gradients(fused(block), x, grad)
     assert served == [True]
     for name, b in theirs.items():
         torch.testing.assert_close(ours[name], b, rtol=1e-4, atol=1e-5)
@@ -161,12 +178,112 @@ def test_a_block_alone(served):
 def test_what_the_kernel_cannot_serve_goes_through_pytorch(device, kind, served):
     layer, x = layer_of(kind, "shifted", device)
     layer.attn_drop = 0.5
+    fast = fuse_attention(layer)
+    fast.eval()(x)
+    assert served == [True]
+    results = []
+    for module in (fast, layer):
+        torch.manual_seed(1)
+        results.append(module.train()(x))  # the kernel drops no weights
+    assert torch.equal(*results)
+    double = copy.deepcopy(fast.eval()).double()(x.double())
+    assert served == [True]
+    torch.testing.assert_close(double, layer.eval().double()(x.double()))
+
+
+@both_kinds
+@on_device
+def test_a_backend_that_is_asked_for_comes_before_the_kernel(device, kind, served):
+    """Weights are recorded; "auto" and "triton" leave windows to the kernel."""
+    layer, x = layer_of(kind, "padded and shifted, rectangular", device)
+    fast = fuse_attention(layer)
+    with record_attention() as found:
+        out = fast(x)
+    with record_attention() as wanted:
+        assert torch.equal(layer(x), out)
+    assert torch.equal(*found, *wanted)
+    for backend in ("reference", "sdpa"):
+        with attention_backend(backend):
+            assert not _uses_kernel(fast) and torch.equal(fast(x), layer(x))
+    assert served == []
     with attention_backend("triton"):
-        layer.eval()(x)
-        layer.train()(x)  # the kernel drops no weights
-        double = copy.deepcopy(layer.eval()).double()(x.double())
-    assert served == [True, False, False]
-    torch.testing.assert_close(double, layer.double()(x.double()))
+        assert _uses_kernel(fast)
+        fast(x)
+    assert served == [True]
+
+
+@both_kinds
+def test_a_plain_layer_has_only_its_attention_by_the_backend_triton(kind, served):
+    layer, x = layer_of(kind, "padded and shifted, rectangular")
+    grad = torch.randn_like(x)
+    theirs, ours = (gradients(layer, x, grad, backend) for backend in ("sdpa", "triton"))
+    assert served == []
+    for name, b in theirs.items():
+        if b is not None:
+            error = (ours[name] - b).abs().max()
+            assert error <= (5e-5 if DEVICE == "cpu" else 1e-3) * max(b.abs().max(), 1e-2), name
+
+
+@both_kinds
+def test_a_fused_layer_is_the_layer_with_another_forward_pass(kind, served):
+    """The same tensors, names, flags, mode, settings and hooks; the layer stays as it is."""
+    layer, x = layer_of(kind, "shifted")
+    layer.proj_drop.p, layer.attn_drop = 0.25, 0.5
+    layer.eval().qkv.weight.requires_grad_(False)
+    seen = []
+    for part in (layer, layer.qkv, layer.proj):
+        part.register_forward_hook(lambda part, *_: seen.append(type(part)))
+    fast = fuse_attention(layer)
+    assert type(layer) is kind and type(fast) is _FUSED[kind] and not fast.training
+    assert vars(layer).keys() == vars(fast).keys()
+    pairs = dict(layer.named_parameters()), dict(fast.named_parameters())
+    assert pairs[0].keys() == pairs[1].keys()
+    assert all(pairs[1][name] is p for name, p in pairs[0].items())
+    assert fast.attn_drop == 0.5 and fast.proj_drop.p == 0.25
+    fast(x)
+    assert seen == [nn.Linear, nn.Linear, _FUSED[kind]] and served == [True]
+    layer.load_state_dict({name: 2 * y for name, y in fast.state_dict().items()})
+    fast.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(fast(x), layer(x), rtol=1e-4, atol=1e-4)
+    fast.set_window_size(3, 1)
+    assert fast.layout((6, 6)).window == (3, 3) and layer.layout((6, 6)).window == (4, 4)
+    assert fast(x).shape == x.shape
+    again = copy.deepcopy(fast)
+    assert not {id(p) for p in again.parameters()} & {id(p) for p in fast.parameters()}
+    assert torch.equal(again(x), fast(x))
+
+
+def test_the_trained_window_goes_with_a_fused_layer():
+    layer, x = layer_of(WindowAttentionV2, "shifted")
+    layer.set_pretrained_window((6, 6))
+    fast = fuse_attention(layer)
+    other = fuse_attention(layer_of(WindowAttentionV2, "shifted")[0])
+    other.load_state_dict(fast.state_dict())
+    assert fast.trained_window() == other.trained_window() == (6, 6)
+    assert torch.equal(other(x), fast(x))
+
+
+def test_layers_that_are_not_fused():
+    class Own(WindowAttention):
+        pass
+
+    layer = WindowAttention(8, 1, 2)
+    for other in (Own(8, 1, 2), nn.Linear(2, 2), fuse_attention(layer)):
+        with pytest.raises(TypeError, match=f"layer .{type(other).__name__}. must be a Window"):
+            fuse_attention(other)
+    layer.forward = layer.forward
+    with pytest.raises(TypeError, match="without methods of its own"):
+        fuse_attention(layer)
+
+
+def test_a_pruned_layer_is_fused(served):
+    """Its weight is computed before each call, and is no parameter."""
+    from torch.nn.utils import prune
+
+    layer, x = layer_of(WindowAttention, "shifted")
+    prune.l1_unstructured(layer.qkv, "weight", amount=0.5)
+    torch.testing.assert_close(fuse_attention(layer)(x), layer(x), rtol=1e-4, atol=1e-4)
+    assert served == [True]
 
 
 def operands(size=(4, 4), window=(2, 2), shift=(1, 1), heads=1, width=16):
@@ -262,9 +379,7 @@ def test_heads_that_no_tile_fits_are_refused_in_a_line():
     assert "\n" not in reason and not_served(layer.qkv(x).half(), 1, (4, 4)) is None
     with pytest.raises(TypeError, match="no tile of the kernels"):
         window_attention(layer.qkv(x), torch.zeros(1, 16, 16), window_layout((4, 4), (4, 4)), 1)
-    with attention_backend("triton"):
-        out = layer(x)
-    torch.testing.assert_close(out, layer(x))
+    torch.testing.assert_close(fuse_attention(layer)(x), layer(x))
 
 
 def test_torchvision_on_a_rectangular_padded_shifted_map():
@@ -333,9 +448,10 @@ def test_compiled_in_lower_precision_on_a_padded_map(device):
         test_utils=("test_schema", "test_faketensor"),
     )
     layer, x = layer_of(WindowAttention, "padded", device)
+    layer = fuse_attention(layer)
     wanted = copy.deepcopy(layer)
     for module, call in ((wanted, wanted), (layer, torch.compile(layer, backend="aot_eager"))):
-        with torch.autocast(device, torch.bfloat16), attention_backend("triton"):
+        with torch.autocast(device, torch.bfloat16):
             call(x).float().sum().backward()
     for a, b in zip(layer.parameters(), wanted.parameters(), strict=True):
         assert a.grad.dtype == torch.float32

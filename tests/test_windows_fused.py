@@ -21,10 +21,22 @@ from kernel_memory import watched
 from attnlib import inference, windows
 from attnlib.cost import count_operations
 from attnlib.inference import optimize_for_inference
-from attnlib.swin import PatchMerging, SwinBlock, SwinTransformer, window_layout
-from attnlib.swinv2 import SwinTransformerV2
+from attnlib.swin import (
+    PatchMerging,
+    SwinBlock,
+    SwinTransformer,
+    WindowAttention,
+    window_layout,
+)
+from attnlib.swinv2 import SwinTransformerV2, WindowAttentionV2
 from attnlib.vit import VisionTransformer
-from attnlib.windows import FusedBlock, FusedMerging, fuse_swin, fused_linear
+from attnlib.windows import (
+    FusedBlock,
+    FusedMerging,
+    FusedWindowAttentionV2,
+    fuse_swin,
+    fused_linear,
+)
 from helpers import kernel_grid
 
 ROOT = Path(__file__).parent.parent
@@ -133,6 +145,78 @@ def test_an_optimized_copy_on_a_gpu(on_a_gpu):
         fast.attention_maps(x)
 
 
+def randomized_v2():
+    torch.manual_seed(0)
+    return randomized(SwinTransformerV2(16, 4, 1, 3, **SMALL)).eval()
+
+
+def test_an_optimized_swin_v2_has_the_kernel_for_its_windows(on_a_gpu):
+    model, x = randomized_v2(), torch.randn(2, 1, 16, 20, device=DEVICE)
+    fast = optimize_for_inference(model)
+    assert type(fast) is SwinTransformerV2
+    assert {type(block.attn) for block in fast.blocks} == {FusedWindowAttentionV2}
+    assert {type(block.attn) for block in model.blocks} == {WindowAttentionV2}
+    with torch.no_grad():
+        found = fast(x)
+        torch.testing.assert_close(found, model(x), rtol=1e-3, atol=1e-4)
+        for p in model.parameters():  # control: other weights, which the copy does not have
+            p.mul_(1.1)
+        assert torch.equal(fast(x), found) and (found - model(x)).abs().max() > 1e-2
+    with pytest.raises(RuntimeError, match="attention maps"):
+        fast.attention_maps(x)
+    with pytest.raises(RuntimeError, match="must be False"):
+        fast.train()
+    with pytest.raises(RuntimeError, match="load it into the model"):
+        fast.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", [SwinTransformer, SwinTransformerV2])
+def test_a_trainable_copy(kind):
+    """It trains the model's parameters, records weights, and takes other sizes and weights."""
+    model = randomized(kind(16, 4, 1, 3, drop_path_rate=0.0, **SMALL)).train()
+    model.requires_grad_(True)
+    model.patch_embed.requires_grad_(False)
+    fast, x = fuse_swin(model, trainable=True), torch.randn(2, 1, 16, 20, device=DEVICE)
+    assert type(fast) is kind and fast.training
+    for block, own in zip(model.blocks, fast.blocks, strict=True):
+        assert type(own.attn) is windows._FUSED[type(block.attn)]
+    assert {name for name, p in fast.named_parameters() if not p.requires_grad} == {
+        name for name, p in model.named_parameters() if not p.requires_grad
+    }
+    before = model(x)
+    optimizer = torch.optim.SGD(fast.parameters(), 0.01)
+    fast(x).square().sum().backward()
+    optimizer.step()
+    assert (model(x) - before).abs().max() > 1e-4  # the same parameters
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-4)
+    for a, b in zip(fast.attention_maps(x), model.attention_maps(x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    fast.eval()
+    assert model.training
+    for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        copied.load_state_dict(fast.state_dict())
+        assert torch.equal(copied(x), fast(x))
+    model.eval()
+    fast.set_input_size(32, 3)
+    model.set_input_size(32, 3)
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-4)
+
+
+def test_a_trainable_copy_has_known_window_attention_alone():
+    class Own(WindowAttention):
+        pass
+
+    model = SwinTransformer(16, 4, 1, 3, **SMALL)
+    model.blocks[-1].mlp.act = nn.ReLU()  # is called as it is
+    model.blocks[-1].register_forward_hook(lambda *_: None)
+    fuse_swin(model, trainable=True)
+    model.blocks[-1].attn = Own(16, 2, 2)
+    for kind, trainable in ((model, True), (randomized_v2(), False)):
+        kind.blocks[-1].attn = Own(16, 2, 2)
+        with pytest.raises(TypeError, match=r"layer \(Own\) must be a WindowAttention"):
+            fuse_swin(kind, trainable)
+
+
 def test_what_the_kernels_do_not_serve_is_not_optimized(on_a_gpu):
     swin = SwinTransformer(16, 4, 1, 3, **SMALL)
     wide = SwinTransformer(16, 4, 1, 3, **SMALL | dict(embed_dim=130, num_heads=(1, 1)))
@@ -146,7 +230,10 @@ def test_what_the_kernels_do_not_serve_is_not_optimized(on_a_gpu):
         (narrow, "heads of width 80: .*they take 64, or 128 in a dtype of 16 bits"),
         (other, "on .*SwinTransformer.* must be a SwinTransformer of SwinBlocks with GELU"),
         (token, r"model \(VisionTransformer\) must be a SwinTransformer"),
-        (SwinTransformerV2(16, 4, 1, 3, **SMALL), "SwinTransformerV2"),
+        (
+            SwinTransformerV2(16, 4, 1, 3, **SMALL).double(),
+            "float64 on .*it must be float32, bfloat16 or float16",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             optimize_for_inference(model.to(DEVICE))
@@ -209,8 +296,6 @@ def test_bad_input():
             with pytest.raises(error, match=message):
                 fused_linear(*arguments, **options)
     small = dict(embed_dim=8, depths=(1,), num_heads=(1,), window_size=2)
-    with pytest.raises(TypeError, match="SwinTransformerV2"):
-        fuse_swin(SwinTransformerV2(8, 4, 1, 3, **small))
     with pytest.raises(TypeError, match="Linear"):
         fuse_swin(layer)
     model = SwinTransformer(8, 4, 1, 3, **small)

@@ -613,8 +613,11 @@ ELSEWHERE = {  # functions that are called nowhere here, and why
     "windows.FusedMerging": "needs kernels",
     "windows._can_fuse": "needs kernels",
     "windows._can_fuse_merging": "needs kernels",
+    "windows.fuse_attention": "needs kernels",
     "windows.fuse_swin": "needs kernels",
     "windows.fused_linear": "needs kernels",
+    "windows._sharing_copy": "needs kernels",
+    "windows._uses_kernel": "needs kernels",
 }
 ARGUMENTS = {"model", "module", "supernet", "student", "teacher", "detr", "backbone", "encoder"}
 ARGUMENTS |= {

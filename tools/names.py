@@ -32,7 +32,8 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 IMPORTS = (ast.Import, ast.ImportFrom)
 # what these decorators make is known by its name alone; others may enter it somewhere
 PLAIN_DECORATORS = (
-    "autocast cache contextmanager dataclass fixture jit lru_cache no_grad seeded parametrize"
+    "autocast cache contextmanager dataclass fixture former_arguments jit lru_cache no_grad "
+    "overload seeded parametrize"
 ).split()
 REGISTRY, REGISTER = "MODELS", "register_model"
 

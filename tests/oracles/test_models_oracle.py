@@ -275,6 +275,7 @@ NOT_HERE = {
     "_WEIGHT_FILES": "names of files",
     "_FIRST_LAYER": "a pattern of names",
     "_CLASSIFIER": "a pattern of names",
+    "NoClassifier": "names of models: tests/test_types.py",
     "fetch_weights": "downloads: tests/test_models.py",
     "class_names": "the names of ImageNet's classes: tests/test_models.py",
 }

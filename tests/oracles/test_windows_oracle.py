@@ -1,5 +1,7 @@
 """Kernels for windows are attention by its formula in float64, for maps of every size."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
@@ -11,8 +13,17 @@ from draws import batches, drawn, layouts, map_sizes, normal, seeds, tolerance
 from hypothesis import strategies as st
 
 from attnlib import flash, windows
-from attnlib.swin import PatchMerging, SwinBlock, SwinTransformer, WindowLayout, window_layout
-from attnlib.windows import fused_linear, window_attention, window_backend
+from attnlib.attention import attention_backend, current_backend, record_attention
+from attnlib.swin import (
+    PatchMerging,
+    SwinBlock,
+    SwinTransformer,
+    WindowAttention,
+    WindowLayout,
+    window_layout,
+)
+from attnlib.swinv2 import SwinTransformerV2, WindowAttentionV2
+from attnlib.windows import fused_linear, window_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 dtypes = st.sampled_from(flash._DTYPES)
@@ -122,20 +133,18 @@ def test_window_attention(layout, data, batch, heads, d, dtype, cosine):
         )
 
 
-@drawn(
-    cut_maps(), st.sampled_from((torch.float64, *flash._DTYPES)), st.sampled_from((0.0, 0.1))
-)
-def test_the_backend_declines_what_the_kernels_do_not_take(layout, dtype, dropout_p):
+@drawn(cut_maps(), st.sampled_from((torch.float64, *flash._DTYPES)))
+def test_a_reason_is_given_for_what_the_kernels_do_not_take(layout, dtype):
     tokens = layout.window[0] * layout.window[1]
     qkv = normal((1, *layout.size, 24), dtype).to(DEVICE)
     bias = normal((2, tokens, tokens), dtype, 1).to(DEVICE)
-    out = window_backend(qkv, bias, layout, 2, dropout_p=dropout_p)
     reason = windows.not_served(qkv, 2, layout.window)
     assert (reason is None) is (dtype != torch.float64)
-    if reason or dropout_p > 0:
-        assert out is NotImplemented
+    if reason is None:
+        assert window_attention(qkv, bias, layout, 2).dtype == dtype
     else:
-        assert torch.equal(out, window_attention(qkv, bias, layout, 2))
+        with pytest.raises(TypeError, match="must be float32, bfloat16 or float16"):
+            window_attention(qkv, bias, layout, 2)
 
 
 def test_a_window_has_a_token():
@@ -153,6 +162,82 @@ def test_queries_that_may_attend_to_nothing():
     assert not out[0, 0, [1, 3]].any() and out[0, 0, [0, 2]].any()
     out.square().sum().backward()
     assert torch.isfinite(qkv.grad).all() and not qkv.grad[0, 0, [1, 3], :4].any()
+
+
+# --- layers -----------------------------------------------------------------------------------
+
+kinds = st.sampled_from((WindowAttention, WindowAttentionV2))
+backends = st.sampled_from(("auto", "triton", "reference", "sdpa", "record"))
+
+
+def inside(backend):
+    """The context of a backend, or of one that records weights."""
+    return record_attention() if backend == "record" else attention_backend(backend)
+
+
+@drawn(
+    kinds,
+    map_sizes(6),
+    map_sizes(4),
+    st.booleans(),
+    st.sampled_from(("shrink", "pad")),
+    batches,
+    st.booleans(),
+    backends,
+    st.sampled_from((torch.float64, *flash._DTYPES)),
+)
+def test_a_layer(kind, size, window, shifted, small_maps, batch, bias, backend, dtype):
+    """Outputs and all gradients are those of the plain layer in float64, for every backend."""
+    shift = tuple(w // 2 for w in window) if shifted else 0
+    layer = filled(kind(16, 2, window, shift, qkv_bias=bias, small_maps=small_maps)).to(dtype)
+    fused = windows.fuse_attention(layer)
+    assert type(fused) in (windows.FusedWindowAttention, windows.FusedWindowAttentionV2)
+    x = normal((batch, *size, 16), dtype).to(DEVICE).requires_grad_()
+    with inside(backend):
+        assert windows._uses_kernel(fused) is (current_backend() in ("auto", "triton"))
+        out = fused(x)
+    names = ["x", *dict(fused.named_parameters())]
+    grad = normal(out.shape, dtype, 7)
+    leaves = [x, *fused.parameters()]
+    found = torch.autograd.grad(out, leaves, grad.to(DEVICE), allow_unused=True)
+    assert all(a is b for a, b in zip(fused.parameters(), layer.parameters(), strict=True))
+    wide = copy.deepcopy(layer).double()
+    exact_x = x.detach().double().requires_grad_()
+    with attention_backend("reference"):
+        wanted = wide(exact_x)
+    exact = torch.autograd.grad(
+        wanted, [exact_x, *wide.parameters()], grad.double().to(DEVICE), allow_unused=True
+    )
+    assert out.dtype == dtype
+    near("output", out, wanted)
+    for name, a, b in zip(names, found, exact, strict=True):
+        assert (a is None) is (b is None), name
+        if a is not None and "cpb" not in name:  # a network of PyTorch's
+            near(name, a, b)
+
+
+def near(name, a, b):
+    """Equal up to a few roundings in each of a layer's steps, of the largest number."""
+    assert a.shape == b.shape and torch.isfinite(a).all(), name
+    if b.numel() == 0:
+        return
+    limits = {torch.bfloat16: 0.1, torch.float16: 0.015, torch.float32: 2e-4}
+    limit = limits.get(a.dtype, 1e-9) * max(1.0, b.detach().abs().max().item())
+    error = (a.detach().double() - b.detach()).abs().max().item()
+    assert error <= limit, (name, error, limit)
+
+
+@drawn(kinds, st.booleans(), st.sampled_from((0.0, 0.5)))
+def test_dropped_weights_are_no_work_of_the_kernel(kind, training, p):
+    layer = filled(kind(16, 2, 2, attn_drop=p)).train(training)
+    fused = windows.fuse_attention(layer)
+    x = normal((1, 3, 4, 16), torch.float32).to(DEVICE)
+    assert windows._uses_kernel(fused) is not (training and p > 0)
+    results = []
+    for module in (layer, fused):
+        torch.manual_seed(0)
+        results.append(module(x))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 # --- products ---------------------------------------------------------------------------------
@@ -222,7 +307,8 @@ def filled(module):
     """Every parameter drawn, so that no norm or bias is trivial."""
     for i, p in enumerate(module.parameters()):
         scale = p.shape[-1] ** -0.5 if p.ndim == 2 else 0.5
-        nn.init.zeros_(p).add_(normal(p.shape, torch.float32, i) * scale)
+        with torch.no_grad():
+            p.copy_(normal(p.shape, torch.float32, i) * scale)
     return module.to(DEVICE).eval()
 
 
@@ -281,6 +367,37 @@ def test_a_model(size, window, small_maps, batch):
 
 
 @drawn(
+    st.sampled_from((SwinTransformer, SwinTransformerV2)),
+    map_sizes(3),
+    st.integers(1, 2),
+    st.sampled_from(("shrink", "pad")),
+    st.integers(0, 2),
+    st.booleans(),
+)
+def test_a_model_with_fused_attention(kind, size, window, small_maps, batch, training):
+    """Logits and gradients of a trainable copy, which has the model's parameters."""
+    made = tuple(3 * s for s in size)
+    shape = dict(embed_dim=8, depths=(1, 1), num_heads=(1, 2), window_size=window)
+    model = kind(made, 2, 3, 5, drop_path_rate=0.0, small_maps=small_maps, **shape)
+    model = filled(model).train(training)
+    fused, x = (
+        windows.fuse_swin(model, trainable=True),
+        normal((batch, 3, *made), torch.float32),
+    )
+    assert fused.training is training
+    assert all(a is b for a, b in zip(fused.parameters(), model.parameters(), strict=True))
+    x = x.to(DEVICE)
+    results = []
+    for own in (model, fused):
+        out = own(x)
+        leaves = [p for name, p in own.named_parameters() if "cpb" not in name]
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for a, b in zip(*results, strict=True):
+        largest = max(1.0, a.detach().abs().max().item()) if a.numel() else 1.0
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-3 * largest)
+
+
+@drawn(
     st.sampled_from(sorted(windows.TILES)),
     st.tuples(st.integers(1, 24), st.integers(1, 24)),
     st.integers(1, 128),
@@ -301,8 +418,12 @@ def test_blocks_cover_a_window(kernel, window, width, size):
 
 ORACLES = {
     "window_attention": test_window_attention,
-    "window_backend": test_the_backend_declines_what_the_kernels_do_not_take,
-    "not_served": test_the_backend_declines_what_the_kernels_do_not_take,
+    "not_served": test_a_reason_is_given_for_what_the_kernels_do_not_take,
+    "_uses_kernel": test_dropped_weights_are_no_work_of_the_kernel,
+    "FusedWindowAttention": test_a_layer,
+    "FusedWindowAttentionV2": test_a_layer,
+    "_sharing_copy": test_a_layer,
+    "fuse_attention": test_a_layer,
     "fused_linear": test_fused_linear,
     "FusedBlock": test_a_block,
     "_can_fuse": test_a_block,
@@ -320,6 +441,7 @@ NOT_HERE = {
     "_SEVERAL": "a table, read by `tiling`",
     "_MAKES": "a table of kernels, which are run above",
     "FUNCTIONS": "a table of kernels, which are run above",
+    "_FUSED": "a table of classes, read by `fuse_attention`",
     "_PRODUCT_TILES": "a table, read by `fused_linear`",
 }
 

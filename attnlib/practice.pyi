@@ -1,2 +1,0 @@
-# Made by `python -m tools.stubs` from practice.py: do not edit.
-
