@@ -9,6 +9,7 @@ __all__ = ['AttentionMaps', 'MaskHead', 'PanopticDETR', 'PanopticOutput', 'confi
 
 # %% ../nbs/43_panoptic.ipynb #imports
 from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple
@@ -16,12 +17,14 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Integer, Shaped
+from torch import Tensor
 
 from .attention import masked_softmax
 from attnlib.backbone import (
     check_counts, check_naturals, check_rates, check_sizes, is_plain, to_2tuple,
 )
-from .detr import DETR, upcast
+from .detr import DETR, Features, upcast
 from .models import register_model
 from .multihead import check_heads, split_heads
 
@@ -42,7 +45,7 @@ class AttentionMaps(nn.Module):
         If a number is not an integer of at least 1, or `num_heads` does not divide `embed_dim`.
     """
 
-    def __init__(self, embed_dim, num_heads, joint_softmax=False):
+    def __init__(self, embed_dim: int, num_heads: int, joint_softmax: bool = False):
         super().__init__()
         check_heads(num_heads, embed_dim=embed_dim)
         self.num_heads = num_heads
@@ -53,7 +56,10 @@ class AttentionMaps(nn.Module):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, queries, memory, mask=None):
+    def forward(
+        self, queries: Float[Tensor, "B Q C"], memory: Float[Tensor, "B C h w"],
+        mask: Bool[Tensor, "B h w"] | None = None,
+    ) -> Float[Tensor, "B Q heads h w"]:
         """Maps (B, Q, heads, h, w) of queries (B, Q, C) over a memory (B, C, h, w).
 
         `mask` (B, h, w) is True where there is image.
@@ -95,7 +101,9 @@ class MaskHead(nn.Module):
         If a number is not an integer of at least 1, or the widths do not allow that.
     """
 
-    def __init__(self, embed_dim, num_heads, channels, num_groups=8):
+    def __init__(
+        self, embed_dim: int, num_heads: int, channels: Sequence[int], num_groups: int = 8
+    ):
         super().__init__()
         named_channels = {f"channels[{i}]": n for i, n in enumerate(channels)}
         check_counts(embed_dim=embed_dim, num_heads=num_heads, num_groups=num_groups,
@@ -121,17 +129,20 @@ class MaskHead(nn.Module):
                 nn.init.kaiming_uniform_(module.weight, a=1)
                 nn.init.zeros_(module.bias)
 
-    def forward(self, x, maps, finer, image):
+    def forward(
+        self, x: Float[Tensor, "B C h w"], maps: Float[Tensor, "M heads h w"],
+        finer: Sequence[Float[Tensor, "B _ _ _"]], image: Int[Tensor, "M"],
+    ) -> Float[Tensor, "M Hp Wp"]:
         """Logits (M, H', W') of M masks, as large as the last of the finer maps.
 
         Parameters
         ----------
-        x : Tensor, shape (B, C, h, w)
+        x : Tensor
             The projected map of each image.
-        maps : Tensor, shape (M, heads, h, w)
+        maps : Tensor
             The attention maps of M queries, of any of the images.
-        finer : list of Tensor, shapes (B, channels, H', W')
-        image : int64 Tensor, shape (M,)
+        finer : list of Tensor
+        image : int64 Tensor
             Of which image each query is.
         """
         # at the resolution of the attention maps
@@ -150,7 +161,10 @@ class MaskHead(nn.Module):
         # a number for each pixel
         return self.output(x)[:, 0]  # (M, 1, H', W') -> (M, H', W')
 
-    def first_layer(self, x, maps, image):
+    def first_layer(
+        self, x: Float[Tensor, "B C h w"], maps: Float[Tensor, "M heads h w"],
+        image: Int[Tensor, "M"],
+    ) -> Float[Tensor, "M _ h w"]:
         """The first convolution (M, C + heads, h, w) of images and maps side by side.
 
         The images' share is computed once for each image, unless the layer is of another class
@@ -187,7 +201,7 @@ class PanopticDETR(nn.Module):
 
     family = "detr_panoptic"  # whose names `attnlib.convert` translates
 
-    def __init__(self, detr, joint_softmax=False, num_groups=8):
+    def __init__(self, detr: DETR, joint_softmax: bool = False, num_groups: int = 8):
         super().__init__()
         if not isinstance(detr, DETR):
             raise TypeError(f"detr of type {type(detr).__name__} must be a DETR")
@@ -198,7 +212,9 @@ class PanopticDETR(nn.Module):
         channels = detr.backbone.num_channels[-2::-1]  # but for the last map, from the end
         self.mask_head = MaskHead(width, heads, channels, num_groups)
 
-    def forward_masks(self, features, chosen):
+    def forward_masks(
+        self, features: Features, chosen: Bool[Tensor, "B Q"]
+    ) -> Float[Tensor, "B Q Hp Wp"]:
         """Logits (B, Q, H', W') of the masks of queries that are chosen, bool (B, Q).
 
         The features are those of `DETR.forward_features`. Other masks are -inf: no pixel.
@@ -210,7 +226,10 @@ class PanopticDETR(nn.Module):
         none = masks.new_full((*chosen.shape, *masks.shape[1:]), -torch.inf)
         return none.index_put((chosen,), masks)
 
-    def forward(self, images, mask=None, choose=None):
+    def forward(
+        self, images: Tensor, mask: Tensor | None = None,
+        choose: Callable | None = None,
+    ) -> "PanopticOutput":
         """The `PanopticOutput` for images (B, 3, H, W).
 
         Parameters
@@ -242,7 +261,9 @@ class PanopticOutput(NamedTuple):
     masks: torch.Tensor  # (B, Q, H', W'), logits; -inf where none was asked for
 
 # %% ../nbs/43_panoptic.ipynb #choose
-def confident_queries(logits, threshold=0.85):
+def confident_queries(
+    logits: Float[Tensor, "*B Q _"], threshold: float = 0.85
+) -> Bool[Tensor, "*B Q"]:
     """Which queries have found something: a class, and not "no object", is probable enough.
 
     Parameters
@@ -254,7 +275,7 @@ def confident_queries(logits, threshold=0.85):
 
     Returns
     -------
-    bool Tensor, shape (B, Q)
+    bool Tensor
 
     Raises
     ------
@@ -266,7 +287,9 @@ def confident_queries(logits, threshold=0.85):
     return (label < logits.shape[-1] - 1) & (score > threshold)
 
 
-def matched_queries(matched, logits):
+def matched_queries(
+    matched: list, logits: Float[Tensor, "B Q _"]
+) -> Bool[Tensor, "B Q"]:
     """Which queries a `HungarianMatcher` has matched, bool (B, Q), for logits (B, Q, K + 1)."""
     chosen = torch.zeros_like(logits[..., 0], dtype=torch.bool)
     for row, (i, _) in zip(chosen, matched):
@@ -274,7 +297,7 @@ def matched_queries(matched, logits):
     return chosen
 
 # %% ../nbs/43_panoptic.ipynb #register
-def panoptic_detr(joint_softmax=True, **options):
+def panoptic_detr(joint_softmax: bool = True, **options) -> PanopticDETR:
     """A `PanopticDETR` around a new `DETR`, by default as published.
 
     Parameters
@@ -295,17 +318,19 @@ register_model("detr_resnet50_dc5_panoptic", panoptic_detr, backbone="resnet50",
                hub="facebook/detr-resnet-50-dc5-panoptic")
 
 # %% ../nbs/43_panoptic.ipynb #losses
-def dice_loss(logits, targets):
+def dice_loss(
+    logits: Float[Tensor, "n H W"], targets: Shaped[Tensor, "n H W"]
+) -> Float[Tensor, "n"]:
     """1 - (2 Σ p t + 1) / (Σ p + Σ t + 1) with p = σ(logits) (Milletari et al. 2016).
 
     Parameters
     ----------
-    logits, targets : Tensor, shape (n, H, W)
+    logits, targets : Tensor
         Of n masks; the targets are 0 or 1.
 
     Returns
     -------
-    Tensor, shape (n,)
+    Tensor
         In float32 at least: a sum over pixels may exceed the range of float16.
     """
     p = upcast(logits).sigmoid().flatten(1)
@@ -313,12 +338,15 @@ def dice_loss(logits, targets):
     return 1 - (2 * (p * t).sum(1) + 1) / (p.sum(1) + t.sum(1) + 1)
 
 
-def focal_loss(logits, targets, alpha=0.25, gamma=2.0):
+def focal_loss(
+    logits: Float[Tensor, "n H W"], targets: Shaped[Tensor, "n H W"], alpha: float = 0.25,
+    gamma: float = 2.0,
+) -> Float[Tensor, "n"]:
     """The mean over pixels of -α_t (1 - p_t)^γ log p_t (Lin et al. 2017, equation 5).
 
     Parameters
     ----------
-    logits, targets : Tensor, shape (n, H, W)
+    logits, targets : Tensor
     alpha : float
         α_t of pixels with target 1; the others have 1 - α.
     gamma : float
@@ -326,7 +354,7 @@ def focal_loss(logits, targets, alpha=0.25, gamma=2.0):
 
     Returns
     -------
-    Tensor, shape (n,)
+    Tensor
         In float32 at least.
 
     Raises
@@ -347,12 +375,15 @@ def focal_loss(logits, targets, alpha=0.25, gamma=2.0):
     return (alpha_t * rest**gamma * minus_log).flatten(1).mean(1)
 
 # %% ../nbs/43_panoptic.ipynb #mask-loss
-def mask_loss(masks, targets, matched, num_boxes=None):
+def mask_loss(
+    masks: Float[Tensor, "B Q Hp Wp"], targets: list[dict],
+    matched: list, num_boxes: float | None = None,
+) -> dict[str, Float[Tensor, ""]]:
     """Both losses of the matched masks, at the targets' resolution (Carion et al. 2020, 5).
 
     Parameters
     ----------
-    masks : Tensor, shape (B, Q, H', W')
+    masks : Tensor
         Logits, as in `PanopticOutput`.
     targets : list of dict
         For each image "masks", (n, H, W), 0 or 1; of one size for all images.
@@ -392,7 +423,7 @@ def mask_loss(masks, targets, matched, num_boxes=None):
     return {"mask": focal.sum() / num_boxes, "dice": dice.sum() / num_boxes}
 
 
-def _check_masks(targets):
+def _check_masks(targets: list[dict]) -> None:
     """Raise unless each target has a mask for each of its labels, all of one size.
 
     Parameters
@@ -420,15 +451,18 @@ def _check_masks(targets):
 
 # %% ../nbs/43_panoptic.ipynb #merge
 @torch.no_grad()
-def panoptic_postprocess(logits, masks, things, size=None, threshold=0.85, smallest=4, *,
-                         mask=None):
+def panoptic_postprocess(
+    logits: Tensor, masks: Tensor, things: Collection[int],
+    size: int | tuple[int, int] | None = None, threshold: float = 0.85, smallest: int = 4, *,
+    mask: Tensor | None = None,
+) -> tuple[Int[Tensor, "H W"], list[dict]]:
     """One label map from the masks of one image (Carion et al. 2020, section 5).
 
     Parameters
     ----------
     logits : Tensor, shape (Q, K + 1)
         Of the classes; the last is no object.
-    masks : Tensor, shape (Q, H', W')
+    masks : Tensor
         Logits of the pixels.
     things : collection of int
         The classes of which each query is an object of its own; the others are stuff.
@@ -487,19 +521,19 @@ def panoptic_postprocess(logits, masks, things, size=None, threshold=0.85, small
     return owner + 1, infos
 
 
-def cut_padding(maps, mask):
+def cut_padding(maps: Tensor, mask: Tensor) -> Float[Tensor, "n height width"]:
     """Maps of one image of a padded batch, in the resolution of the image and without padding.
 
     Parameters
     ----------
-    maps : Tensor, shape (n, h, w)
+    maps : Tensor
         They cover the whole padded image: masks, or attention maps.
     mask : bool Tensor, shape (padded height, padded width)
         True where there is image.
 
     Returns
     -------
-    Tensor, shape (n, height, width)
+    Tensor
 
     Raises
     ------
@@ -531,14 +565,17 @@ def cut_padding(maps, mask):
     return maps[:, top:bottom, left:right]
 
 
-def _join_stuff(score, label, masks, things):
+def _join_stuff(
+    score: Float[Tensor, "k"], label: Int[Tensor, "k"], masks: Float[Tensor, "k H W"],
+    things: Collection[int],
+) -> tuple[Float[Tensor, "n"], Int[Tensor, "n"], Float[Tensor, "n H W"]]:
     """Of each class of stuff one segment: at each pixel the largest logit, and the best score.
 
     Parameters
     ----------
-    score, label : Tensor, shape (k,)
+    score, label : Tensor
         Of the queries that are kept.
-    masks : Tensor, shape (k, H, W)
+    masks : Tensor
         Logits of the pixels.
     things : collection of int
         The classes that are not joined.
@@ -566,14 +603,16 @@ def _join_stuff(score, label, masks, things):
     return torch.stack(joined_score), label[first], torch.stack(joined_masks)
 
 
-def _check_merge(logits, masks, kept):
+def _check_merge(
+    logits: Tensor, masks: Tensor, kept: Bool[Tensor, "..."]
+) -> None:
     """Raise unless these belong to the same queries, and those that are kept have masks.
 
     Parameters
     ----------
     logits : Tensor, shape (Q, K + 1)
-    masks : Tensor, shape (Q, H, W)
-    kept : bool Tensor, shape (Q,)
+    masks : Tensor
+    kept : bool Tensor
 
     Raises
     ------
@@ -588,12 +627,14 @@ def _check_merge(logits, masks, kept):
                          "the mask of each of them")
 
 # %% ../nbs/43_panoptic.ipynb #overlaps
-def overlaps(a, b):
+def overlaps(
+    a: Integer[Tensor, "H W"], b: Integer[Tensor, "H W"]
+) -> dict[tuple[int, int], int]:
     """How many pixels each segment of one map shares with each of another.
 
     Parameters
     ----------
-    a, b : int Tensor, shape (H, W)
+    a, b : int Tensor
         Numbers of segments, from 0.
 
     Returns
@@ -623,7 +664,7 @@ class _Counts:
     fn: int = 0
 
 
-def _match_segments(prediction, truth):
+def _match_segments(prediction: tuple, truth: tuple) -> dict[int, _Counts]:
     """The `_Counts` of each class in one image (Kirillov et al. 2019, section 4.1), a dict.
 
     Both are a map (H, W) and its list, as in `panoptic_quality`.
@@ -673,7 +714,9 @@ def _match_segments(prediction, truth):
     return dict(counts)
 
 # %% ../nbs/43_panoptic.ipynb #panoptic-quality
-def panoptic_quality(predictions, truths, things=None):
+def panoptic_quality(
+    predictions: Sequence[tuple], truths: Sequence[tuple], things: Collection[int] | None = None
+) -> dict:
     """Panoptic quality PQ = SQ · RQ (Kirillov et al. 2019).
 
     Parameters
@@ -724,7 +767,7 @@ def panoptic_quality(predictions, truths, things=None):
     return found
 
 
-def _class_quality(counts):
+def _class_quality(counts: _Counts) -> dict[str, float]:
     """PQ, SQ and RQ of one class (Kirillov et al. 2019, equations 1 and 2).
 
     Parameters
@@ -743,7 +786,7 @@ def _class_quality(counts):
     return dict(pq=counts.iou / segments, sq=sq, rq=counts.tp / segments)
 
 
-def _mean_quality(classes):
+def _mean_quality(classes: dict[int, dict]) -> dict[str, float]:
     """The mean over classes, and their number; nan if there are none.
 
     Parameters
@@ -766,14 +809,16 @@ def _mean_quality(classes):
     return found
 
 
-def _check_segments(name, segments, infos):
+def _check_segments(
+    name: str, segments: Integer[Tensor, "H W"], infos: list[dict]
+) -> dict[int, dict]:
     """The infos of a label map by number; it and they must have the same numbers.
 
     Parameters
     ----------
     name : str
         What an error calls them.
-    segments : int Tensor, shape (H, W)
+    segments : int Tensor
     infos : list of dict
         With the "id" and the "category_id" of each segment.
 

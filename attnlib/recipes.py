@@ -8,12 +8,16 @@ __all__ = ['CIFAR_RECIPE', 'SMALL', 'train_classifier', 'classification_loss', '
            'train_translator', 'small_transformer', 'translator']
 
 # %% ../nbs/96_recipes.ipynb #imports
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor
 
 from ._renamed import former_arguments
 from .backbone import requires
@@ -32,8 +36,11 @@ from .vit import VisionTransformer
 
 # %% ../nbs/96_recipes.ipynb #train-classifier
 @former_arguments(every="log_every")
-def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, loss_fn=None,
-                     augment=None, log_every=None, **options):
+def train_classifier(
+    model: nn.Module, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *, steps: int,
+    batch_size: int = 64, lr: float = 1e-3, loss_fn: Callable | None = None,
+    augment: Callable | None = None, log_every: int | None = None, **options,
+) -> list[dict]:
     """Train a model by cross-entropy, or by another loss, with `attnlib.train.fit`.
 
     Parameters
@@ -78,7 +85,9 @@ def train_classifier(model, train, test, *, steps, batch_size=64, lr=1e-3, loss_
                log_every=log_every, **options)
 
 
-def classification_loss(model, batch):
+def classification_loss(
+    model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> tuple[Float[Tensor, ""], int]:
     """Cross-entropy of a batch, for `train.fit`.
 
     Parameters
@@ -99,7 +108,7 @@ def classification_loss(model, batch):
     return F.cross_entropy(logits, labels, reduction="sum"), len(labels)
 
 
-def accuracy(model, data, batch_size=256):
+def accuracy(model: nn.Module, data: tuple[Tensor, Tensor], batch_size: int = 256) -> dict:
     """The share of images whose largest logit is the label's.
 
     Parameters
@@ -132,14 +141,14 @@ def accuracy(model, data, batch_size=256):
     return {"accuracy": torch.cat(right).float().mean()}
 
 # %% ../nbs/96_recipes.ipynb #crop-and-flip
-def crop_and_flip(x, padding=4):
+def crop_and_flip(x: Shaped[Tensor, "B C H W"], padding: int = 4) -> Shaped[Tensor, "B C H W"]:
     """Images (B, C, H, W), each shifted by up to `padding` pixels, and half of them mirrored.
 
     Pixels that move in are zero.
 
     Returns
     -------
-    Tensor, shape (B, C, H, W)
+    Tensor
 
     Raises
     ------
@@ -205,7 +214,11 @@ SMALL = {
 }
 
 # %% ../nbs/96_recipes.ipynb #train-small
-def train_small(model, data="digits", *, folder=None, **options):
+def train_small(
+    model: Literal["vit", "deit", "swin", "swinv2", "tnt"],
+    data: Literal["digits", "cifar10", "cifar100"] = "digits", *,
+    folder: str | Path | None = None, **options,
+) -> tuple[nn.Module, list[dict]]:
     """Train a small model of Part III on the digits of scikit-learn, or on CIFAR.
 
     It runs on a GPU if there is one.
@@ -238,7 +251,9 @@ def train_small(model, data="digits", *, folder=None, **options):
     return model.eval(), history
 
 
-def _small_run(model, data, folder=None):
+def _small_run(
+    model: str, data: str, folder: str | Path | None = None
+) -> tuple[Callable, tuple[Tensor, Tensor], tuple[Tensor, Tensor], dict]:
     """A row of `SMALL`, made ready.
 
     Parameters
@@ -280,7 +295,9 @@ def _small_run(model, data, folder=None):
     return make, train, test, recipe
 
 # %% ../nbs/96_recipes.ipynb #teacher
-def small_convnet(in_chans=3, num_classes=10, widths=(64, 128, 256)):
+def small_convnet(
+    in_chans: int = 3, num_classes: int = 10, widths: Sequence[int] = (64, 128, 256)
+) -> nn.Sequential:
     """A convolutional teacher: for each width two 3 × 3 layers with batch norm.
 
     Each width but the first works at half the resolution of the one before.
@@ -307,7 +324,11 @@ def small_convnet(in_chans=3, num_classes=10, widths=(64, 128, 256)):
     return nn.Sequential(*layers)
 
 # %% ../nbs/96_recipes.ipynb #distill
-def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss, **options):
+def distill(
+    student: nn.Module, teacher: nn.Module, train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor], *, steps: int, loss: Callable = hard_distillation_loss,
+    **options,
+) -> list[dict]:
     """Train a student with a teacher, which is put into evaluation mode and does not change.
 
     Parameters
@@ -352,7 +373,10 @@ def distill(student, teacher, train, test, *, steps, loss=hard_distillation_loss
         both_heads(before)
 
 # %% ../nbs/96_recipes.ipynb #distill-small
-def distill_small(data="digits", *, loss=hard_distillation_loss, folder=None, **options):
+def distill_small(
+    data: Literal["digits", "cifar10", "cifar100"] = "digits", *,
+    loss: Callable = hard_distillation_loss, folder: str | Path | None = None, **options,
+) -> tuple[nn.Module, nn.Module, list[dict]]:
     """Train a small convolutional teacher, in half of the steps, and a student with it.
 
     Parameters
@@ -387,7 +411,7 @@ def distill_small(data="digits", *, loss=hard_distillation_loss, folder=None, **
     return student.eval(), teacher, history
 
 # %% ../nbs/96_recipes.ipynb #number-pairs
-def number_pairs():
+def number_pairs() -> tuple[Any, dict[str, dict]]:
     """English names of numbers below a million with their German ones, in three parts.
 
     Returns
@@ -416,7 +440,7 @@ def number_pairs():
     return tokenizer, parts
 
 
-def _distinct(numbers):
+def _distinct(numbers: Sequence[int]) -> list[int]:
     """Those of at least 1000, once each, in their order."""
     found = []
     for n in dict.fromkeys(numbers):
@@ -425,7 +449,9 @@ def _distinct(numbers):
     return found
 
 
-def translation_accuracy(model, tokenizer, part, max_length=48):
+def translation_accuracy(
+    model: Transformer, tokenizer: Any, part: dict, max_length: int = 48
+) -> float:
     """The share of German names that greedy decoding gets right, to the letter.
 
     Parameters
@@ -452,8 +478,10 @@ def translation_accuracy(model, tokenizer, part, max_length=48):
 
 # %% ../nbs/96_recipes.ipynb #train-translator
 @former_arguments(every="log_every")
-def train_translator(tokenizer, parts, *, steps=1200, lr=3e-3, seed=0, log_every=200,
-                     **options):
+def train_translator(
+    tokenizer: Any, parts: dict, *, steps: int = 1200, lr: float = 3e-3, seed: int = 0,
+    log_every: int = 200, **options,
+) -> tuple[Transformer, list[dict]]:
     """Train a small Transformer to say numbers in German.
 
     Parameters
@@ -485,14 +513,14 @@ def train_translator(tokenizer, parts, *, steps=1200, lr=3e-3, seed=0, log_every
     return model.eval(), history
 
 
-def small_transformer():
+def small_transformer() -> Transformer:
     """The Transformer of the number words, not yet trained."""
     return Transformer(src_vocab=150, tgt_vocab=None, d_model=64, nhead=4, num_encoder_layers=2,
                        num_decoder_layers=2, dim_feedforward=128, dropout=0.0, norm_first=True,
                        max_length=64)
 
 # %% ../nbs/96_recipes.ipynb #translator
-def translator():
+def translator() -> tuple[Transformer, Any]:
     """The trained translator of numbers, English to German, and its tokenizer.
 
     Returns

@@ -9,13 +9,16 @@ __all__ = ['AttentionOutput', 'SoftAttention', 'ConvEncoder', 'CaptionerOutput',
 
 # %% ../nbs/45_spatial.ipynb #imports
 import math
+from collections.abc import Callable
 from numbers import Real
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
 
 from ._renamed import former_arguments
 from .attention import AdditiveAttention, attention_weights
@@ -45,24 +48,29 @@ class SoftAttention(nn.Module):
         If a width is not an integer of at least 1.
     """
 
-    def __init__(self, feature_dim, hidden_dim, attention_dim):
+    def __init__(self, feature_dim: int, hidden_dim: int, attention_dim: int):
         super().__init__()
         check_counts(feature_dim=feature_dim, hidden_dim=hidden_dim,
                      attention_dim=attention_dim)
         self.scores = AdditiveAttention(hidden_dim, feature_dim, attention_dim)
         self.gate = nn.Linear(hidden_dim, 1)
 
-    def prepare(self, places):
+    def prepare(self, places: Float[Tensor, "B L D"]) -> Float[Tensor, "B L _"]:
         """What all words of a caption share: the keys (B, L, attention_dim)."""
         return self.scores.key_proj(places)
 
-    def logits(self, keys, h):
+    def logits(
+        self, keys: Float[Tensor, "B L _"], h: Float[Tensor, "B H"]
+    ) -> Float[Tensor, "B L"]:
         """The scores wᵀ tanh(W_h h + W_a aᵢ): (B, L, attention_dim), (B, H) -> (B, L)."""
         query = self.scores.query_proj(h)[:, None]  # (B, H) -> (B, 1, attention_dim)
         hidden = (query + keys).tanh()  # (B, L, attention_dim)
         return self.scores.score(hidden)[..., 0]  # -> (B, L, 1) -> (B, L)
 
-    def forward(self, places, h, prepared=None):
+    def forward(
+        self, places: Float[Tensor, "B L D"], h: Float[Tensor, "B H"],
+        prepared: Tensor | None = None,
+    ) -> AttentionOutput:
         """Look at places (B, L, D) with states (B, H): an `AttentionOutput`.
 
         `prepared` is what `prepare` gave for these places, if it is known.
@@ -96,7 +104,7 @@ class ConvEncoder(nn.Module):
         images are of another size.
     """
 
-    def __init__(self, dim=64, img_size=32):
+    def __init__(self, dim: int = 64, img_size: int = 32):
         super().__init__()
         check_counts(dim=dim, img_size=img_size)
         if dim < 2:
@@ -119,7 +127,7 @@ class ConvEncoder(nn.Module):
         side = img_size // 4
         self.position = nn.Parameter(0.1 * torch.randn(dim, side, side))
 
-    def forward(self, images):
+    def forward(self, images: Tensor) -> Float[Tensor, "B dim h w"]:
         """Images (B, 3, H, W) to maps (B, dim, H / 4, W / 4)."""
         size = tuple(4 * side for side in self.position.shape[1:])
         if images.ndim != 4 or images.shape[2:] != size:
@@ -166,8 +174,11 @@ class Captioner(nn.Module):
         If `encoder` has no `num_channels`, or `attention` cannot be called.
     """
 
-    def __init__(self, vocab_size, encoder=None, *, attention=SoftAttention, hidden_dim=96,
-                 max_length=20, pad_id=0):
+    def __init__(
+        self, vocab_size: int, encoder: nn.Module | None = None, *,
+        attention: Callable = SoftAttention, hidden_dim: int = 96, max_length: int = 20,
+        pad_id: int = 0,
+    ):
         super().__init__()
         check_counts(vocab_size=vocab_size, hidden_dim=hidden_dim, max_length=max_length)
         if not isinstance(pad_id, int) or not 0 <= pad_id < vocab_size:
@@ -197,7 +208,7 @@ class Captioner(nn.Module):
         self.from_context = nn.Linear(dim, hidden_dim, bias=False)  # L_z
         self.output = nn.Linear(hidden_dim, vocab_size)  # L_o
 
-    def encode(self, images):
+    def encode(self, images: Tensor) -> tuple[Float[Tensor, "B L D"], Bool[Tensor, "B 1 1 L"]]:
         """Images (B, 3, H, W) to places (B, L, D) and a mask (B, 1, 1, L), True everywhere."""
         places = self.encoder(images).flatten(2)  # (B, D, H, W) -> (B, D, L)
         places = places.transpose(1, 2).contiguous()  # -> (B, L, D)
@@ -205,12 +216,15 @@ class Captioner(nn.Module):
         mask = places.new_ones(B, 1, 1, L).bool()
         return places, mask
 
-    def start(self, places):
+    def start(self, places: Float[Tensor, "B L D"]) -> Float[Tensor, "2 B H"]:
         """The first state, (2, B, hidden_dim): h₀ and c₀ from the mean of the places."""
         mean = places.mean(1)
         return torch.stack([self.first_h(mean), self.first_c(mean)])
 
-    def step(self, token, state, places, prepared):
+    def step(
+        self, token: Int[Tensor, "B"], state: Float[Tensor, "2 B H"],
+        places: Float[Tensor, "B L D"], prepared: Tensor | tuple,
+    ) -> tuple[Float[Tensor, "B vocab"], AttentionOutput, Float[Tensor, "2 B H"]]:
         """One word, from y_{t-1} (B,) and the state (2, B, hidden_dim) before it.
 
         Returns the logits of y_t (B, vocab_size), the `AttentionOutput`, and the next state.
@@ -224,7 +238,10 @@ class Captioner(nn.Module):
         logits = self.output(y + self.from_h(h) + self.from_context(look.context))
         return logits, look, torch.stack([h, c])
 
-    def unroll(self, tokens, state, places, prepared):
+    def unroll(
+        self, tokens: Int[Tensor, "B T"], state: Float[Tensor, "2 B H"],
+        places: Float[Tensor, "B L D"], prepared: Tensor | tuple,
+    ) -> tuple[CaptionerOutput, Float[Tensor, "2 B H"]]:
         """The steps after tokens (B, T): a `CaptionerOutput`, and the state after the last."""
         logits = []
         weights = []
@@ -242,13 +259,13 @@ class Captioner(nn.Module):
                                      entropy=torch.stack(entropy, dim=1))
         return output, state
 
-    def forward(self, images, tokens):
+    def forward(self, images: Tensor, tokens: Tensor) -> CaptionerOutput:
         """The `CaptionerOutput`: logits of the word after each token, and where to look for it.
 
         Parameters
         ----------
-        images : Tensor, shape (B, 3, H, W)
-        tokens : int64 Tensor, shape (B, T)
+        images : Tensor
+        tokens : int64 Tensor
             Captions with their start, padded at the end.
 
         Raises
@@ -267,7 +284,10 @@ class Captioner(nn.Module):
         output, _ = self.unroll(tokens, state, places, prepared)
         return output
 
-    def decode(self, tokens, memory, mask=None, cache=None):
+    def decode(
+        self, tokens: Int[Tensor, "B N"], memory: Float[Tensor, "B L D"],
+        mask: Tensor | None = None, cache: object | None = None,
+    ) -> Float[Tensor, "B N vocab"]:
         """Logits (B, N, vocab) after tokens (B, N), as `decoding` asks for them.
 
         With a cache only the tokens that it has not seen are given; it keeps the state.
@@ -283,12 +303,14 @@ class Captioner(nn.Module):
         return output.logits
 
 # %% ../nbs/45_spatial.ipynb #check-captions
-def _check_captions(tokens, count, vocab_size, pad_id):
+def _check_captions(
+    tokens: Tensor, count: int, vocab_size: int, pad_id: int
+) -> None:
     """Raise unless these are captions of a vocabulary, none of them empty.
 
     Parameters
     ----------
-    tokens : int Tensor, shape (count, T)
+    tokens : int Tensor
     count, vocab_size, pad_id : int
         Numbers of images and of words, and the padding.
 
@@ -314,14 +336,17 @@ def _check_captions(tokens, count, vocab_size, pad_id):
                          f"{int(empty.nonzero()[0])}; a caption must not be empty")
 
 # %% ../nbs/45_spatial.ipynb #loss
-def caption_loss(logits, targets, weights=None, penalty=0.0, pad_id=0):
+def caption_loss(
+    logits: Float[Tensor, "B T vocab"], targets: Int[Tensor, "B T"],
+    weights: Float[Tensor, "B T L"] | None = None, penalty: float = 0.0, pad_id: int = 0,
+) -> Float[Tensor, ""]:
     """Cross-entropy of captions, and the penalty of Xu et al. (2015), equation 14.
 
     Parameters
     ----------
-    logits : Tensor, shape (B, T, vocab)
-    targets : int64 Tensor, shape (B, T)
-    weights : Tensor, shape (B, T, L), optional
+    logits : Tensor
+    targets : int64 Tensor
+    weights : Tensor, optional
         Needed if there is a penalty.
     penalty : float
         λ, at least 0, in −Σ_t log p(y_t) + λ Σ_i (1 − Σ_t α_ti)², sums over the words of a
@@ -331,7 +356,7 @@ def caption_loss(logits, targets, weights=None, penalty=0.0, pad_id=0):
 
     Returns
     -------
-    Tensor, shape ()
+    Tensor
         The mean over the captions.
 
     Raises
@@ -368,13 +393,17 @@ class HardAttention(SoftAttention):
         If a width is not an integer of at least 1, or `soft_share` is not in [0, 1].
     """
 
-    def __init__(self, feature_dim, hidden_dim, attention_dim, soft_share=0.0):
+    def __init__(
+        self, feature_dim: int, hidden_dim: int, attention_dim: int, soft_share: float = 0.0
+    ):
         super().__init__(feature_dim, hidden_dim, attention_dim)
         if not isinstance(soft_share, Real) or not 0 <= soft_share <= 1:
             raise ValueError(f"soft_share ({soft_share!r}) must be in [0, 1]")
         self.soft_share = soft_share
 
-    def prepare(self, places):
+    def prepare(
+        self, places: Float[Tensor, "B L D"]
+    ) -> tuple[Float[Tensor, "B L _"], Bool[Tensor, "B 1"]]:
         """The keys, and for which captions (B, 1) the mean is taken: one coin for each."""
         coins = torch.ones(places.shape[0], 1, device=places.device)
         if self.training:  # else no random number is drawn
@@ -383,7 +412,10 @@ class HardAttention(SoftAttention):
         soft = coins < self.soft_share
         return keys, soft
 
-    def forward(self, places, h, prepared=None):
+    def forward(
+        self, places: Float[Tensor, "B L D"], h: Float[Tensor, "B H"],
+        prepared: tuple[Tensor, Tensor] | None = None,
+    ) -> AttentionOutput:
         """Look at one of the places (B, L, D) with states (B, H): an `AttentionOutput`.
 
         Its weights are the distribution of the place. `log_prob` is 0 where the mean was taken.
@@ -428,14 +460,14 @@ class RewardBaseline(nn.Module):
         If `max_length` is not an integer of at least 1, or `decay` is not in [0, 1).
     """
 
-    def __init__(self, max_length, decay=0.9):
+    def __init__(self, max_length: int, decay: float = 0.9):
         super().__init__()
         check_counts(max_length=max_length)
         check_rates(decay=decay)
         self.decay = decay
         self.register_buffer("means", torch.zeros(max_length))
 
-    def forward(self, length):
+    def forward(self, length: int) -> Float[Tensor, "length"]:
         """The means (length,) at the first words of a caption.
 
         Raises
@@ -449,15 +481,15 @@ class RewardBaseline(nn.Module):
         return self.means[:length]
 
     @torch.no_grad()
-    def update(self, reward, words):
+    def update(self, reward: Float[Tensor, "B T"], words: Bool[Tensor, "B T"]) -> None:
         """Move the means towards those of a batch; of all processes, if there are several.
 
         Every process must call this, each with its own batch.
 
         Parameters
         ----------
-        reward : Tensor, shape (B, T)
-        words : bool Tensor, shape (B, T)
+        reward : Tensor
+        words : bool Tensor
             Rewards elsewhere do not count. Where no caption has a word, the mean stays.
 
         Raises
@@ -478,15 +510,18 @@ class RewardBaseline(nn.Module):
         self.means.copy_(torch.where(count > 0, moved, self.means))
 
 
-def reinforce_loss(logits, targets, log_prob, entropy, baseline, *, reward_weight=1.0,
-                   entropy_weight=0.01, pad_id=0):
+def reinforce_loss(
+    logits: Float[Tensor, "B T vocab"], targets: Int[Tensor, "B T"],
+    log_prob: Float[Tensor, "B T"], entropy: Float[Tensor, "B T"], baseline: RewardBaseline, *,
+    reward_weight: float = 1.0, entropy_weight: float = 0.01, pad_id: int = 0,
+) -> Float[Tensor, ""]:
     """A loss whose gradient estimates that of the bound of Xu et al. (2015), equation 12.
 
     Parameters
     ----------
-    logits : Tensor, shape (B, T, vocab)
-    targets : int64 Tensor, shape (B, T)
-    log_prob, entropy : Tensor, shape (B, T)
+    logits : Tensor
+    targets : int64 Tensor
+    log_prob, entropy : Tensor
         Of the places, from `HardAttention`.
     baseline : RewardBaseline
         Subtracted from the reward. In training mode it is updated afterwards, as a batch norm
@@ -498,7 +533,7 @@ def reinforce_loss(logits, targets, log_prob, entropy, baseline, *, reward_weigh
 
     Returns
     -------
-    Tensor, shape ()
+    Tensor
         The mean over the captions. The reward of a place is the log-likelihood of the words
         from its own on.
 
@@ -542,7 +577,7 @@ class AttentionGate(nn.Module):
         does not fit the map.
     """
 
-    def __init__(self, dim, score="dot"):
+    def __init__(self, dim: int, score: Literal["dot", "additive"] = "dot"):
         super().__init__()
         check_counts(dim=dim)
         if score not in ("dot", "additive"):
@@ -552,14 +587,16 @@ class AttentionGate(nn.Module):
         if score == "additive":
             self.u = nn.Parameter(torch.randn(dim) * dim**-0.5)
 
-    def forward(self, features, g):
+    def forward(
+        self, features: Float[Tensor, "B D H W"], g: Float[Tensor, "B D"]
+    ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B H W"]]:
         """Attend to local features (B, D, H, W) with global vectors (B, D).
 
         Returns
         -------
-        attended : Tensor, shape (B, D)
+        attended : Tensor
             The mean of the local features with the weights of the map.
-        weights : Tensor, shape (B, H, W)
+        weights : Tensor
 
         Raises
         ------
@@ -584,7 +621,7 @@ class AttentionGate(nn.Module):
         return attended[:, 0], weights.view(-1, height, width)
 
 # %% ../nbs/45_spatial.ipynb #convnet-class
-def _conv_layer(in_channels, out_channels, stride):
+def _conv_layer(in_channels: int, out_channels: int, stride: int) -> nn.Sequential:
     """A 3 × 3 convolution, a batch norm, and a ReLU."""
     conv = nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=stride, padding=1,
                      bias=False)
@@ -617,7 +654,11 @@ class AttentiveConvnet(nn.Module):
         other way round, or the images are of another size and the global vector is needed.
     """
 
-    def __init__(self, num_classes, pool="dot", questions=0, img_size=48, dim=48):
+    def __init__(
+        self, num_classes: int,
+        pool: Literal["dot", "additive", "mean", "max", "global"] = "dot", questions: int = 0,
+        img_size: int = 48, dim: int = 48,
+    ):
         super().__init__()
         check_counts(num_classes=num_classes, dim=dim)
         check_naturals(questions=questions)
@@ -660,7 +701,9 @@ class AttentiveConvnet(nn.Module):
             nn.Linear(dim, num_classes),
         )
 
-    def forward(self, images, question=None):
+    def forward(
+        self, images: Float[Tensor, "B 3 H W"], question: Int[Tensor, "B"] | None = None
+    ) -> tuple[Float[Tensor, "B classes"], Float[Tensor, "B h w"] | None]:
         """Logits (B, num_classes) for images (B, 3, H, W), and the map (B, H / 4, W / 4) or
         None; `question` is an int64 Tensor (B,) if there are questions."""
         if (question is None) == bool(self.questions):
@@ -723,7 +766,7 @@ class FilterBank:
     """
 
     @former_arguments(image_size="img_size")
-    def __init__(self, img_size, glimpse):
+    def __init__(self, img_size: int | tuple[int, int], glimpse: int):
         check_sizes(img_size=img_size)
         check_counts(glimpse=glimpse)
         self.size = to_2tuple(img_size)
@@ -732,7 +775,7 @@ class FilterBank:
             raise ValueError(f"glimpse ({glimpse}) must be at most the image's smaller side "
                              f"({min(self.size)})")
 
-    def window(self, numbers):
+    def window(self, numbers: Float[Tensor, "B 5"]) -> Window:
         """The `Window` for five numbers (B, 5): x, y, log σ², log stride, log γ.
 
         They are in float32 at least: in half precision, neighboring pixels may coincide.
@@ -749,7 +792,10 @@ class FilterBank:
             gamma=log_gamma.exp(),
         )
 
-    def _along_axis(self, center, stride, sigma, length):
+    def _along_axis(
+        self, center: Float[Tensor, "B 1 1"], stride: Float[Tensor, "B 1 1"],
+        sigma: Float[Tensor, "B 1 1"], length: int,
+    ) -> Float[Tensor, "B N length"]:
         """The filters (B, N, length) of one axis, for its center, stride, and σ (B, 1, 1)."""
         options = dict(device=center.device, dtype=center.dtype)
         i = torch.arange(1, self.glimpse + 1, **options)[:, None]  # filters, (N, 1)
@@ -758,7 +804,9 @@ class FilterBank:
         exponents = -(((a - mu) / sigma) ** 2) / 2  # (B, N, length)
         return exponents.softmax(-1)
 
-    def filters(self, numbers):
+    def filters(
+        self, numbers: Float[Tensor, "B 5"]
+    ) -> tuple[Float[Tensor, "B N H"], Float[Tensor, "B N W"]]:
         """The filters F_Y (B, N, H) and F_X (B, N, W) for numbers (B, 5); rows sum to 1."""
         window = self.window(numbers)
         center_x = window.center_x[:, None, None]  # (B,) -> (B, 1, 1)
@@ -770,19 +818,25 @@ class FilterBank:
         F_X = self._along_axis(center_x, stride, sigma, length=width)
         return F_Y.to(numbers.dtype), F_X.to(numbers.dtype)
 
-    def _filters_and_gamma(self, numbers):
+    def _filters_and_gamma(
+        self, numbers: Float[Tensor, "B 5"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """F_Y (B, 1, N, H), F_X (B, 1, N, W), and γ (B, 1, 1, 1), the same for all channels."""
         F_Y, F_X = self.filters(numbers)
         gamma = self.window(numbers).gamma  # (B,)
         gamma = gamma[:, None, None, None].to(numbers.dtype)
         return F_Y[:, None], F_X[:, None], gamma
 
-    def read(self, image, numbers):
+    def read(
+        self, image: Float[Tensor, "B C H W"], numbers: Float[Tensor, "B 5"]
+    ) -> Float[Tensor, "B C N N"]:
         """γ F_Y x F_Xᵀ: glimpses (B, C, N, N) of images (B, C, H, W)."""
         F_Y, F_X, gamma = self._filters_and_gamma(numbers)
         return gamma * (F_Y @ image @ F_X.mT)
 
-    def write(self, patch, numbers):
+    def write(
+        self, patch: Float[Tensor, "B C N N"], numbers: Float[Tensor, "B 5"]
+    ) -> Float[Tensor, "B C H W"]:
         """F_Yᵀ w F_X / γ: patches (B, C, N, N) put into images (B, C, H, W)."""
         F_Y, F_X, gamma = self._filters_and_gamma(numbers)
         return F_Y.mT @ patch @ F_X / gamma
@@ -823,7 +877,10 @@ class Draw(nn.Module):
     """
 
     @former_arguments(image_size="img_size")
-    def __init__(self, img_size, steps=8, glimpse=5, hidden_dim=64, latent_dim=8):
+    def __init__(
+        self, img_size: int | tuple[int, int], steps: int = 8, glimpse: int | None = 5,
+        hidden_dim: int = 64, latent_dim: int = 8,
+    ):
         super().__init__()
         check_sizes(img_size=img_size)
         check_counts(steps=steps, hidden_dim=hidden_dim, latent_dim=latent_dim)
@@ -845,7 +902,10 @@ class Draw(nn.Module):
             self.read_window = nn.Linear(hidden_dim, 5)
             self.write_window = nn.Linear(hidden_dim, 5)
 
-    def read(self, images, canvas, hidden):
+    def read(
+        self, images: Float[Tensor, "B 1 H W"], canvas: Float[Tensor, "B 1 H W"],
+        hidden: Float[Tensor, "B hidden"],
+    ) -> Float[Tensor, "B 2 _ _"]:
         """What is seen of images (B, 1, H, W), and of what the canvas still lacks."""
         x = torch.cat([images, images - canvas.sigmoid()], dim=1)  # (B, 2, H, W)
         if self.bank is None:
@@ -853,7 +913,7 @@ class Draw(nn.Module):
         window = self.read_window(hidden)  # (B, 5)
         return self.bank.read(x, window)  # (B, 2, H, W) -> (B, 2, N, N)
 
-    def write(self, hidden):
+    def write(self, hidden: Float[Tensor, "B hidden"]) -> Float[Tensor, "B 1 H W"]:
         """What a decoder's state (B, hidden_dim) adds to the canvas: (B, 1, H, W)."""
         patch = self.painter(hidden)  # (B, N N), or (B, H W) without attention
         patch = patch.unflatten(1, self.patch)  # -> (B, 1, N, N), or (B, 1, H, W)
@@ -862,7 +922,10 @@ class Draw(nn.Module):
         window = self.write_window(hidden)  # (B, 5)
         return self.bank.write(patch, window)  # -> (B, 1, H, W)
 
-    def infer(self, images, canvas, hidden, state):
+    def infer(
+        self, images: Float[Tensor, "B 1 H W"], canvas: Float[Tensor, "B 1 H W"],
+        hidden: Float[Tensor, "B hidden"], state: tuple[Tensor, Tensor],
+    ) -> tuple[Float[Tensor, "B latent"], Float[Tensor, "B"], tuple[Tensor, Tensor]]:
         """Latents (B, latent_dim), their divergence (B,) in nats, the encoder's next state."""
         glimpse = self.read(images, canvas, hidden)  # (B, 2, N, N), or (B, 2, H, W)
         inputs = torch.cat([glimpse.flatten(1), hidden], dim=1)
@@ -872,7 +935,7 @@ class Draw(nn.Module):
         z = mean + log_sigma.exp() * torch.randn_like(mean)
         return z, kl.sum(1), (h, c)
 
-    def forward(self, images=None, count=1):
+    def forward(self, images: Tensor | None = None, count: int = 1) -> DrawOutput:
         """The `DrawOutput` of images (B, 1, H, W), or of `count` samples from the prior."""
         if images is not None and images.shape[1:] != (1, *self.size):
             raise ValueError(f"images of shape {tuple(images.shape)} must be "
@@ -908,19 +971,19 @@ class Draw(nn.Module):
         )
 
 # %% ../nbs/45_spatial.ipynb #draw-loss
-def draw_loss(drawing, images):
+def draw_loss(drawing: DrawOutput, images: Shaped[Tensor, "B 1 H W"]) -> Float[Tensor, "B"]:
     """DRAW's bound on -log p(x) in nats: an image's own cost plus the latents'.
 
     Parameters
     ----------
     drawing : DrawOutput
         Of `images`.
-    images : Tensor, shape (B, 1, H, W)
+    images : Tensor
         Zeros and ones.
 
     Returns
     -------
-    Tensor, shape (B,)
+    Tensor
     """
     last = drawing.canvas[:, -1:]  # (B, 1, H, W)
     cost = F.binary_cross_entropy_with_logits(last, images.to(last), reduction="none")
@@ -928,7 +991,7 @@ def draw_loss(drawing, images):
     return cost + drawing.kl.sum(1)
 
 # %% ../nbs/45_spatial.ipynb #squeeze-class
-def _reduced_channels(channels, rd_ratio, rd_divisor):
+def _reduced_channels(channels: int, rd_ratio: float, rd_divisor: int) -> int:
     """The width of a gate's hidden layer: `channels` · `rd_ratio`, rounded to a positive
     multiple of `rd_divisor` as in timm.
 
@@ -975,24 +1038,24 @@ class SqueezeExcite(nn.Module):
         If a number is not positive, or the ratio leaves no channel.
     """
 
-    def __init__(self, channels, rd_ratio=1 / 16, rd_divisor=8):
+    def __init__(self, channels: int, rd_ratio: float = 1 / 16, rd_divisor: int = 8):
         super().__init__()
         hidden = _reduced_channels(channels, rd_ratio, rd_divisor)
         self.fc1 = nn.Conv2d(channels, hidden, 1)
         self.fc2 = nn.Conv2d(hidden, channels, 1)
 
-    def gate(self, x):
+    def gate(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C 1 1"]:
         """The gates (B, C, 1, 1), in (0, 1), of maps (B, C, H, W)."""
         z = x.mean((2, 3), keepdim=True)  # (B, C, H, W) -> (B, C, 1, 1)
         z = self.fc1(z).relu()  # -> (B, hidden, 1, 1)
         return self.fc2(z).sigmoid()  # -> (B, C, 1, 1)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
         """Gated maps (B, C, H, W)."""
         return x * self.gate(x)
 
 # %% ../nbs/45_spatial.ipynb #eca-class
-def _check_odd(kernel_size):
+def _check_odd(kernel_size: int) -> None:
     """Raise a ValueError unless a convolution of `kernel_size` has a middle."""
     check_counts(kernel_size=kernel_size)
     if kernel_size % 2 == 0:
@@ -1015,12 +1078,12 @@ class EfficientChannelAttention(nn.Module):
         If `kernel_size` is not an odd integer of at least 1.
     """
 
-    def __init__(self, kernel_size=3):
+    def __init__(self, kernel_size: int = 3):
         super().__init__()
         _check_odd(kernel_size)
         self.conv = nn.Conv1d(1, 1, kernel_size, padding=kernel_size // 2, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
         """Gated maps (B, C, H, W)."""
         z = x.mean((2, 3))[:, None]  # (B, C, H, W) -> (B, C) -> (B, 1, C)
         gates = self.conv(z).sigmoid()  # (B, 1, C)
@@ -1051,8 +1114,10 @@ class ChannelSpatialAttention(nn.Module):
         If an argument is none of these, or the ratio leaves no channel.
     """
 
-    def __init__(self, channels, rd_ratio=1 / 16, rd_divisor=1, kernel_size=7, mlp_bias=False,
-                 first="mean"):
+    def __init__(
+        self, channels: int, rd_ratio: float = 1 / 16, rd_divisor: int = 1,
+        kernel_size: int = 7, mlp_bias: bool = False, first: Literal["mean", "max"] = "mean",
+    ):
         super().__init__()
         hidden = _reduced_channels(channels, rd_ratio, rd_divisor)
         _check_odd(kernel_size)
@@ -1070,14 +1135,14 @@ class ChannelSpatialAttention(nn.Module):
         self.spatial = nn.Sequential()
         self.spatial.add_module("conv", conv_and_norm)
 
-    def gate_channels(self, x):
+    def gate_channels(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C 1 1"]:
         """The gates (B, C, 1, 1) of maps (B, C, H, W)."""
         mean = x.mean((2, 3), keepdim=True)  # (B, C, H, W) -> (B, C, 1, 1)
         largest = x.amax((2, 3), keepdim=True)
         logits = self.channel(mean) + self.channel(largest)  # (B, C, 1, 1)
         return logits.sigmoid()
 
-    def gate_places(self, x):
+    def gate_places(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 1 H W"]:
         """The gates (B, 1, H, W) of maps (B, C, H, W)."""
         mean = x.mean(1, keepdim=True)  # (B, C, H, W) -> (B, 1, H, W)
         largest = x.amax(1, keepdim=True)
@@ -1087,7 +1152,7 @@ class ChannelSpatialAttention(nn.Module):
             pooled = torch.cat([largest, mean], dim=1)
         return self.spatial(pooled).sigmoid()  # -> (B, 1, H, W)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
         """Gated maps (B, C, H, W)."""
         x = x * self.gate_channels(x)
         return x * self.gate_places(x)
