@@ -10,7 +10,7 @@ __all__ = ['box_cxcywh_to_xyxy', 'box_xyxy_to_cxcywh', 'box_area', 'upcast', 'bo
 
 # %% ../nbs/42_detr.ipynb #imports
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import NamedTuple
 
@@ -328,7 +328,8 @@ class SetCriterion(nn.Module):
         What "class", "box" and "giou" count in the total: 1, 5 and 2.
     no_object : float
         Weight of predictions that are matched to nothing.
-    matcher : HungarianMatcher, optional
+    matcher : callable, optional
+        `HungarianMatcher()` by default; `IdentityMatcher()` for noised objects.
 
     Raises
     ------
@@ -338,7 +339,7 @@ class SetCriterion(nn.Module):
 
     def __init__(
         self, num_classes: int, weights: dict | None = None, no_object: float = 0.1,
-        matcher: HungarianMatcher | None = None,
+        matcher: Callable | None = None,
     ):
         super().__init__()
         self.num_classes = num_classes
