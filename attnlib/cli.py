@@ -193,7 +193,7 @@ def _last_window(model: SwinTransformer, x: Float[Tensor, "1 C H W"]) -> Float[T
 _ORANGE = torch.tensor((0.9, 0.62, 0.0))
 
 
-def _draw_map(model: torch.nn.Module, x: Float[Tensor, "1 3 H W"], path: str | Path) -> None:
+def _draw_map(model: torch.nn.Module, x: Float[Tensor, "1 3 H W"], path: object) -> None:
     """Write the picture behind an input in gray, orange where the model looked.
 
     Parameters

@@ -578,7 +578,7 @@ class FrozenBatchNorm2d(nn.Module):
 
 # %% ../nbs/42_detr.ipynb #frozen-conv
 def _frozen_conv(
-    conv: nn.Conv2d, norm: FrozenBatchNorm2d, x: Float[Tensor, "B C H W"]
+    conv: nn.Module, norm: nn.Module, x: Float[Tensor, "B C H W"]
 ) -> Float[Tensor, "B D Hp Wp"]:
     """A convolution and the frozen norm of its result, as one convolution if it can be.
 
