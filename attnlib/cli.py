@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -193,7 +194,7 @@ def _last_window(model: SwinTransformer, x: Float[Tensor, "1 C H W"]) -> Float[T
 _ORANGE = torch.tensor((0.9, 0.62, 0.0))
 
 
-def _draw_map(model: torch.nn.Module, x: Float[Tensor, "1 3 H W"], path: object) -> None:
+def _draw_map(model: torch.nn.Module, x: Float[Tensor, "1 3 H W"], path: Any) -> None:
     """Write the picture behind an input in gray, orange where the model looked.
 
     Parameters
@@ -221,7 +222,7 @@ def _draw_map(model: torch.nn.Module, x: Float[Tensor, "1 3 H W"], path: object)
 
 # %% ../nbs/97_cli.ipynb #answer
 def predict(
-    name: str, picture: str | Path, weights: str | Path | None = None, k: int = 5,
+    name: str, picture: Any, weights: str | Path | None = None, k: int = 5,
     map: str | Path | None = None,
 ) -> list[tuple[str, float]]:
     """The most probable classes of a picture, and where the model looked.
@@ -231,6 +232,7 @@ def predict(
     name : str
         One of `list_models()` that has a classifier.
     picture : path
+        Or what else Pillow opens.
     weights : path, optional
         A safetensors file; by default the published weights are fetched.
     k : int
@@ -345,7 +347,7 @@ def _median_iqr(numbers: Sequence[float], unit: float = 1.0) -> str:
     return f"{median / unit:.2f} ({low / unit:.2f} to {high / unit:.2f})"
 
 # %% ../nbs/97_cli.ipynb #main
-def _print_models(options: argparse.Namespace) -> None:
+def _print_models(options: Any) -> None:
     """The names that fit a pattern, one a line.
 
     Parameters
@@ -364,7 +366,7 @@ def _print_models(options: argparse.Namespace) -> None:
     print(*found, sep="\n")
 
 
-def _print_facts(options: argparse.Namespace) -> None:
+def _print_facts(options: Any) -> None:
     """What is known of a model, one fact a line.
 
     Parameters
@@ -376,7 +378,7 @@ def _print_facts(options: argparse.Namespace) -> None:
         print(f"{what:12} {value}")
 
 
-def _print_classes(options: argparse.Namespace) -> None:
+def _print_classes(options: Any) -> None:
     """The five best classes of a picture.
 
     Parameters
@@ -389,7 +391,7 @@ def _print_classes(options: argparse.Namespace) -> None:
         print(f"{probability:6.1%} {name}")
 
 
-def _print_times(options: argparse.Namespace) -> None:
+def _print_times(options: Any) -> None:
     """Milliseconds of a model and of timm's, and their ratio.
 
     Parameters

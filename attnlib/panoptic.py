@@ -339,8 +339,8 @@ def dice_loss(
 
 
 def focal_loss(
-    logits: Float[Tensor, "n *pixels"], targets: Shaped[Tensor, "n *pixels"], alpha: float = 0.25,
-    gamma: float = 2.0,
+    logits: Float[Tensor, "n *pixels"], targets: Shaped[Tensor, "n *pixels"],
+    alpha: float = 0.25, gamma: float = 2.0,
 ) -> Float[Tensor, "n"]:
     """The mean over pixels of -α_t (1 - p_t)^γ log p_t (Lin et al. 2017, equation 5).
 
