@@ -222,7 +222,7 @@ def _draw_map(model: torch.nn.Module, x: Float[Tensor, "1 3 H W"], path: Any) ->
 
 # %% ../nbs/97_cli.ipynb #answer
 def predict(
-    name: str, picture: Any, weights: str | Path | None = None, k: int = 5,
+    name: str, picture: Any, weights: str | Path | dict | None = None, k: int = 5,
     map: str | Path | None = None,
 ) -> list[tuple[str, float]]:
     """The most probable classes of a picture, and where the model looked.
@@ -234,7 +234,7 @@ def predict(
     picture : path
         Or what else Pillow opens.
     weights : path, optional
-        A safetensors file; by default the published weights are fetched.
+        A safetensors file, or a state dict; by default the published weights are fetched.
     k : int
         How many classes.
     map : path, optional

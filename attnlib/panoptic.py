@@ -319,7 +319,7 @@ register_model("detr_resnet50_dc5_panoptic", panoptic_detr, backbone="resnet50",
 
 # %% ../nbs/43_panoptic.ipynb #losses
 def dice_loss(
-    logits: Float[Tensor, "n *pixels"], targets: Shaped[Tensor, "n *pixels"]
+    logits: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]
 ) -> Float[Tensor, "n"]:
     """1 - (2 Σ p t + 1) / (Σ p + Σ t + 1) with p = σ(logits) (Milletari et al. 2016).
 
@@ -339,7 +339,7 @@ def dice_loss(
 
 
 def focal_loss(
-    logits: Float[Tensor, "n *pixels"], targets: Shaped[Tensor, "n *pixels"],
+    logits: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."],
     alpha: float = 0.25, gamma: float = 2.0,
 ) -> Float[Tensor, "n"]:
     """The mean over pixels of -α_t (1 - p_t)^γ log p_t (Lin et al. 2017, equation 5).
