@@ -226,7 +226,6 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "check_shards": "_check_shards",
         "chunks_of": "sequence_chunks",
         "compute_seconds": "_compute_seconds",
-        "cut_as_it_lies": "shard_contiguous",
         "cut_module": "shard_module",
         "enter": "copy_to_group",
         "go_round": "_ring_iter",
@@ -277,12 +276,9 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     "translation": {
         "check_side": "_check_side",
         "is_in": "_is_in",
-        "keep_best": "_keep_best",
-        "lowest_row": "_lowest_row",
         "marian_weights": "_marian_weights",
         "number_pieces": "_number_pieces",
         "own_tokens": "_own_tokens",
-        "trim": "_trim",
     },
     "vit": {
         "learned_tokens": "_learned_tokens",
@@ -323,6 +319,26 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     "spatial": {
         "changed_attention": "it is defined on the page nbs/45_spatial",
         "weight_on_objects": "it is defined on the page nbs/45_spatial",
+    },
+    "scaling": {
+        "Sleeper": "it is defined on the page nbs/55_scaling",
+        "bytes_sent": "it is defined on the page nbs/55_scaling",
+        "cut_as_it_lies": "it is defined on the page nbs/55_scaling",
+        "local": "it is defined on the page nbs/55_scaling",
+        "nap_lesson": "it is defined on the page nbs/55_scaling",
+        "reduce_lesson": "it is defined on the page nbs/55_scaling",
+        "ring_lesson": "it is defined on the page nbs/55_scaling",
+        "stage_lesson": "it is defined on the page nbs/55_scaling",
+        "states_lesson": "it is defined on the page nbs/55_scaling",
+        "tensor_lesson": "it is defined on the page nbs/55_scaling",
+        "wire_bytes": "it is defined on the page nbs/55_scaling",
+    },
+    "translation": {
+        "keep_best": "it is in benchmarks/translation.py of the repository",
+        "length_run": "it is in benchmarks/translation.py of the repository",
+        "lowest_row": "it is in benchmarks/translation.py of the repository",
+        "multi30k_run": "it is in benchmarks/translation.py of the repository",
+        "sparse_numbers": "it is in benchmarks/translation.py of the repository",
     },
     "windows": {"window_backend": "use attnlib.windows.fuse_attention"},
 }

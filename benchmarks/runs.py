@@ -21,6 +21,7 @@ from attnlib import recipes, translation
 from attnlib.train import write_record
 from attnlib.transformer import POSITIONS
 from benchmarks.runner import save_half
+from benchmarks.translation import length_run, multi30k_run
 
 
 def half_precision():
@@ -79,9 +80,7 @@ def lengths(folder, tiny):
     small = dict(steps=5, numbers=500, tests=5, d_model=16) if tiny else {}
 
     def run(position, seed):
-        return translation.length_run(
-            position, seed=seed, **small, accelerator=half_precision()
-        )
+        return length_run(position, seed=seed, **small, accelerator=half_precision())
 
     runs = [
         kept(folder / f"{position}-{seed}.json", functools.partial(run, position, seed))
@@ -93,7 +92,7 @@ def lengths(folder, tiny):
 
 def multi30k(folder, tiny):
     small = dict(steps=4, vocab_size=200, d_model=32, layers=1, batch_size=2, beam_size=2)
-    _, _, record = translation.multi30k_run(
+    _, _, record = multi30k_run(
         **(small if tiny else {}),
         checkpoint=folder / "multi30k.json",
         accelerator=half_precision(),

@@ -6,6 +6,7 @@ The chapter's long runs are those of `benchmarks.runs`: numbers, lengths, and mu
 """
 
 import json
+import math
 import tempfile
 import time
 from collections import Counter
@@ -13,8 +14,25 @@ from pathlib import Path
 
 import torch
 
-from attnlib.data import PAD, draw_numbers, encode, number_words
-from attnlib.train import fit, write_record
+from attnlib.backbone import requires
+from attnlib.data import (
+    PAD,
+    decode,
+    draw_numbers,
+    encode,
+    multi30k,
+    number_words,
+    train_bpe,
+)
+from attnlib.decoding import greedy
+from attnlib.train import (
+    fit,
+    load_checkpoint,
+    save_checkpoint,
+    seeded,
+    shuffled_batches,
+    write_record,
+)
 from attnlib.transformer import Transformer
 from attnlib.translation import (
     answer_kind,
@@ -22,8 +40,10 @@ from attnlib.translation import (
     number_table,
     number_tokenizer,
     tag,
+    translate,
     translate_numbers,
     translation_loss,
+    trim,
 )
 from benchmarks.runner import Commands
 
@@ -252,6 +272,341 @@ def zero_shot(arguments):
         ]
         if not arguments.only:
             write_record(arguments.out / "zero_shot.json", record)
+
+
+# --- longer than in training, and sentences ---------------------------------------------------
+
+
+def sparse_numbers(count, nonzero, *, seed=0):
+    """Random numbers below 10⁹ with `nonzero` digits that are not zero.
+
+    Few of them make a short name, many a long one.
+
+    Parameters
+    ----------
+    count : int
+        How many numbers; some may be the same.
+    nonzero : int
+        From 1 to 9.
+    seed : int
+
+    Returns
+    -------
+    list of int
+
+    Raises
+    ------
+    ValueError
+        If a number is outside its range.
+    """
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"count ({count!r}) must be an integer of at least 0")
+    if not isinstance(nonzero, int) or not 1 <= nonzero <= 9:
+        raise ValueError(f"nonzero ({nonzero}) must be from 1 to 9")
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = torch.rand(count, 9, generator=generator).argsort(1)  # the 9 places, in each row
+    places = shuffled[:, :nonzero]  # all different
+    digits = torch.randint(1, 10, (count, nonzero), generator=generator)
+    numbers = (digits * 10**places).sum(1)  # (count, nonzero) -> (count,)
+    return numbers.tolist()
+
+
+def length_run(
+    position,
+    *,
+    longest=5,
+    steps=1500,
+    numbers=30_000,
+    tests=300,
+    d_model=64,
+    seed=0,
+    accelerator=None,
+):
+    """Train English to German on short names of numbers, test on longer ones.
+
+    In training at most `longest` digits are not zero, in the test 1 to 9.
+
+    Parameters
+    ----------
+    position : str
+        The scheme, see `attnlib.transformer.Positions`.
+    longest, numbers : int
+        Most digits in training, and how many numbers are drawn for it.
+    steps, d_model, seed : int
+        Of the training run and of the model.
+    tests : int
+        Numbers drawn for each number of digits of the test.
+    accelerator : accelerate.Accelerator, optional
+        As in `train.fit`.
+
+    Returns
+    -------
+    dict
+        "accuracy", a list with the share of exactly right names for 1, ..., 9 digits, and the
+        settings.
+    """
+    test_numbers = {}  # of each number of digits
+    all_tests = []
+    for digits in range(1, 10):
+        drawn = sparse_numbers(tests, digits, seed=1000 + digits)
+        test_numbers[digits] = list(dict.fromkeys(drawn))  # each number once
+        all_tests += test_numbers[digits]
+    hidden = {n for n in all_tests if n >= 1000}
+    seen = []
+    for digits in range(1, longest + 1):
+        drawn = sparse_numbers(numbers // longest, digits, seed=seed * 100 + digits)
+        seen += [n for n in drawn if n not in hidden]
+    english = number_words(seen, "en")
+    german = number_words(seen, "de")
+    tokenizer = train_bpe([*english, *german], 150)
+    with seeded(seed):
+        model = Transformer(
+            150,
+            d_model=d_model,
+            nhead=4,
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            dim_feedforward=2 * d_model,
+            dropout=0.0,
+            norm_first=True,
+            max_length=128,
+            position=position,
+        )
+    pairs = shuffled_batches(
+        encode(tokenizer, english), encode(tokenizer, german), batch_size=64, seed=seed
+    )
+
+    def batches(step):
+        src, tgt = pairs(step)
+        return trim(src), trim(tgt)
+
+    fit(
+        model,
+        translation_loss,
+        batches,
+        steps=steps,
+        lr=3e-3,
+        warmup=steps // 10,
+        weight_decay=0.0,
+        log_every=steps,
+        seed=seed,
+        accelerator=accelerator,
+    )
+    src = encode(tokenizer, number_words(all_tests, "en"))
+    src = src.to(next(model.parameters()).device)
+    out = greedy(model, src, 120)
+    said = decode(tokenizer, out.cpu())
+    right = {}
+    for number, text in zip(all_tests, said):
+        right[number] = text == number_words([number], "de")[0]
+    accuracy = []
+    for own in test_numbers.values():
+        share = sum(right[number] for number in own) / len(own)
+        accuracy.append(round(share, 4))
+    return dict(
+        position=position,
+        longest=longest,
+        steps=steps,
+        numbers=len(seen),
+        d_model=d_model,
+        seed=seed,
+        accuracy=accuracy,
+    )
+
+
+def multi30k_run(
+    folder=None,
+    *,
+    steps=20_000,
+    vocab_size=8000,
+    d_model=256,
+    layers=3,
+    dropout=0.3,
+    batch_size=128,
+    lr=1e-3,
+    beam_size=4,
+    log_every=500,
+    seed=0,
+    checkpoint=None,
+    accelerator=None,
+):
+    """Train English to German on Multi30k and score the test set by BLEU (sacrebleu).
+
+    The weights that are scored are those of the lowest loss on the validation sentences. With a
+    `checkpoint` such as "run.json" they are kept beside it, in "run-best.json".
+
+    Parameters
+    ----------
+    folder : path, optional
+        Of the archives, see `attnlib.data.multi30k`.
+    log_every : int
+        Steps between two looks at the validation sentences.
+    steps, batch_size, seed : int
+    lr : float
+        Of `train.fit`, with a warm-up over a tenth of the steps.
+    vocab_size, d_model, layers : int
+        Of the model: tokens, width, and layers of the encoder and of the decoder.
+    dropout : float
+    beam_size : int
+        Of the search that translates the test set.
+    checkpoint, accelerator
+        As in `train.fit`.
+
+    Returns
+    -------
+    model : Transformer
+        In evaluation mode.
+    tokenizer : tokenizers.Tokenizer
+    record : dict
+        "bleu", the "signature" sacrebleu asks to be quoted with it, "best_step", settings,
+        history and some translations.
+
+    Raises
+    ------
+    ImportError
+        If sacrebleu is missing.
+    ValueError
+        If the checkpoint, or the weights beside it, belong to another run.
+    """
+    with requires("notebooks"):
+        import sacrebleu
+    texts = {split: multi30k(split, folder) for split in ("train", "valid", "test")}
+    tokenizer = train_bpe([*texts["train"][0], *texts["train"][1]], vocab_size)
+    pairs = {}  # sources and targets
+    for split in ("train", "valid"):
+        english, german = texts[split]
+        pairs[split] = (encode(tokenizer, english), encode(tokenizer, german))
+    settings = dict(
+        steps=steps,
+        vocab_size=tokenizer.get_vocab_size(),
+        d_model=d_model,
+        layers=layers,
+        dropout=dropout,
+        batch_size=batch_size,
+        lr=lr,
+        seed=seed,
+    )
+    with seeded(seed):
+        model = Transformer(
+            settings["vocab_size"],
+            d_model=d_model,
+            nhead=max(1, d_model // 64),
+            num_encoder_layers=layers,
+            num_decoder_layers=layers,
+            dim_feedforward=4 * d_model,
+            dropout=dropout,
+            norm_first=True,
+            max_length=256,
+        )
+    untrimmed = shuffled_batches(*pairs["train"], batch_size=batch_size, seed=seed)
+
+    def batches(step):
+        src, tgt = untrimmed(step)
+        return trim(src), trim(tgt)
+
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(checkpoint or Path(temporary) / "run.json")
+        best = path.with_name(f"{path.stem}-best.json")
+        if not path.exists():  # this run is new, and what lies there belongs to another run
+            best.unlink(missing_ok=True)
+        history = fit(
+            model,
+            translation_loss,
+            batches,
+            steps=steps,
+            lr=lr,
+            warmup=steps // 10,
+            log_every=min(log_every, steps),
+            evaluate=keep_best(best, *pairs["valid"]),
+            checkpoint=checkpoint,
+            seed=seed,
+            accelerator=accelerator,
+        )
+        lowest = lowest_row(history)
+        weights, state = load_checkpoint(best)
+        if state["loss"] > lowest["valid"]:
+            raise ValueError(
+                f"{best} has weights of the loss {state['loss']}, and the history "
+                f"of {path} has a loss of {lowest['valid']}; the two files must "
+                "belong to one run"
+            )
+        model.load_state_dict(weights)
+    english, german = texts["test"]
+    said = translate(model, tokenizer, english, beam_size=beam_size)
+    metric = sacrebleu.BLEU()
+    bleu = metric.corpus_score(said, [german]).score
+    examples = []
+    for source, translation, reference in zip(english[:5], said, german):
+        examples.append([source, translation, reference])
+    record = {
+        "settings": settings | dict(beam_size=beam_size),
+        "history": history,
+        "best_step": lowest["step"],
+        "bleu": bleu,
+        "signature": str(metric.get_signature()),
+        "examples": examples,
+    }
+    return model.eval(), tokenizer, record
+
+
+def lowest_row(history):
+    """The row of a history with the lowest validation loss, the first of equal ones.
+
+    Parameters
+    ----------
+    history : list of dict
+        From `train.fit`, with "valid" in each row; a loss that is NaN is above all others.
+
+    Returns
+    -------
+    dict
+    """
+
+    def rank(row):
+        loss = row["valid"]
+        return math.isnan(loss), loss  # False comes before True
+
+    return min(history, key=rank)
+
+
+def keep_best(path, src, tgt, batch_size=256):
+    """What `train.fit` is to evaluate: the validation loss; the weights of the lowest go to a
+    file.
+
+    Parameters
+    ----------
+    path : Path
+        Of the checkpoint, ending in ".json"; a better one that is there already stays.
+    src, tgt : int64 Tensor, shapes (n, M) and (n, N)
+        Sentences for validation.
+    batch_size : int
+        Sentences at a time.
+
+    Returns
+    -------
+    function
+        From a model to {"valid": loss}.
+    """
+
+    def evaluate(model):
+        device = next(model.parameters()).device
+        total = 0
+        count = 0
+        for some_src, some_tgt in zip(src.split(batch_size), tgt.split(batch_size)):
+            batch = (trim(some_src).to(device), trim(some_tgt).to(device))
+            batch_loss, batch_count = translation_loss(model, batch)
+            total = total + batch_loss
+            count = count + batch_count
+        loss = (total / count).item()
+        before = math.nan
+        if path.exists():
+            _, state = load_checkpoint(path)
+            before = state["loss"]
+        if math.isnan(before) or loss < before:
+            save_checkpoint(path, model.state_dict(), {"step": 0, "loss": loss})
+        return {"valid": loss}
+
+    return evaluate
 
 
 def main(arguments=None):

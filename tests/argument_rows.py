@@ -1489,9 +1489,6 @@ FUNCTIONS |= {
     "train.learning_rate, 2": Row(
         dict(step=3, steps=10, warmup=0, schedule="inverse_sqrt"), dict(schedule="constant")
     ),
-    "translation.sparse_numbers": Row(
-        dict(count=5, nonzero=2), dict(count=6, nonzero=3, seed=1)
-    ),
     "cost.Roofline": Row(
         dict(peak_flops=1e9, bandwidth=1e9),
         dict(peak_flops=1e8, bandwidth=1e8, overhead=1.0),
@@ -1807,21 +1804,12 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     panoptic.PanopticOutput
     plot.show
     recipes.SmallRun
-    scaling.Sleeper
     scaling.Workers
-    scaling.bytes_sent
     scaling.copy_to_group
-    scaling.nap_lesson
-    scaling.reduce_lesson
     scaling.ring_all_reduce
     scaling.ring_attention
-    scaling.ring_lesson
-    scaling.shard_contiguous
     scaling.shard_module
-    scaling.stage_lesson
-    scaling.states_lesson
     scaling.sum_gradient
-    scaling.tensor_lesson
     scaling.tensor_parallel
     spatial.AttentionOutput
     spatial.CaptionerOutput
@@ -1840,9 +1828,7 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     train.write_record
     transformer.tie
     translation.from_marian
-    translation.length_run
     translation.load_marian
-    translation.multi30k_run
     translation.number_run
     windows.compile_for
     """.split()

@@ -444,9 +444,6 @@ SECOND |= {
     "translation._is_in": Row(
         dict(text="twenty-one", language="en"), dict(text="ein Haus", language="de")
     ),
-    "translation._lowest_row": Row(
-        dict(history=[dict(valid=2.0), dict(valid=1.0)]), dict(history=[dict(valid=2.0)])
-    ),
     "translation._number_pieces": Row(dict(language="de"), dict(language="en"), sorted),
     "translation.number_tokenizer": Row(
         dict(numbers=range(50), vocab_size=100),
@@ -462,7 +459,7 @@ SECOND |= {
         dict(model=make_transformer(), batch=(PADDED, PADDED)),
         dict(model=make_transformer(norm_first=True), batch=(PADDED, PADDED.flip(0))),
     ),
-    "translation._trim": Row(dict(tokens=PADDED[1:]), dict(tokens=PADDED)),
+    "translation.trim": Row(dict(tokens=PADDED[1:]), dict(tokens=PADDED)),
 }
 
 # --- faster layers ----------------------------------------------------------------------------

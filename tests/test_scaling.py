@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from page_modules import write_modules
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -40,9 +41,13 @@ SMALL = dict(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_embd=32, tied=
 
 
 @pytest.fixture(scope="module")
-def four():
-    with Workers(4) as workers:
-        yield workers
+def four(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("modules")
+    write_modules("55_scaling", folder)  # what the ranks run in the chapter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        with Workers(4) as workers:
+            yield workers
 
 
 # --- what the workers run ---------------------------------------------------------------------
@@ -61,6 +66,8 @@ def updated_baseline(lengths):
 
 def reduce_in_groups(n):
     """For groups of 2 to 4 ranks: whether the ring sums, and the bytes it sends at n and 2n."""
+    from wire import wire_bytes  # of the chapter
+
     found = {}
     for ranks in (2, 3, 4):
         group = dist.new_group(range(ranks))
@@ -72,9 +79,9 @@ def reduce_in_groups(n):
                 right = ranks * torch.arange(float(size)) + ranks * (ranks - 1) / 2
                 assert torch.equal(out, right)
                 dist.barrier(group)
-                before = scaling.wire_bytes()
+                before = wire_bytes()
                 ring_all_reduce(x, group)
-                sent.append(scaling.wire_bytes() - before)
+                sent.append(wire_bytes() - before)
             found[ranks] = sent[1] - sent[0]
         dist.barrier()
     return found
@@ -217,8 +224,10 @@ def test_states_are_shared_and_losses_are_those_of_one_process(four):
     config = GPTConfig(**SMALL)
     tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(0))
     parameters = sum(p.numel() for p in GPT(config).parameters())
-    (loss, whole, _), *_ = four.run(scaling.states_lesson, config, tokens, "ddp")
-    shares = four.run(scaling.states_lesson, config, tokens, "fsdp")
+    from states_work import train_steps  # of the chapter
+
+    (loss, whole, _), *_ = four.run(train_steps, config, tokens, "ddp")
+    shares = four.run(train_steps, config, tokens, "fsdp")
     assert whole == 16 * parameters
     assert sum(states for _, states, _ in shares) == 16 * parameters
     for other, states, _ in shares:
@@ -353,7 +362,9 @@ def test_sequences_that_do_not_divide_are_refused():
 def test_stages_are_the_model(four):
     config = GPTConfig(**{**SMALL, "n_layer": 4})
     tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(0))
-    found = four.run(scaling.stage_lesson, config, tokens, 4)
+    from stage_work import train_stages  # of the chapter
+
+    found = four.run(train_stages, config, tokens, 4)
     torch.manual_seed(0)
     whole = GPT(config)
     loss = F.cross_entropy(whole(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

@@ -24,21 +24,26 @@ from attnlib.translation import (
     DIRECTIONS,
     HELD_OUT,
     _is_in,
-    _trim,
     answer_kind,
     direction_accuracy,
     direction_batches,
-    length_run,
     load_marian,
-    multi30k_run,
     number_run,
     number_scores,
     number_table,
     number_tokenizer,
-    sparse_numbers,
     tag,
     translate,
     translate_numbers,
+    trim,
+)
+from benchmarks import translation as runs
+from benchmarks.translation import (
+    keep_best,
+    length_run,
+    lowest_row,
+    multi30k_run,
+    sparse_numbers,
 )
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -145,8 +150,8 @@ def test_a_table_of_some_languages_is_that_of_all_elsewhere_padding(tokenizer):
     whole = number_table(tokenizer, [12, 345])
     part = number_table(tokenizer, [12, 345], ("de", "fi"))
     for i, language in enumerate(LANGUAGES):
-        own = _trim(whole[i]) if language in ("de", "fi") else torch.zeros(2, 0)
-        assert torch.equal(_trim(part[i]), own.long())
+        own = trim(whole[i]) if language in ("de", "fi") else torch.zeros(2, 0)
+        assert torch.equal(trim(part[i]), own.long())
 
 
 # --- kinds of answers -------------------------------------------------------------------------
@@ -202,7 +207,7 @@ def test_answers_above_a_million_are_sorted():
 
 
 def test_trim():
-    assert _trim(torch.tensor([[1, 5, 2, 0, 0], [1, 2, 0, 0, 0]])).tolist() == [
+    assert trim(torch.tensor([[1, 5, 2, 0, 0], [1, 2, 0, 0, 0]])).tolist() == [
         [1, 5, 2],
         [1, 2, 0],
     ]
@@ -466,7 +471,7 @@ def test_multi30k_run_scores_with_bleu(monkeypatch):
         "zwei hunde laufen am strand .",
         "ein mädchen liest ein buch .",
     ] * 4
-    monkeypatch.setattr(translation, "multi30k", lambda split, folder: (english, german))
+    monkeypatch.setattr(runs, "multi30k", lambda split, folder: (english, german))
     sizes = dict(
         vocab_size=80, d_model=32, layers=1, dropout=0.0, batch_size=12, lr=5e-3, beam_size=2
     )
@@ -545,20 +550,20 @@ def test_a_loss_that_is_nan_is_replaced(tmp_path, monkeypatch):
         lambda *_: (torch.tensor(next(losses)), torch.tensor(1)),
     )
     path, src = tmp_path / "best.json", torch.ones(1, 3, dtype=torch.int64)
-    look, kept, rows = translation._keep_best(path, src, src), [], []
+    look, kept, rows = keep_best(path, src, src), [], []
     model = small_model(30)
     for step in range(5):
         rows.append({"step": step} | look(model))
         kept.append(translation.load_checkpoint(path)[1]["loss"])
     assert math.isnan(kept[0]) and kept[1:] == [3.0, 3.0, 2.0, 2.0]
-    assert translation._lowest_row(rows)["step"] == 3
-    assert translation._lowest_row(rows[:1])["step"] == 0
+    assert lowest_row(rows)["step"] == 3
+    assert lowest_row(rows[:1])["step"] == 0
 
 
 def test_the_weights_with_the_lowest_validation_loss_are_kept(tmp_path):
     tokenizer = train_bpe([*PAIRS, *PAIRS.values()], 60)
     pair = (encode(tokenizer, list(PAIRS)), encode(tokenizer, list(PAIRS.values())))
-    look = translation._keep_best(tmp_path / "best.json", *pair, batch_size=2)
+    look = keep_best(tmp_path / "best.json", *pair, batch_size=2)
     losses, kept = [], []
     for seed in (3, 4, 5, 6):
         torch.manual_seed(seed)
@@ -629,8 +634,8 @@ def test_the_committed_record_is_the_run_that_the_chapter_describes():
 
 def test_trim_looks_for_the_last_token():
     for row, columns in (([5, 0, 0, 6], 4), ([0, 5, 6], 3), ([5, 6, 0, 0], 2), ([0, 0], 0)):
-        assert translation._trim(torch.tensor([row])).shape == (1, columns)
-    assert translation._trim(torch.zeros(0, 3, dtype=torch.long)).shape == (0, 0)
+        assert translation.trim(torch.tensor([row])).shape == (1, columns)
+    assert translation.trim(torch.zeros(0, 3, dtype=torch.long)).shape == (0, 0)
 
 
 def test_translate_wants_a_list():

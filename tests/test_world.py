@@ -584,7 +584,6 @@ NO_MODEL = {  # functions whose argument only sounds like a model
     "recipes._small_run": "model is a name",
     "recipes.train_small": "model is a name",
     "transformer._check_settings": "layers are numbers",
-    "translation.multi30k_run": "layers is a number",
     "translation.number_run": "layers is a number",
     "windows._compile_linear": "norm is a flag",
 }
@@ -598,7 +597,6 @@ ELSEWHERE = {  # functions that are called nowhere here, and why
     "inference._pack_all": "changes a copy that `optimize_for_inference` makes",
     "inference.replace_module": "changes a copy that `optimize_for_inference` makes",
     "vit_variants.use_rotary": "replaces the attention; its docstring says so",
-    "scaling.shard_contiguous": "needs processes, and changes the model",
     "scaling.shard_module": "needs processes, and changes the model",
     "scaling.copy_to_group": "a hook that needs processes",
     "scaling.tensor_parallel": "needs processes, and changes the model",
@@ -849,14 +847,9 @@ SEEDED = {  # "module.function": a call that has numbers of its own
         layers=1,
         batch_size=4,
     )[0],
-    "translation.sparse_numbers": lambda: translation.sparse_numbers(5, 2),
-    "translation.length_run": lambda: translation.length_run(
-        "sinusoidal", **SMALL_RUN, numbers=200, tests=4, d_model=16
-    ),
 }
 UNSEEDED = {  # functions that have a seed and stand in no row, and why
     "train.train_step": "a part of `fit`, which holds the state",
-    "translation.multi30k_run": "downloads",
 }
 
 
@@ -915,21 +908,3 @@ def test_training_does_not_draw_the_numbers_of_the_caller(function, monkeypatch)
     weights("vit")
     with unchanged():
         function()
-
-
-@pytest.mark.parametrize("name", ["states_lesson", "tensor_lesson", "stage_lesson"])
-def test_lessons_draw_numbers_of_their_own(name, tmp_path):
-    """Each is a group of one process."""
-    lesson = getattr(scaling, name)
-    config = gpt.GPTConfig(20, 8, 2, 2, n_embd=16, tied=name != "stage_lesson")
-    rest = dict(states_lesson=("ddp",), tensor_lesson=(), stage_lesson=(1,))[name]
-    scaling._join_group(tmp_path / "group", 0, 1)
-    try:
-        found = []
-        for seed in range(2):
-            torch.manual_seed(seed)
-            with unchanged():
-                found.append(lesson(config, tokens(), *rest))
-        assert found[0] == found[1]
-    finally:
-        torch.distributed.destroy_process_group()

@@ -21,12 +21,9 @@ from attnlib.translation import (
     DIRECTIONS,
     _check_side,
     _is_in,
-    _keep_best,
-    _lowest_row,
     _marian_weights,
     _number_pieces,
     _own_tokens,
-    _trim,
     answer_kind,
     direction_accuracy,
     direction_batches,
@@ -34,12 +31,13 @@ from attnlib.translation import (
     number_scores,
     number_table,
     number_tokenizer,
-    sparse_numbers,
     tag,
     translate,
     translate_numbers,
     translation_loss,
+    trim,
 )
+from benchmarks.translation import keep_best, lowest_row, sparse_numbers
 from helpers import tiny_marian
 
 torch.set_num_threads(1)
@@ -107,8 +105,8 @@ def test_trimming_leaves_the_columns_that_are_used(batch, n, share, seed):
     tokens = (torch.rand(batch, n, generator=generator) < share).long() * 5
     rows = tokens.tolist()
     used = max((i + 1 for row in rows for i in range(n) if row[i] != PAD), default=0)
-    assert _trim(tokens).tolist() == [row[:used] for row in rows]
-    assert _trim(tokens).shape == (batch, used)
+    assert trim(tokens).tolist() == [row[:used] for row in rows]
+    assert trim(tokens).shape == (batch, used)
 
 
 @drawn(
@@ -350,7 +348,7 @@ def test_the_lowest_row_is_the_first_of_the_least(losses):
     for row in history[1:]:
         if row["valid"] < best["valid"] or math.isnan(best["valid"]) > math.isnan(row["valid"]):
             best = row
-    assert _lowest_row(history) is best
+    assert lowest_row(history) is best
 
 
 @drawn(
@@ -363,7 +361,7 @@ def test_the_best_weights_are_kept(models, rows, size):
     src[1:, 3:], tgt[1:, 4:] = PAD, PAD
     with TemporaryDirectory() as folder:
         path = Path(folder) / "best.json"
-        evaluate, losses = _keep_best(path, src, tgt, size), []
+        evaluate, losses = keep_best(path, src, tgt, size), []
         for seed in models:
             model = small(seed, 9)
             loss, count = translation_loss(model, (src, tgt))
@@ -435,7 +433,7 @@ ORACLES = {
     "tag": test_tags,
     "number_tokenizer": test_tables_hold_the_tokens_of_names,
     "number_table": test_tables_hold_the_tokens_of_names,
-    "_trim": test_trimming_leaves_the_columns_that_are_used,
+    "trim": test_trimming_leaves_the_columns_that_are_used,
     "direction_batches": test_batches_name_one_number_in_two_languages,
     "_check_side": test_sides,
     "translation_loss": test_the_loss_is_of_the_next_tokens,
@@ -446,9 +444,6 @@ ORACLES = {
     "_is_in": test_words_are_put_together_from_pieces,
     "_own_tokens": test_tokens_of_one_language_only,
     "answer_kind": test_answers_that_are_names,
-    "sparse_numbers": test_numbers_of_few_digits,
-    "_lowest_row": test_the_lowest_row_is_the_first_of_the_least,
-    "_keep_best": test_the_best_weights_are_kept,
     "translate": test_texts_are_translated_as_each_alone,
     "from_marian": test_marians_in_other_shapes,
     "_marian_weights": test_marians_in_other_shapes,
@@ -457,8 +452,6 @@ NOT_HERE = {
     "DIRECTIONS": "a table of pairs",
     "HELD_OUT": "a table of pairs",
     "number_run": "an experiment",
-    "length_run": "an experiment",
-    "multi30k_run": "an experiment",
     "load_marian": "reads files, which tests/test_translation.py writes",
 }
 
