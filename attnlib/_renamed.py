@@ -102,9 +102,11 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "check_losses": "_check_losses",
     },
     "detr": {
+        "AnchorDETR": "BoxQueryDETR",
         "InOrder": "IdentityMatcher",
         "PlacedAttention": "_PlacedAttention",
         "SetLoss": "SetCriterion",
+        "anchor_sines": "_sine_box_embedding",
         "check_fourths": "_check_fourths",
         "check_values": "_check_values",
         "frozen_conv": "_frozen_conv",
@@ -193,20 +195,21 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "labels": "class_names",
     },
     "panoptic": {
-        "bounds": "masks_to_boxes",
         "check_masks": "_check_masks",
         "check_merge": "_check_merge",
         "check_segments": "_check_segments",
         "confident": "confident_queries",
         "join_stuff": "_join_stuff",
         "match_segments": "_match_segments",
+        "mean_quality": "_mean_quality",
         "merge": "panoptic_postprocess",
+        "quality": "_class_quality",
     },
     "recipes": {
         "VIT": "_VIT",
-        "WINDOWS": "_WINDOWS",
         "WORDS": "_WORDS",
         "names_right": "translation_accuracy",
+        "small_run": "_small_run",
     },
     "scaling": {
         "COUNTS": "_COUNTS",
@@ -231,6 +234,8 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "visits": "ring_schedule",
     },
     "spatial": {
+        "Drawing": "DrawOutput",
+        "PlaceEncoder": "ConvEncoder",
         "check_captions": "_check_captions",
         "check_odd": "_check_odd",
         "reduced_channels": "_reduced_channels",
@@ -334,6 +339,18 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     "models": {
         "hub_extra": "use attnlib.backbone.requires",
     },
+    "panoptic": {
+        "bounds": "it is called masks_to_boxes and defined on the page nbs/43_panoptic",
+        "label_maps": "it is defined on the page nbs/43_panoptic",
+        "masks_to_boxes": "it is defined on the page nbs/43_panoptic",
+        "panoptic_scenes": "it is defined on the page nbs/43_panoptic",
+        "small_panoptic": "it is defined on the page nbs/43_panoptic",
+    },
+    "recipes": {
+        "WINDOWS": "use the row of attnlib.recipes.SMALL",
+        "cross_entropy": "use classification_loss(model, batch), which returns sum and count",
+        "train_processes": "it is defined on the page nbs/33_swinv2",
+    },
     "scaling": {
         "Sleeper": "it is defined on the page nbs/55_scaling",
         "bytes_sent": "it is defined on the page nbs/55_scaling",
@@ -346,6 +363,10 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
         "states_lesson": "it is defined on the page nbs/55_scaling",
         "tensor_lesson": "it is defined on the page nbs/55_scaling",
         "wire_bytes": "it is defined on the page nbs/55_scaling",
+    },
+    "spatial": {
+        "changed_attention": "it is defined on the page nbs/45_spatial",
+        "weight_on_objects": "it is defined on the page nbs/45_spatial",
     },
     "train": {
         "machine": "it is in benchmarks/records.py of the repository",

@@ -9,11 +9,16 @@ __all__ = ['describe', 'predict', 'main']
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
 
 from . import __version__
 from .backbone import requires
@@ -66,7 +71,7 @@ _LICENSES = (  # of weights by their repository; the first that fits counts
 _UNKNOWN = "not known"
 
 
-def describe(name):
+def describe(name: str) -> dict[str, str]:
     """What is known of a model.
 
     Parameters
@@ -126,18 +131,20 @@ def describe(name):
     }
 
 # %% ../nbs/97_cli.ipynb #looked-at
-def _attention_map(model, x):
+def _attention_map(
+    model: torch.nn.Module, x: Float[Tensor, "1 C H W"]
+) -> Float[Tensor, "Hp Wp"]:
     """The share of each patch in what the classifier reads, by the weights of attention.
 
     Parameters
     ----------
     model : Module
         A `Backbone` in evaluation mode.
-    x : Tensor, shape (1, C, H, W)
+    x : Tensor
 
     Returns
     -------
-    Tensor, shape (H', W')
+    Tensor
         By rollout through all blocks (Abnar and Zuidema 2020). In a model with windows: in the
         last block alone, where one window must hold the whole map.
 
@@ -156,18 +163,18 @@ def _attention_map(model, x):
     return shares.view(height // patch_height, width // patch_width)
 
 
-def _last_window(model, x):
+def _last_window(model: SwinTransformer, x: Float[Tensor, "1 C H W"]) -> Float[Tensor, "Hp Wp"]:
     """The share of each token of the last map in the mean that the classifier reads.
 
     Parameters
     ----------
     model : SwinTransformer
         In evaluation mode.
-    x : Tensor, shape (1, C, H, W)
+    x : Tensor
 
     Returns
     -------
-    Tensor, shape (H', W')
+    Tensor
 
     Raises
     ------
@@ -187,14 +194,14 @@ def _last_window(model, x):
 _ORANGE = torch.tensor((0.9, 0.62, 0.0))
 
 
-def _draw_map(model, x, path):
+def _draw_map(model: torch.nn.Module, x: Float[Tensor, "1 3 H W"], path: Any) -> None:
     """Write the picture behind an input in gray, orange where the model looked.
 
     Parameters
     ----------
     model : Module
         Made by `create_model`, in evaluation mode.
-    x : Tensor, shape (1, 3, H, W)
+    x : Tensor
         From `models.preprocess`.
     path : path
         Of the picture; its ending says the format.
@@ -214,7 +221,10 @@ def _draw_map(model, x, path):
     open_picture(pixels.numpy()).save(path)
 
 # %% ../nbs/97_cli.ipynb #answer
-def predict(name, picture, weights=None, k=5, map=None):
+def predict(
+    name: str, picture: Any, weights: str | Path | dict | None = None, k: int = 5,
+    map: str | Path | None = None,
+) -> list[tuple[str, float]]:
     """The most probable classes of a picture, and where the model looked.
 
     Parameters
@@ -222,8 +232,9 @@ def predict(name, picture, weights=None, k=5, map=None):
     name : str
         One of `list_models()` that has a classifier.
     picture : path
+        Or what else Pillow opens.
     weights : path, optional
-        A safetensors file; by default the published weights are fetched.
+        A safetensors file, or a state dict; by default the published weights are fetched.
     k : int
         How many classes.
     map : path, optional
@@ -270,7 +281,9 @@ def predict(name, picture, weights=None, k=5, map=None):
     return found
 
 # %% ../nbs/97_cli.ipynb #bench
-def _benchmark(name, batch=1, rounds=9, device="cpu"):
+def _benchmark(
+    name: str, batch: int = 1, rounds: int = 9, device: torch.device | str = "cpu"
+) -> dict[str, list[float]]:
     """Seconds of a model and of timm's, which take turns.
 
     Parameters
@@ -316,7 +329,7 @@ def _benchmark(name, batch=1, rounds=9, device="cpu"):
         return take_turns(calls, device, rounds)
 
 
-def _median_iqr(numbers, unit=1.0):
+def _median_iqr(numbers: Sequence[float], unit: float = 1.0) -> str:
     """The median of some numbers, with the quartiles in brackets.
 
     Parameters
@@ -334,7 +347,7 @@ def _median_iqr(numbers, unit=1.0):
     return f"{median / unit:.2f} ({low / unit:.2f} to {high / unit:.2f})"
 
 # %% ../nbs/97_cli.ipynb #main
-def _print_models(options):
+def _print_models(options: Any) -> None:
     """The names that fit a pattern, one a line.
 
     Parameters
@@ -353,7 +366,7 @@ def _print_models(options):
     print(*found, sep="\n")
 
 
-def _print_facts(options):
+def _print_facts(options: Any) -> None:
     """What is known of a model, one fact a line.
 
     Parameters
@@ -365,7 +378,7 @@ def _print_facts(options):
         print(f"{what:12} {value}")
 
 
-def _print_classes(options):
+def _print_classes(options: Any) -> None:
     """The five best classes of a picture.
 
     Parameters
@@ -378,7 +391,7 @@ def _print_classes(options):
         print(f"{probability:6.1%} {name}")
 
 
-def _print_times(options):
+def _print_times(options: Any) -> None:
     """Milliseconds of a model and of timm's, and their ratio.
 
     Parameters
@@ -398,7 +411,7 @@ def _print_times(options):
 _NAME = "one of those that `attnlib models` lists"
 
 
-def _parser():
+def _parser() -> argparse.ArgumentParser:
     """What the command understands."""
     top = argparse.ArgumentParser("attnlib", description="Models of the library, by name.")
     top.add_argument("--version", action="version", version=__version__)
@@ -428,7 +441,7 @@ def _parser():
     return top
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> None:
     """The command `attnlib`.
 
     Parameters

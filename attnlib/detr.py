@@ -6,18 +6,19 @@
 __all__ = ['box_cxcywh_to_xyxy', 'box_xyxy_to_cxcywh', 'box_area', 'upcast', 'box_iou', 'generalized_box_iou', 'check_targets',
            'HungarianMatcher', 'SetCriterion', 'sine_position_embedding', 'EncoderLayer', 'DecoderLayer',
            'FrozenBatchNorm2d', 'ResNet', 'Output', 'Features', 'DETR', 'check_images', 'postprocess', 'SmallBackbone',
-           'small_detr', 'AnchorDecoderLayer', 'anchor_sines', 'BoxQueryDETR', 'AnchorDETR', 'noised_targets',
-           'IdentityMatcher']
+           'small_detr', 'AnchorDecoderLayer', 'BoxQueryDETR', 'BoxQueryOutput', 'noised_targets', 'IdentityMatcher']
 
 # %% ../nbs/42_detr.ipynb #imports
 import math
-import warnings
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
 
 from .attention import attention, record_attention
 from attnlib.backbone import (
@@ -28,14 +29,14 @@ from .multihead import MultiHeadAttention, merge_heads, split_heads
 from .position import position_angles
 
 # %% ../nbs/42_detr.ipynb #boxes
-def box_cxcywh_to_xyxy(boxes):
+def box_cxcywh_to_xyxy(boxes: Shaped[Tensor, "... 4"]) -> Shaped[Tensor, "... 4"]:
     """`boxes` (..., 4) by center and size as corners (..., 4): left, top, right, bottom."""
     center = boxes[..., :2]
     size = boxes[..., 2:]
     return torch.cat([center - size / 2, center + size / 2], dim=-1)
 
 
-def box_xyxy_to_cxcywh(boxes):
+def box_xyxy_to_cxcywh(boxes: Shaped[Tensor, "... 4"]) -> Float[Tensor, "... 4"]:
     """`boxes` (..., 4) by corners as centers and sizes (..., 4)."""
     if not boxes.is_floating_point():
         boxes = boxes.long()  # in uint8, 200 + 100 is 44
@@ -44,7 +45,7 @@ def box_xyxy_to_cxcywh(boxes):
     return torch.cat([(low + high) / 2, high - low], dim=-1)
 
 
-def box_area(boxes):
+def box_area(boxes: Shaped[Tensor, "... 4"]) -> Shaped[Tensor, "..."]:
     """Areas (...) of boxes (..., 4) given by corners; 0 if a right corner is left of the left
     one, or a lower corner above the upper one.
     """
@@ -53,7 +54,7 @@ def box_area(boxes):
     return size.clamp(min=0).prod(-1)
 
 
-def upcast(x):
+def upcast(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """`x` in a dtype whose range holds areas: at least float32, or int64 for integers.
 
     In float16 an area of 400 × 400 pixels is infinite, and one of 0.0001 × 0.0001 is zero.
@@ -63,12 +64,14 @@ def upcast(x):
     return x.long()
 
 
-def _safe_ratio(part, whole):
+def _safe_ratio(part: Tensor, whole: Tensor) -> Tensor:
     """`part` / `whole` for a whole of at least 0; 0 where the whole is 0, as is the part."""
     return part / torch.where(whole == 0, 1, whole)
 
 # %% ../nbs/42_detr.ipynb #iou
-def box_iou(a, b):
+def box_iou(
+    a: Shaped[Tensor, "... 4"], b: Shaped[Tensor, "... 4"]
+) -> tuple[Float[Tensor, "*batch"], Shaped[Tensor, "*batch"]]:
     """Intersection over union of boxes given by corners.
 
     Parameters
@@ -91,7 +94,9 @@ def box_iou(a, b):
     return _safe_ratio(intersection, union), union
 
 # %% ../nbs/42_detr.ipynb #giou
-def generalized_box_iou(a, b):
+def generalized_box_iou(
+    a: Shaped[Tensor, "... 4"], b: Shaped[Tensor, "... 4"]
+) -> Float[Tensor, "..."]:
     """Generalized intersection over union, IoU - (H - U) / H (Rezatofighi et al. 2019).
 
     Parameters
@@ -101,7 +106,7 @@ def generalized_box_iou(a, b):
 
     Returns
     -------
-    Tensor, shape (...)
+    Tensor
         In [-1, 1]; H is the area of the smallest box around both. Boxes in half precision give
         float32. Where H is 0 the value is 0; it is -1 for two boxes without an area that a box
         with an area surrounds.
@@ -115,7 +120,9 @@ def generalized_box_iou(a, b):
     return iou - _safe_ratio(hull - union, hull)
 
 # %% ../nbs/42_detr.ipynb #targets
-def _pad_targets(targets, like):
+def _pad_targets(
+    targets: list[dict], like: Tensor
+) -> tuple[Int[Tensor, "B _"], Float[Tensor, "B _ 4"]]:
     """The objects of several images as tensors with as many rows for each image.
 
     Parameters
@@ -143,7 +150,7 @@ def _pad_targets(targets, like):
     return labels, boxes
 
 # %% ../nbs/42_detr.ipynb #check-targets
-def check_targets(targets, batch, num_queries, num_classes):
+def check_targets(targets: list[dict], batch: int, num_queries: int, num_classes: int) -> None:
     """Raise unless each image has objects that so many queries can find.
 
     Values are looked at where the targets are on the CPU; a GPU would wait.
@@ -182,15 +189,17 @@ def check_targets(targets, batch, num_queries, num_classes):
             _check_values(f"targets[{i}]", labels, boxes, num_classes)
 
 
-def _check_values(name, labels, boxes, num_classes):
+def _check_values(
+    name: str, labels: Int[Tensor, "n"], boxes: Float[Tensor, "n 4"], num_classes: int
+) -> None:
     """Raise unless labels are classes and boxes lie in the image and have an area.
 
     Parameters
     ----------
     name : str
         What an error calls the target.
-    labels : int Tensor, shape (n,)
-    boxes : Tensor, shape (n, 4)
+    labels : int Tensor
+    boxes : Tensor
         Centers and sizes in units of the image.
     num_classes : int
 
@@ -227,20 +236,25 @@ class HungarianMatcher:
         If all weights are zero; when called, if targets are not right or a cost is no number.
     """
 
-    def __init__(self, cost_class=1, cost_box=5, cost_giou=2):
+    def __init__(self, cost_class: float = 1, cost_box: float = 5, cost_giou: float = 2):
         if not any((cost_class, cost_box, cost_giou)):
             raise ValueError("cost_class, cost_box and cost_giou (0) must not all be 0")
         self.cost_class = cost_class
         self.cost_box = cost_box
         self.cost_giou = cost_giou
 
-    def class_cost(self, logits, labels):
+    def class_cost(
+        self, logits: Float[Tensor, "... B Q _"], labels: Int[Tensor, "B n"]
+    ) -> Float[Tensor, "... B Q n"]:
         """-p(class): logits (..., B, Q, K + 1) and labels (B, n) to (..., B, Q, n)."""
         index = labels[:, None].expand(*logits.shape[:-1], -1)  # (B, n) -> (..., B, Q, n)
         probabilities = logits.softmax(-1)  # (..., B, Q, K + 1)
         return -probabilities.gather(-1, index)
 
-    def cost(self, logits, boxes, labels, target_boxes):
+    def cost(
+        self, logits: Float[Tensor, "... B Q _"], boxes: Float[Tensor, "... B Q 4"],
+        labels: Int[Tensor, "B n"], target_boxes: Float[Tensor, "B n 4"],
+    ) -> Float[Tensor, "... B Q n"]:
         """The cost of each pair: (..., B, Q, n) for logits and boxes of B images."""
         boxes = boxes[..., None, :]  # (..., B, Q, 4) -> (..., B, Q, 1, 4)
         target_boxes = target_boxes[:, None]  # (B, n, 4) -> (B, 1, n, 4)
@@ -251,7 +265,10 @@ class HungarianMatcher:
                 - self.cost_giou * giou)
 
     @torch.no_grad()
-    def __call__(self, logits, boxes, targets):
+    def __call__(
+        self, logits: Float[Tensor, "... Q _"], boxes: Float[Tensor, "... Q 4"],
+        targets: list[dict],
+    ) -> list:
         """Match logits (B, Q, K + 1) and boxes (B, Q, 4) to the targets of B images.
 
         Returns a pair of int64 Tensors (n,) for each image: numbers of predictions, and of the
@@ -280,6 +297,26 @@ class HungarianMatcher:
         return matched if has_layers else matched[0]
 
 # %% ../nbs/42_detr.ipynb #loss
+class _Matches(NamedTuple):
+    """All M pairs of a query and an object that a matcher found, number by number."""
+
+    layer: torch.Tensor  # int64, (M,) each
+    image: torch.Tensor
+    query: torch.Tensor
+    object: torch.Tensor  # in its image
+
+
+def _gather_matches(matched: list, device: torch.device) -> _Matches:
+    """The `_Matches` of what a matcher returns: for each layer and image a pair of Tensors."""
+    rows = []
+    for layer, images in enumerate(matched):
+        for image, (queries, objects) in enumerate(images):
+            for query, found in zip(queries.tolist(), objects.tolist()):
+                rows.append((layer, image, query, found))
+    index = torch.tensor(rows, dtype=torch.long, device=device).view(-1, 4)
+    return _Matches(*index.unbind(1))
+
+
 class SetCriterion(nn.Module):
     """The loss of a set of predictions given a set of objects (Carion et al. 2020, eq. 2).
 
@@ -291,7 +328,8 @@ class SetCriterion(nn.Module):
         What "class", "box" and "giou" count in the total: 1, 5 and 2.
     no_object : float
         Weight of predictions that are matched to nothing.
-    matcher : HungarianMatcher, optional
+    matcher : callable, optional
+        `HungarianMatcher()` by default; `IdentityMatcher()` for noised objects.
 
     Raises
     ------
@@ -299,7 +337,10 @@ class SetCriterion(nn.Module):
         If `weights` has another name; when called, if there are not K + 1 logits.
     """
 
-    def __init__(self, num_classes, weights=None, no_object=0.1, matcher=None):
+    def __init__(
+        self, num_classes: int, weights: dict | None = None, no_object: float = 0.1,
+        matcher: Callable | None = None,
+    ):
         super().__init__()
         self.num_classes = num_classes
         self.no_object = no_object
@@ -313,7 +354,9 @@ class SetCriterion(nn.Module):
             matcher = HungarianMatcher()
         self.matcher = matcher
 
-    def class_loss(self, logits, classes, num_boxes):
+    def loss_labels(
+        self, logits: Float[Tensor, "L B Q _"], classes: Int[Tensor, "L B Q"]
+    ) -> Float[Tensor, "L"]:
         """Weighted cross-entropy, a mean: logits (L, B, Q, K + 1) and classes (L, B, Q) to (L).
 
         As in PyTorch, the mean divides by the sum of the weights; it is 0 if that is 0.
@@ -329,7 +372,35 @@ class SetCriterion(nn.Module):
         weight = class_weight[classes]  # (L, B, Q)
         return _safe_ratio((weight * nll).sum((1, 2)), weight.sum((1, 2)))
 
-    def forward(self, output, targets, num_boxes=None):
+    def loss_boxes(
+        self, boxes: Float[Tensor, "L B Q 4"], target_boxes: Float[Tensor, "B n 4"],
+        matches: _Matches, num_boxes: float,
+    ) -> tuple[Float[Tensor, "L"], Float[Tensor, "L"]]:
+        """L1 distance and 1 - GIoU of matched boxes: a sum over each layer, / `num_boxes`.
+
+        Parameters
+        ----------
+        boxes : Tensor
+        target_boxes : Tensor
+        matches : _Matches
+        num_boxes : float
+
+        Returns
+        -------
+        distance, giou : Tensor, shape (L,)
+        """
+        found = boxes[matches.layer, matches.image, matches.query]  # (M, 4)
+        wanted = target_boxes[matches.image, matches.object]  # (M, 4)
+        distance = (found - wanted).abs().sum(-1)  # (M,)
+        giou = generalized_box_iou(box_cxcywh_to_xyxy(found), box_cxcywh_to_xyxy(wanted))
+        zeros = boxes.new_zeros(len(boxes))  # (L,)
+        loss_box = zeros.index_add(0, matches.layer, distance) / num_boxes
+        loss_giou = zeros.index_add(0, matches.layer, 1 - giou) / num_boxes
+        return loss_box, loss_giou
+
+    def forward(
+        self, output: tuple, targets: list[dict], num_boxes: float | None = None
+    ) -> dict[str, Tensor]:
         """A dict of "class", "box" and "giou", each (L) for L decoder layers, and the "total".
 
         `num_boxes` divides what is summed over boxes: by default their number here, at least 1;
@@ -338,40 +409,33 @@ class SetCriterion(nn.Module):
         layers = [*output.aux_outputs, output]
         logits = upcast(torch.stack([layer.logits for layer in layers]))  # (L, B, Q, K + 1)
         boxes = upcast(torch.stack([layer.boxes for layer in layers]))  # (L, B, Q, 4)
-        matched = self.matcher(logits, boxes, targets)
-        labels, target_boxes = _pad_targets(targets, boxes)
-        pairs = []
-        for layer_number, layer_pairs in enumerate(matched):
-            for image_number, (i, j) in enumerate(layer_pairs):
-                layer = torch.full_like(i, layer_number)
-                image = torch.full_like(i, image_number)
-                pairs.append(torch.stack([layer, image, i, j]))
-        if pairs:
-            index = torch.cat(pairs, dim=1)  # (4, all matches)
-        else:  # without an image there is nothing to join
-            index = torch.empty(4, 0, dtype=torch.long)
-        layer, image, i, j = index.to(boxes.device)  # (all matches,) each
 
+        # match the objects to queries, in each layer anew (equation 1)
+        matched = self.matcher(logits, boxes, targets)
+        matches = _gather_matches(matched, boxes.device)
+        labels, target_boxes = _pad_targets(targets, boxes)  # (B, n) and (B, n, 4)
+
+        # each query is to name its object's class, or "no object"
         classes = torch.full_like(boxes[..., 0], self.num_classes, dtype=torch.long)
-        classes[layer, image, i] = labels[image, j]
-        found = boxes[layer, image, i]  # (all matches, 4)
-        wanted = target_boxes[image, j]
-        distance = (found - wanted).abs().sum(-1)  # (all matches,)
-        giou = generalized_box_iou(box_cxcywh_to_xyxy(found), box_cxcywh_to_xyxy(wanted))
+        wanted = labels[matches.image, matches.object]  # (M,)
+        classes[matches.layer, matches.image, matches.query] = wanted
+
+        # sum over layers and terms (equation 2)
         if num_boxes is None:
             num_boxes = sum(len(target["labels"]) for target in targets)
         num_boxes = max(1, num_boxes)
-        zeros = boxes.new_zeros(len(layers))
-        class_loss = self.class_loss(logits, classes, num_boxes)  # (L,) each
-        box_loss = zeros.index_add(0, layer, distance) / num_boxes
-        giou_loss = zeros.index_add(0, layer, 1 - giou) / num_boxes
-
-        terms = {"class": class_loss, "box": box_loss, "giou": giou_loss}
-        terms["total"] = sum(self.weights[name] * loss.sum() for name, loss in terms.items())
-        return terms
+        losses = {}
+        losses["class"] = self.loss_labels(logits, classes)  # (L,)
+        losses["box"], losses["giou"] = self.loss_boxes(
+            boxes, target_boxes, matches, num_boxes)  # (L,) each
+        total = 0
+        for name, weight in self.weights.items():
+            total = total + weight * losses[name].sum()
+        losses["total"] = total
+        return losses
 
 # %% ../nbs/42_detr.ipynb #sine
-def _check_fourths(**widths):
+def _check_fourths(**widths: int) -> None:
     """Raise a ValueError, with the name, unless all `widths` are positive multiples of 4.
 
     Positions are sines and cosines of rows and columns, of each as many.
@@ -382,12 +446,14 @@ def _check_fourths(**widths):
                              "cosines of rows and of columns")
 
 
-def sine_position_embedding(mask, dim, temperature=10000):
+def sine_position_embedding(
+    mask: Bool[Tensor, "B h w"], dim: int, temperature: float = 10000
+) -> Float[Tensor, "B h*w dim"]:
     """Sines and cosines of each place's row and column (Carion et al. 2020, section A.4).
 
     Parameters
     ----------
-    mask : bool Tensor, shape (B, h, w)
+    mask : bool Tensor
         True where there is image; rows and columns are counted there, from 1, and scaled such
         that the last is at 2π.
     dim : int
@@ -397,7 +463,7 @@ def sine_position_embedding(mask, dim, temperature=10000):
 
     Returns
     -------
-    float64 Tensor, shape (B, h·w, dim)
+    float64 Tensor
 
     Raises
     ------
@@ -430,7 +496,7 @@ class EncoderLayer(nn.Module):
     dropout : float
     """
 
-    def __init__(self, embed_dim, num_heads, dim_feedforward, dropout):
+    def __init__(self, embed_dim: int, num_heads: int, dim_feedforward: int, dropout: float):
         super().__init__()
         self.self_attn = MultiHeadAttention(embed_dim, num_heads, dropout=dropout)
         self.linear1 = nn.Linear(embed_dim, dim_feedforward)
@@ -439,13 +505,16 @@ class EncoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(embed_dim)
         self.dropout = nn.Dropout(dropout)
 
-    def mlp(self, x):
+    def mlp(self, x: Float[Tensor, "B N C"]) -> Float[Tensor, "B N C"]:
         """The position-wise network, tokens (B, N, embed_dim) to tokens."""
         x = self.linear1(x).relu()  # (B, N, embed_dim) -> (B, N, dim_feedforward)
         x = self.dropout(x)
         return self.linear2(x)  # -> (B, N, embed_dim)
 
-    def forward(self, x, positions, mask=None):
+    def forward(
+        self, x: Float[Tensor, "B N C"], positions: Float[Tensor, "_ N C"],
+        mask: Bool[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "B N C"]:
         """Tokens (B, N, C) to tokens, given their positions (B or 1, N, C)."""
         q = x + positions
         x = self.norm1(x + self.dropout(self.self_attn(q, q, x, mask=mask)))
@@ -464,12 +533,16 @@ class DecoderLayer(EncoderLayer):
 
     attention_class = MultiHeadAttention  # to the image
 
-    def __init__(self, embed_dim, num_heads, dim_feedforward, dropout):
+    def __init__(self, embed_dim: int, num_heads: int, dim_feedforward: int, dropout: float):
         super().__init__(embed_dim, num_heads, dim_feedforward, dropout)
         self.multihead_attn = self.attention_class(embed_dim, num_heads, dropout=dropout)
         self.norm3 = nn.LayerNorm(embed_dim)
 
-    def forward(self, x, queries, keys, memory, mask=None):
+    def forward(
+        self, x: Float[Tensor, "B Q C"], queries: Float[Tensor, "Q C"],
+        keys: Float[Tensor, "B N C"], memory: Float[Tensor, "B N C"],
+        mask: Bool[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "B Q C"]:
         """Tokens (B, Q, C) to tokens.
 
         The queries (Q, C) are their positions; keys are the memory (B, N, C) with its own.
@@ -490,7 +563,7 @@ class FrozenBatchNorm2d(nn.Module):
         Channels.
     """
 
-    def __init__(self, num_features):
+    def __init__(self, num_features: int):
         super().__init__()
         self.eps = 1e-5
         self.register_buffer("weight", torch.ones(num_features))
@@ -498,13 +571,15 @@ class FrozenBatchNorm2d(nn.Module):
         self.register_buffer("running_mean", torch.zeros(num_features))
         self.register_buffer("running_var", torch.ones(num_features))
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
         """A map (B, C, H, W) to a map."""
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias,
                             eps=self.eps)
 
 # %% ../nbs/42_detr.ipynb #frozen-conv
-def _frozen_conv(conv, norm, x):
+def _frozen_conv(
+    conv: nn.Module, norm: nn.Module, x: Float[Tensor, "B C H W"]
+) -> Float[Tensor, "B D Hp Wp"]:
     """A convolution and the frozen norm of its result, as one convolution if it can be.
 
     Where either is of another class or has a hook, as adapters and pruning add them, or the
@@ -515,11 +590,11 @@ def _frozen_conv(conv, norm, x):
     ----------
     conv : nn.Conv2d
     norm : FrozenBatchNorm2d
-    x : Tensor, shape (B, C, H, W)
+    x : Tensor
 
     Returns
     -------
-    Tensor, shape (B, D, H', W')
+    Tensor
     """
     if torch.compiler.is_compiling():  # a compiler joins the two itself
         return norm(conv(x))
@@ -536,7 +611,9 @@ def _frozen_conv(conv, norm, x):
                     dilation=conv.dilation, groups=conv.groups)
 
 
-def _residual_block(block, x):
+def _residual_block(
+    block: nn.Module, x: Float[Tensor, "B C H W"]
+) -> Float[Tensor, "B D Hp Wp"]:
     """A block of a ResNet of torchvision's: relu(shortcut + two or three convolutions).
 
     A block with a hook, or with another activation or shortcut, is called.
@@ -545,11 +622,11 @@ def _residual_block(block, x):
     ----------
     block : Module
         A BasicBlock or Bottleneck with frozen norms.
-    x : Tensor, shape (B, C, H, W)
+    x : Tensor
 
     Returns
     -------
-    Tensor, shape (B, D, H', W')
+    Tensor
     """
     if torch.compiler.is_compiling() or not is_plain(block, type(block)):
         return block(x)
@@ -585,7 +662,7 @@ class ResNet(nn.Module):
         If torchvision has no such model, or it is not a ResNet.
     """
 
-    def __init__(self, name="resnet50", dilation=False, in_chans=3):
+    def __init__(self, name: str = "resnet50", dilation: bool = False, in_chans: int = 3):
         with requires("detection"):
             from torchvision.models import get_model
         super().__init__()
@@ -608,7 +685,7 @@ class ResNet(nn.Module):
         self.conv1.requires_grad_(False)
         self.layer1.requires_grad_(False)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B C H W"]) -> list[Float[Tensor, "B _ _ _"]]:
         """Images (B, 3, H, W) to four maps, the last (B, 2048, H / 32, W / 32)."""
         x = x.contiguous(memory_format=torch.channels_last)  # which convolutions prefer
         x = _frozen_conv(self.conv1, self.bn1, x).relu_()  # (B, 3, H, W) -> (B, 64, H/2, W/2)
@@ -675,10 +752,13 @@ class DETR(nn.Module):
 
     family = "detr"
 
-    def __init__(self, num_classes, num_queries=100, num_encoder_layers=6,
-                 num_decoder_layers=6, backbone="resnet50", embed_dim=256, num_heads=8,
-                 dim_feedforward=2048, dropout=0.1, temperature=10000, *, dilation=False,
-                 in_chans=3):
+    def __init__(
+        self, num_classes: int, num_queries: int = 100, num_encoder_layers: int = 6,
+        num_decoder_layers: int = 6, backbone: str | nn.Module = "resnet50",
+        embed_dim: int = 256, num_heads: int = 8, dim_feedforward: int = 2048,
+        dropout: float = 0.1, temperature: float = 10000, *, dilation: bool = False,
+        in_chans: int = 3,
+    ):
         super().__init__()
         check_counts(num_classes=num_classes, num_queries=num_queries,
                      num_decoder_layers=num_decoder_layers, embed_dim=embed_dim,
@@ -713,57 +793,77 @@ class DETR(nn.Module):
         self.init_layers(self.encoder)
         self.init_layers(self.decoder)
 
-    def init_layers(self, layers):
+    def init_layers(self, layers: nn.Module) -> None:
         """Xavier-uniform matrices for the layers of the encoder or of the decoder."""
         for p in layers.parameters():
             if p.ndim > 1:
                 nn.init.xavier_uniform_(p)
 
-    def encode(self, x, mask=None):
-        """Tokens (B, N, C) of a projected map (B, C, h, w): memory, its keys, its mask."""
-        channels, height, width = x.shape[1:]
+    def positions(
+        self, x: Float[Tensor, "B C h w"], mask: Bool[Tensor, "B h w"] | None = None
+    ) -> Float[Tensor, "_ h*w C"]:
+        """Position embeddings (B or 1, N, C) of the places of a projected map (B, C, h, w)."""
         if mask is None:
-            seen = x.new_ones(1, height, width, dtype=torch.bool)
-            key_mask = None
-        else:
-            seen = mask  # (B, h, w)
-            key_mask = mask.flatten(1)[:, None, None]  # -> (B, 1, 1, N)
-        positions = sine_position_embedding(seen, channels, self.temperature)
-        positions = positions.to(x)  # (B or 1, N, C)
-        x = x.flatten(2)  # (B, C, h, w) -> (B, C, N)
-        x = x.transpose(1, 2)  # -> (B, N, C)
-        for layer in self.encoder:
-            x = layer(x, positions, key_mask)
-        keys = x + positions
-        return x, keys, key_mask
+            mask = x.new_ones(1, *x.shape[-2:], dtype=torch.bool)
+        return sine_position_embedding(mask, x.shape[1], self.temperature).to(x)
 
-    def decode(self, memory, keys, mask=None):
-        """Decoded queries (decoder layers, B, Q, C) of what `encode` returns; no anchors."""
+    def encode(
+        self, x: Float[Tensor, "B N C"], positions: Float[Tensor, "_ N C"],
+        mask: Bool[Tensor, "B 1 1 N"] | None = None,
+    ) -> Float[Tensor, "B N C"]:
+        """The memory (B, N, C): tokens (B, N, C) after the encoder's layers."""
+        for layer in self.encoder:
+            x = layer(x, positions, mask)
+        return x
+
+    def decode(
+        self, memory: Float[Tensor, "B N C"], positions: Float[Tensor, "_ N C"],
+        mask: Bool[Tensor, "B 1 1 N"] | None = None,
+    ) -> tuple[Float[Tensor, "layers B Q C"], Float[Tensor, "layers B Q 4"] | None]:
+        """Decoded queries (decoder layers, B, Q, C) that read the memory; no anchors.
+
+        The mask is True (B, 1, 1, N) where the memory has image.
+        """
         numbers = torch.arange(self.num_queries, device=memory.device)
         queries = self.query_embed(numbers)  # (Q, C)
-        decoded = []
+        keys = memory + positions  # (B, N, C)
         x = queries.new_zeros(len(memory), *queries.shape)  # (B, Q, C)
+        decoded = []
         for layer in self.decoder:
             x = layer(x, queries, keys, memory, mask)
             decoded.append(self.norm(x))
         return torch.stack(decoded), None
 
-    def forward_features(self, images, mask=None, **options):
+    def forward_features(
+        self, images: Tensor, mask: Tensor | None = None, **options
+    ) -> Features:
         """What the heads read: `Features` of images (B, 3, H, W); `options` go to `decode`."""
         check_images(images, mask)
+        # backbone
         maps = self.backbone(images)
-        projected = self.input_proj(maps[-1])
-        if mask is not None:  # a place has the mask of its first pixel
-            ones = mask[:, None].float()  # (B, H, W) -> (B, 1, H, W)
-            ones = F.interpolate(ones, projected.shape[-2:])  # -> (B, 1, h, w)
-            mask = ones[:, 0].bool()  # -> (B, h, w)
-        memory, keys, key_mask = self.encode(projected, mask)
-        decoded, anchors = self.decode(memory, keys, key_mask, **options)
+        # projection to the width of the Transformer
+        projected = self.input_proj(maps[-1])  # (B, C, h, w)
+        size = projected.shape[-2:]
+        key_mask = None
+        if mask is not None:
+            mask = _resize_mask(mask, size)  # (B, H, W) -> (B, h, w)
+            key_mask = mask.flatten(1)[:, None, None]  # -> (B, 1, 1, N)
+        # positions
+        positions = self.positions(projected, mask)  # (B or 1, N, C)
+        # encoder
+        x = projected.flatten(2)  # (B, C, h, w) -> (B, C, N)
+        x = x.transpose(1, 2)  # -> (B, N, C)
+        memory = self.encode(x, positions, key_mask)  # (B, N, C)
+        # decoder
+        decoded, anchors = self.decode(memory, positions, key_mask, **options)
         memory = memory.transpose(1, 2)  # (B, N, C) -> (B, C, N)
-        memory = memory.unflatten(2, projected.shape[-2:])  # -> (B, C, h, w)
+        memory = memory.unflatten(2, size)  # -> (B, C, h, w)
         return Features(decoded, memory, maps, projected, mask, anchors)
 
-    def forward_head(self, decoded, anchors=None):
+    def forward_head(
+        self, decoded: Float[Tensor, "layers B Q C"],
+        anchors: Float[Tensor, "layers B Q 4"] | None = None,
+    ) -> Output:
         """The `Output` for decoded queries (decoder layers, B, Q, embed_dim).
 
         With anchors (decoder layers, B, Q, 4) the head says how boxes differ from them.
@@ -778,12 +878,16 @@ class DETR(nn.Module):
             aux_outputs.append(Output(layer_logits, layer_boxes, aux_outputs=[]))
         return Output(logits[-1], boxes[-1], aux_outputs)
 
-    def forward(self, images, mask=None):
+    def forward(self, images: Tensor, mask: Tensor | None = None) -> Output:
         """The `Output` for images (B, 3, H, W); the mask (B, H, W) is True in the image."""
+        # backbone, projection, positions, encoder, decoder
         features = self.forward_features(images, mask)
+        # heads
         return self.forward_head(features.decoded, features.anchors)
 
-    def attention_maps(self, images, mask=None):
+    def attention_maps(
+        self, images: Tensor, mask: Tensor | None = None
+    ) -> list[Float[Tensor, "B heads Q h w"]]:
         """The attention of queries, for each decoder layer: a list of (B, heads, Q, h, w).
 
         With a mask, a map covers the padded image and is 0 in the padding. Before it is drawn
@@ -791,18 +895,28 @@ class DETR(nn.Module):
         """
         with torch.no_grad(), record_attention() as maps:
             memory = self.forward_features(images, mask).memory
-        own = maps[-2 * len(self.decoder) :]  # a backbone may have attention of its own
-        cross = own[1::2]  # self- and cross-attention take turns
-        return [weights.unflatten(-1, memory.shape[-2:]) for weights in cross]
+        size = memory.shape[-2:]
+        of_decoder = maps[-2 * len(self.decoder) :]  # the last; a backbone may attend as well
+        cross = of_decoder[1::2]  # self- and cross-attention take turns
+        return [weights.unflatten(-1, size) for weights in cross]
+
+
+def _resize_mask(
+    mask: Bool[Tensor, "B H W"], size: Sequence[int]
+) -> Bool[Tensor, "B h w"]:
+    """A mask (B, H, W) as (B, h, w) of that size: a place has the mask of its first pixel."""
+    ones = mask[:, None].float()  # (B, H, W) -> (B, 1, H, W)
+    ones = F.interpolate(ones, size)  # -> (B, 1, h, w)
+    return ones[:, 0].bool()  # -> (B, h, w)
 
 # %% ../nbs/42_detr.ipynb #check-images
-def check_images(images, mask):
+def check_images(images: Tensor, mask: Tensor | None) -> None:
     """Raise unless these are images, and a mask that fits them.
 
     Parameters
     ----------
-    images : Tensor, shape (B, C, H, W)
-    mask : bool Tensor, shape (B, H, W), or None
+    images : Tensor
+    mask : bool Tensor, or None
         True where there is image.
 
     Raises
@@ -820,13 +934,13 @@ def check_images(images, mask):
 
 # %% ../nbs/42_detr.ipynb #postprocess
 @torch.no_grad()
-def postprocess(output, sizes):
+def postprocess(output: tuple, sizes: Tensor | Sequence) -> list[dict]:
     """Scores, labels and boxes in pixels.
 
     Parameters
     ----------
     output : Output
-    sizes : int Tensor, shape (B, 2)
+    sizes : int Tensor
         Heights and widths of the images, without padding.
 
     Returns
@@ -874,7 +988,7 @@ class SmallBackbone(nn.Sequential):
         Channels after each of them. With four the last map has an eighth of the image's side.
     """
 
-    def __init__(self, widths=(24, 48, 64, 64)):
+    def __init__(self, widths: Sequence[int] = (24, 48, 64, 64)):
         super().__init__()
         in_chans = 3
         for i, width in enumerate(widths):
@@ -885,7 +999,7 @@ class SmallBackbone(nn.Sequential):
             in_chans = width
         self.num_channels = list(widths)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B 3 H W"]) -> list[Float[Tensor, "B _ _ _"]]:
         """Images (B, 3, H, W) to the maps after each convolution."""
         maps = []
         for layer in self:
@@ -894,7 +1008,9 @@ class SmallBackbone(nn.Sequential):
         return maps
 
 
-def small_detr(num_classes, detector=DETR, temperature=10000):
+def small_detr(
+    num_classes: int, detector: type[DETR] = DETR, temperature: float = 10000
+) -> DETR:
     """A detector for scenes of 48 × 48 pixels: a `DETR`, or `BoxQueryDETR`, with 10 queries.
 
     Parameters
@@ -920,7 +1036,11 @@ class _PlacedAttention(MultiHeadAttention):
     2022). It is constructed as `MultiHeadAttention` is.
     """
 
-    def forward(self, x, memory, near, far, mask=None):
+    def forward(
+        self, x: Float[Tensor, "B Q C"], memory: Float[Tensor, "B N C"],
+        near: Float[Tensor, "B Q C"], far: Float[Tensor, "_ N C"],
+        mask: Bool[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "B Q C"]:
         """Attend from x (B, Q, C) to a memory (B, N, C): a Tensor (B, Q, C).
 
         The queries' places are `near` (B, Q, C), those of the memory `far` (B or 1, N, C).
@@ -947,14 +1067,19 @@ class AnchorDecoderLayer(DecoderLayer):
 
     attention_class = _PlacedAttention
 
-    def __init__(self, embed_dim, num_heads, dim_feedforward, dropout):
+    def __init__(self, embed_dim: int, num_heads: int, dim_feedforward: int, dropout: float):
         super().__init__(embed_dim, num_heads, dim_feedforward, dropout)
         self.query_place = nn.Linear(embed_dim, embed_dim, bias=False)
         self.key_place = nn.Linear(embed_dim, embed_dim, bias=False)
         self.scale = nn.Sequential(nn.Linear(embed_dim, embed_dim), nn.ReLU(),
                                    nn.Linear(embed_dim, embed_dim))
 
-    def forward(self, x, queries, anchors, memory, places, mask=None, groups=None):
+    def forward(
+        self, x: Float[Tensor, "B Q C"], queries: Float[Tensor, "B Q C"],
+        anchors: Float[Tensor, "B Q C"], memory: Float[Tensor, "B N C"],
+        places: Float[Tensor, "_ N C"], mask: Bool[Tensor, "..."] | None = None,
+        groups: Bool[Tensor, "Q Q"] | None = None,
+    ) -> Float[Tensor, "B Q C"]:
         """Tokens (B, Q, C) to tokens.
 
         Beside the queries (B, Q, C) of self-attention there are the sines of the anchors'
@@ -969,12 +1094,14 @@ class AnchorDecoderLayer(DecoderLayer):
         return self.norm3(x + self.dropout(self.mlp(x)))
 
 
-def anchor_sines(boxes, dim, temperature):
+def _sine_box_embedding(
+    boxes: Float[Tensor, "B Q 4"], dim: int, temperature: float
+) -> Float[Tensor, "B Q _"]:
     """Sines of y, x, h, w of boxes, ordered as in `sine_position_embedding`.
 
     Parameters
     ----------
-    boxes : Tensor, shape (B, Q, 4)
+    boxes : Tensor
         Centers and sizes in units of the image.
     dim : int
         Numbers for each of two coordinates, a multiple of 4.
@@ -1008,7 +1135,9 @@ class BoxQueryDETR(DETR):
         As in `DETR`.
     """
 
-    def __init__(self, num_classes, num_queries=100, temperature=20, **options):
+    def __init__(
+        self, num_classes: int, num_queries: int = 100, temperature: float = 20, **options
+    ):
         super().__init__(num_classes, num_queries, temperature=temperature, **options)
         plain = self.decoder  # the layers of `DETR`, which are replaced
         dim = self.norm.normalized_shape[0]
@@ -1028,7 +1157,9 @@ class BoxQueryDETR(DETR):
             nn.init.zeros_(p)
         self.init_layers(self.decoder)
 
-    def start(self, batch, noised=None):
+    def start(
+        self, batch: int, noised: dict[str, Tensor] | None = None
+    ) -> tuple[Int[Tensor, "B Q"], Float[Tensor, "B Q 4"], Bool[Tensor, "Q Q"] | None]:
         """Labels (B, Q) and boxes (B, Q, 4) of the queries; who sees whom, (Q, Q), or None."""
         device = next(self.parameters()).device
         numbers = torch.arange(self.num_queries, device=device)
@@ -1049,7 +1180,10 @@ class BoxQueryDETR(DETR):
         boxes = torch.cat([boxes, noised_boxes], dim=1)
         return labels, boxes, seen
 
-    def decode(self, memory, keys, mask=None, noised=None):
+    def decode(
+        self, memory: Float[Tensor, "B N C"], positions: Float[Tensor, "_ N C"],
+        mask: Bool[Tensor, "B 1 1 N"] | None = None, noised: dict[str, Tensor] | None = None,
+    ) -> tuple[Float[Tensor, "layers B Q C"], Float[Tensor, "layers B Q 4"]]:
         """Decoded queries (decoder layers, B, Q, C), and the anchors (decoder layers, B, Q, 4)
         that each layer starts from.
 
@@ -1062,23 +1196,30 @@ class BoxQueryDETR(DETR):
         anchors = []
         for layer in self.decoder:
             anchors.append(boxes)
-            sines = anchor_sines(boxes, width, self.temperature)  # (B, Q, 2 C)
+            # the anchors' sines: of their centers for attention, of all four for the queries
+            sines = _sine_box_embedding(boxes, width, self.temperature)  # (B, Q, 2 C)
             centers = sines[..., :width]  # (B, Q, C)
             queries = self.query_mlp(sines)  # (B, Q, 2 C) -> (B, Q, C)
-            places = keys - memory  # (B, N, C), the positions that keys have in addition
-            x = layer(x, queries, centers, memory, places, mask=mask, groups=groups)
+            # a decoder layer
+            x = layer(x, queries, centers, memory, positions, mask=mask, groups=groups)
             decoded.append(self.norm(x))
-            with torch.no_grad():  # no gradient passes from a layer's boxes to those before
+            # the box moves; no gradient passes from a layer's boxes to those before
+            with torch.no_grad():
                 step = self.bbox_embed(decoded[-1])
                 boxes = (upcast(boxes).logit(1e-3) + step).sigmoid().to(boxes)
         return torch.stack(decoded), torch.stack(anchors)
 
-    def forward_head(self, decoded, anchors):
+    def forward_head(
+        self, decoded: Float[Tensor, "layers B Q C"], anchors: Float[Tensor, "layers B Q 4"]
+    ) -> Output:
         """The `Output` for decoded queries and their anchors, as `decode` returns them."""
         return super().forward_head(decoded, anchors)
 
-    def forward(self, images, mask=None, noised=None):
-        """The `Output` for images (B, 3, H, W), and with `noised` queries theirs as a second.
+    def forward(
+        self, images: Tensor, mask: Tensor | None = None,
+        noised: dict[str, Tensor] | None = None,
+    ) -> "BoxQueryOutput":
+        """The `BoxQueryOutput` for images (B, 3, H, W), and for `noised` objects if given.
 
         `noised` is a dict of "labels" (B, copies, n) and "boxes" (B, copies, n, 4).
         """
@@ -1087,28 +1228,25 @@ class BoxQueryDETR(DETR):
         anchors = features.anchors  # (decoder layers, B, Q + copies n, 4)
         own = self.num_queries
         found = self.forward_head(decoded[:, :, :own], anchors[:, :, :own])
-        if noised is None:
-            return found
-        restored = self.forward_head(decoded[:, :, own:], anchors[:, :, own:])
-        return [found, restored]
+        denoised = None
+        if noised is not None:
+            denoised = self.forward_head(decoded[:, :, own:], anchors[:, :, own:])
+        return BoxQueryOutput(found.logits, found.boxes, found.aux_outputs, denoised)
 
 
-class AnchorDETR(BoxQueryDETR):
-    """The former name of `BoxQueryDETR`; "Anchor DETR" is another paper's model (Wang et al.
-    2022).
+class BoxQueryOutput(NamedTuple):
+    """What `BoxQueryDETR` says: `Output`, and what it makes of noised objects."""
 
-    Parameters
-    ----------
-    *arguments, **options
-        As in `BoxQueryDETR`.
-    """
-
-    def __init__(self, *arguments, **options):
-        warnings.warn("AnchorDETR is now BoxQueryDETR", DeprecationWarning, stacklevel=2)
-        super().__init__(*arguments, **options)
+    logits: torch.Tensor  # (B, Q, num_classes + 1)
+    boxes: torch.Tensor  # (B, Q, 4)
+    aux_outputs: list
+    denoised: Output | None  # of copies · n queries; None if no objects were given
 
 # %% ../nbs/42_detr.ipynb #slow-noise
-def noised_targets(targets, num_classes, copies=3, shift=0.4, flip=0.2):
+def noised_targets(
+    targets: list[dict], num_classes: int, copies: int = 3, shift: float = 0.4,
+    flip: float = 0.2,
+) -> tuple[dict, list[dict]]:
     """Copies of the objects for `BoxQueryDETR` to restore, and what they are to become.
 
     Parameters
@@ -1173,7 +1311,10 @@ def noised_targets(targets, num_classes, copies=3, shift=0.4, flip=0.2):
 class IdentityMatcher:
     """A matcher for `SetCriterion` that gives object i to query i."""
 
-    def __call__(self, logits, boxes, targets):
+    def __call__(
+        self, logits: Float[Tensor, "... Q _"], boxes: Float[Tensor, "... Q 4"],
+        targets: list[dict],
+    ) -> list:
         """The numbers of queries and of objects, as `HungarianMatcher` returns them."""
         check_targets(targets, boxes.shape[-3], boxes.shape[-2], logits.shape[-1] - 1)
         matched = []

@@ -255,8 +255,9 @@ def loss_function(num_classes, copies):
         if not copies:
             return len(images) * matched(model(images), targets)["total"], len(images)
         noised, wanted = noised_targets(targets, num_classes, copies)
-        output, second = model(images, noised=noised)
-        total = matched(output, targets)["total"] + restored(second, wanted)["total"]
+        output = model(images, noised=noised)
+        total = matched(output, targets)["total"]
+        total = total + restored(output.denoised, wanted)["total"]
         return len(images) * total, len(images)
 
     return loss

@@ -40,7 +40,8 @@ def classifier(name):
 
 def small_classifier(name):
     """A row of the table of recipes at the size for CIFAR, and images for it."""
-    model = SMALL[name][0](in_chans=3, num_classes=10, **SMALL[name][3])
+    row = SMALL[name]
+    model = row.model_class(in_chans=3, num_classes=10, **row.cifar)
     return model.train(), lambda batch: torch.zeros(batch, 3, 32, 32)
 
 

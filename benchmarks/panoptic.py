@@ -27,6 +27,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from scipy import ndimage
 
+from attnlib import data, detr, panoptic
 from attnlib.data import box_targets
 from attnlib.detr import (
     DETR,
@@ -41,20 +42,21 @@ from attnlib.models import create_model, load_pretrained
 from attnlib.panoptic import (
     PanopticDETR,
     confident_queries,
-    label_maps,
     mask_loss,
     panoptic_postprocess,
     panoptic_quality,
-    panoptic_scenes,
-    small_panoptic,
 )
 from attnlib.train import fit, shuffled_batches
 from benchmarks import runner, timing
 from benchmarks.detr import peer_config
 from benchmarks.records import write_record
-from benchmarks.runner import Commands, Runs
+from benchmarks.runner import Commands, Runs, cells
 from benchmarks.timing import OPTIMIZED, OURS
 
+CHAPTER = cells("43_panoptic", ["scenes"], data, detr, panoptic)
+panoptic_scenes = CHAPTER["panoptic_scenes"]
+label_maps = CHAPTER["label_maps"]
+small_panoptic = CHAPTER["small_panoptic"]
 SEEDS = (0, 1, 2)
 SIZE = 48
 THINGS = range(4)

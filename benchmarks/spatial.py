@@ -15,11 +15,11 @@ training scenes; photographs and digits of the test scenes are not in the traini
 """
 
 import collections
+import contextlib
 import shutil
 from functools import partial
 from pathlib import Path
 
-import nbformat
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -42,21 +42,18 @@ from attnlib.models import open_picture
 from attnlib.spatial import (
     AttentiveConvnet,
     Captioner,
+    ConvEncoder,
     Draw,
     HardAttention,
-    PlaceEncoder,
     SoftAttention,
     caption_loss,
-    changed_attention,
     draw_loss,
     reinforce_loss,
-    weight_on_objects,
 )
 from attnlib.train import fit, shuffled_batches
 from benchmarks.corpora import encode_captions, flickr8k
 from benchmarks.detr import bright_parts, stamp
-from benchmarks.runner import Commands, Runs, save_half
-from tools.notebooks import NBS, code_of
+from benchmarks.runner import Commands, Runs, cells, save_half
 
 BATCH = 64
 SEEDS = (0, 1, 2)
@@ -74,6 +71,15 @@ CONTESTANTS = {  # attention, penalty
 CORRELATIONS = {"correlated": 0.9, "independent": 0.5, "balanced": 0.9}
 SINGULAR = tuple(KINDS)
 RED, BLUE = (CAPTION_WORDS.index(word) for word in ("red", "blue"))
+
+
+def page_cells(*names):
+    """The names that some cells of the chapter define."""
+    return cells("45_spatial", names, data, spatial, contextlib)
+
+
+changed_attention = page_cells("changed-attention")["changed_attention"]
+weight_on_objects = page_cells("on-objects")["weight_on_objects"]
 
 
 def pixels(images):
@@ -98,11 +104,13 @@ def loss_function(penalty=0.0, baseline=None):
         images, captions = batch
         tokens = captions[:, :-1]
         targets = captions[:, 1:]
-        logits, weights, *looks = model(images, tokens)
-        if looks:
-            found = reinforce_loss(logits, targets, *looks, baseline)
+        output = model(images, tokens)
+        if output.log_prob is None:
+            found = caption_loss(output.logits, targets, output.weights, penalty)
         else:
-            found = caption_loss(logits, targets, weights, penalty)
+            found = reinforce_loss(
+                output.logits, targets, output.log_prob, output.entropy, baseline
+            )
         return len(images) * found, len(images)
 
     return loss
@@ -134,7 +142,7 @@ def exact(written, captions):
 @torch.no_grad()
 def looks(model, scenes):
     """At the words that name color and kind: weight on the object, and is the peak on it?"""
-    weights = model.eval()(pixels(scenes["image"]), scenes["caption"][:, :-1])[1]
+    weights = model.eval()(pixels(scenes["image"]), scenes["caption"][:, :-1]).weights
     mass, peak, area = weight_on_objects(weights, scenes["mask"])
     named = scenes["named"][:, 1:]
     found = {"chance": round(area.mean().item(), 4)}
@@ -176,7 +184,7 @@ def interventions(model, scenes):
     differ = (scenes["color"][:, 0] != scenes["color"][:, 1]).nonzero()[:, 0]
     moved = on_other({key: x[differ] for key, x in scenes.items()})
     with changed_attention(model, lambda weights: moved):  # at "a" and at the first color
-        logits = model.eval()(images[differ], captions[differ, :2])[0][:, 1]
+        logits = model.eval()(images[differ], captions[differ, :2]).logits[:, 1]
     word = logits.argmax(-1) - CAPTION_WORDS.index("red")
     for name, i in (("stays", 0), ("follows", 1)):
         found[name] = round((word == scenes["color"][differ, i]).float().mean().item(), 4)
@@ -343,12 +351,12 @@ def named_red(model, scenes, change=None):
     n = torch.arange(len(tokens), device=tokens.device)
     at = (scenes["named"] == scenes["subject"][:, None]).int().argmax(1) - 1  # the step
     if change is None:
-        logits, weights = model.eval()(pixels(scenes["image"]), tokens[:, :-1])
+        output = model.eval()(pixels(scenes["image"]), tokens[:, :-1])
     else:
         with changed_attention(model, change):
-            logits, weights = model.eval()(pixels(scenes["image"]), tokens[:, :-1])
-    logits = logits[n, at]
-    return logits[:, RED] > logits[:, BLUE], weights[n, at]
+            output = model.eval()(pixels(scenes["image"]), tokens[:, :-1])
+    logits = output.logits[n, at]
+    return logits[:, RED] > logits[:, BLUE], output.weights[n, at]
 
 
 def on_subject(scenes):
@@ -477,12 +485,12 @@ class Flickr(Runs):
             images = photographs(paths, size)
             which = torch.tensor([i for i, some in enumerate(captions) for _ in some])
             torch.manual_seed(0)
-            model = Captioner(len(words), PlaceEncoder(256, size), hidden_dim=256)
+            model = Captioner(len(words), ConvEncoder(256, size), hidden_dim=256)
 
             def loss(model, batch):
                 rows, captions = batch
-                logits, _ = model(images[rows.cpu()].to(rows.device), captions[:, :-1])
-                return len(rows) * caption_loss(logits, captions[:, 1:]), len(rows)
+                output = model(images[rows.cpu()].to(rows.device), captions[:, :-1])
+                return len(rows) * caption_loss(output.logits, captions[:, 1:]), len(rows)
 
             history = trained(model, which, tokens, loss=loss, steps=steps, lr=1e-3, seed=0)
             unseen, truth = flickr8k(self.folder, "test")
@@ -511,7 +519,7 @@ def longer(folder, tiny):
         torch.manual_seed(0)
         model = Captioner(
             len(CAPTION_WORDS),
-            PlaceEncoder(64 if tiny else 256, size),
+            ConvEncoder(64 if tiny else 256, size),
             attention=CONTESTANTS[name][0],
             hidden_dim=16 if tiny else 384,
         )
@@ -532,20 +540,11 @@ ATTEND = (8000, 4000, 6000)  # pictures drawn; of the last two only the hard one
 ATTEND_STEPS = 700
 LONGER_POOLS = ("additive", "max")
 GLIMPSE_RATES = {"attend": (1e-3, 3e-3), "channels": (5e-4, 1e-3), "draw": (3e-3, 1e-2, 2e-2)}
-DRAW = dict(image_size=16, steps=8, hidden_dim=64, latent_dim=8)
+DRAW = dict(img_size=16, steps=8, hidden_dim=64, latent_dim=8)
 GLIMPSES = {"attention": 5, "whole image": None}
 DRAW_STEPS = 1500
 CHANNEL_STEPS = 1200
 GLIMPSE_BATCH = {"attend": 32, "channels": 32, "draw": 64}
-
-
-def cells(*names):
-    """What some cells of the chapter define."""
-    found = {**vars(data), **vars(spatial)}
-    sources = {cell.id: cell for cell in nbformat.read(NBS / "45_spatial.ipynb", 4).cells}
-    for name in names:
-        exec(code_of(sources[name]), found)
-    return found
 
 
 def as_bytes(images):
@@ -575,7 +574,7 @@ def small_gray(images, size=16):
 # --- attend -----------------------------------------------------------------------------------
 def attend_parts(counts):
     """Pictures, questions, labels and masks for training, validation and test."""
-    made = cells("asked-scenes")
+    made = page_cells("asked-scenes")
     splits = ("train", "train", "test")
     found = []
     for seed, (count, split) in enumerate(zip(counts, splits)):
@@ -654,7 +653,7 @@ class Attend(Runs):
 
     def baseline(self):
         def make():
-            palette = cells("asked-scenes")["PALETTE"]
+            palette = page_cells("asked-scenes")["PALETTE"]
             stamps = [color_stamps(part, palette) for part in self.parts]
             pairs = [(x[:3000], part["label"][:3000]) for x, part in zip(stamps, self.parts)]
             return svm_accuracy(*pairs)
@@ -700,7 +699,7 @@ class Drawings(Runs):
     def __init__(self, path, minutes, tiny):
         super().__init__(path, minutes, runs=[], baselines=[])
         self.tiny = tiny
-        make = cells("placed-digits")["placed_digits"]
+        make = page_cells("placed-digits")["placed_digits"]
         counts = (80, 40, 40) if tiny else (20_000, 500, 1000)
         splits = ("train", "train", "test")
         self.parts = [make(n, s, seed=seed) for seed, (n, s) in enumerate(zip(counts, splits))]
@@ -800,7 +799,7 @@ class Channels(Runs):
     def __init__(self, path, minutes, tiny):
         super().__init__(path, minutes, runs=[], baselines=[])
         self.tiny = tiny
-        self.made = cells("gated-convnet")
+        self.made = page_cells("gated-convnet")
         counts = (40, 40, 200) if tiny else (8000, 1000, 2000)
         splits = ("train", "train", "test")
         self.parts = []

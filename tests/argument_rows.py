@@ -673,12 +673,12 @@ LAYERS = {
             ),
         ],
     ),
-    "spatial.PlaceEncoder": Row(dict(), dict(dim=32, img_size=48), state),
+    "spatial.ConvEncoder": Row(dict(), dict(dim=32, img_size=48), state),
     "spatial.Captioner": Row(
         dict(vocab_size=20, hidden_dim=8, max_length=8),
         dict(
             vocab_size=21,
-            encoder=spatial.PlaceEncoder(32),
+            encoder=spatial.ConvEncoder(32),
             attention=spatial.HardAttention,
             hidden_dim=6,
             max_length=5,
@@ -700,13 +700,13 @@ LAYERS = {
         state,
     ),
     "spatial.FilterBank": Row(
-        dict(image_size=8, glimpse=3),
-        dict(image_size=10, glimpse=4),
+        dict(img_size=8, glimpse=3),
+        dict(img_size=10, glimpse=4),
         lambda m: m.filters(torch.zeros(1, 5)),
     ),
     "spatial.Draw": Row(
-        dict(image_size=8, steps=2, glimpse=3, hidden_dim=8, latent_dim=3),
-        dict(image_size=10, steps=3, glimpse=None, hidden_dim=6, latent_dim=4),
+        dict(img_size=8, steps=2, glimpse=3, hidden_dim=8, latent_dim=3),
+        dict(img_size=10, steps=3, glimpse=None, hidden_dim=6, latent_dim=4),
         trained(image(8, 1), call=lambda m, x: m(x).canvas),
     ),
     "spatial.SqueezeExcite": Row(
@@ -1123,10 +1123,6 @@ FUNCTIONS |= {
             pad_id=7,
         ),
     ),
-    "spatial.weight_on_objects": Row(
-        dict(weights=numbers(2, 5, 16).softmax(-1), masks=numbers(2, 3, 8, 8) > 0),
-        dict(weights=numbers(2, 5, 16, seed=1).softmax(-1), masks=numbers(2, 3, 8, 8) < 0),
-    ),
     "spatial._reduced_channels": Row(
         dict(channels=64, rd_ratio=0.25, rd_divisor=8),
         dict(channels=32, rd_ratio=0.5, rd_divisor=32),
@@ -1454,7 +1450,6 @@ FUNCTIONS |= {
     "panoptic.confident_queries": Row(
         dict(logits=5 * LOGITS), dict(logits=LOGITS, threshold=0.1)
     ),
-    "panoptic.panoptic_scenes": Row(dict(count=2), dict(count=3, split="test", seed=1)),
     "train.learning_rate, 2": Row(
         dict(step=3, steps=10, warmup=0, schedule="inverse_sqrt"), dict(schedule="constant")
     ),
@@ -1748,6 +1743,7 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     cost.TrainingMemory
     data.cifar
     data.multi30k
+    detr.BoxQueryOutput
     detr.Features
     detr.Output
     flash.compile_for
@@ -1762,7 +1758,7 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     models.fetch_weights
     panoptic.PanopticOutput
     plot.show
-    recipes.train_processes
+    recipes.SmallRun
     scaling.Workers
     scaling.copy_to_group
     scaling.ring_all_reduce
@@ -1770,7 +1766,10 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     scaling.shard_module
     scaling.sum_gradient
     scaling.tensor_parallel
-    spatial.Drawing
+    spatial.AttentionOutput
+    spatial.CaptionerOutput
+    spatial.DrawOutput
+    spatial.Window
     swin.WindowLayout
     train.load_checkpoint
     train._prepare

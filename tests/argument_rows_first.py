@@ -585,7 +585,7 @@ def residual(seed=0):
 
 
 FIRST |= {
-    "detr.anchor_sines": Row(
+    "detr._sine_box_embedding": Row(
         dict(boxes=BOXES[None], dim=8, temperature=20),
         dict(boxes=BOXES[None].flip(1), dim=12, temperature=10000),
     ),

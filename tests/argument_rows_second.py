@@ -46,6 +46,7 @@ from attnlib import (
     detr,
     flash,
     gpt,
+    panoptic,
     scaling,
     spatial,
     swin,
@@ -715,11 +716,11 @@ SECOND |= {
     ),
     "spatial.draw_loss": Row(
         dict(
-            drawing=spatial.Drawing(numbers(2, 3, 8, 8), numbers(2, 3), None),
+            drawing=spatial.DrawOutput(numbers(2, 3, 8, 8), numbers(2, 3), None),
             images=(image(8, 1, 2) > 0).float(),
         ),
         dict(
-            drawing=spatial.Drawing(numbers(2, 3, 8, 8), 2 * numbers(2, 3), None),
+            drawing=spatial.DrawOutput(numbers(2, 3, 8, 8), 2 * numbers(2, 3), None),
             images=(image(8, 1, 2) < 0).float(),
         ),
     ),
@@ -759,8 +760,6 @@ SECOND |= {
         dict(joint_softmax=False, num_classes=7),
         of_panoptic,
     ),
-    "panoptic.small_panoptic": Row(dict(), dict(joint_softmax=True), of_panoptic),
-    "panoptic.masks_to_boxes": Row(dict(masks=BANDS), dict(masks=~BANDS)),
     "panoptic._check_masks": Row(
         dict(targets=MASKED), dict(targets=Fails([dict(MASKED[0], masks=SPOTS)], "masks"))
     ),
@@ -799,10 +798,6 @@ SECOND |= {
             things=[1],
         ),
     ),
-    "panoptic.label_maps": Row(
-        dict(scenes=LABELED),
-        dict(scenes=LABELED | dict(label=torch.tensor([[2, 1, 0]]))),
-    ),
     "panoptic._match_segments": Row(
         dict(prediction=PREDICTION, truth=PREDICTION),
         dict(prediction=OTHER_PREDICTION, truth=OTHER_PREDICTION),
@@ -812,7 +807,7 @@ SECOND |= {
         dict(matched=[([0, 2], None)], logits=numbers(1, 4, 6)),
         dict(matched=[([1], None)], logits=numbers(1, 5, 6)),
     ),
-    "panoptic.mean_quality": Row(
+    "panoptic._mean_quality": Row(
         dict(classes=TWO_CLASSES), dict(classes={0: dict(pq=0.1, sq=0.2, rq=0.3)})
     ),
     "panoptic.overlaps": Row(
@@ -820,7 +815,9 @@ SECOND |= {
         dict(a=OTHER_PREDICTION[0], b=OTHER_PREDICTION[0]),
         lambda found: sorted(found.items()),
     ),
-    "panoptic.quality": Row(dict(iou=3.0, tp=4, fp=2, fn=2), dict(iou=2.0, tp=5, fp=3, fn=1)),
+    "panoptic._class_quality": Row(
+        dict(counts=panoptic._Counts(3.0, 4, 2, 2)), dict(counts=panoptic._Counts(2.0, 5, 3, 1))
+    ),
 }
 
 # --- training and practice --------------------------------------------------------------------
@@ -986,9 +983,9 @@ SECOND |= {
         dict(model=VIT, data=PAIR),
         dict(model=OTHER_VIT, data=(PICTURES, LABELS * 0 + 1)),
     ),
-    "recipes.cross_entropy": Row(
-        dict(model=VIT, images=PICTURES, labels=LABELS),
-        dict(model=OTHER_VIT, images=2 * PICTURES, labels=LABELS.flip(0)),
+    "recipes.classification_loss": Row(
+        dict(model=VIT, batch=(PICTURES, LABELS)),
+        dict(model=OTHER_VIT, batch=(2 * PICTURES, LABELS.flip(0))),
     ),
     "recipes.distill": Row(
         dict(student=VIT, teacher=OTHER_VIT, train=PAIR, test=PAIR, steps=3)
@@ -1007,10 +1004,10 @@ SECOND |= {
         dict(model=words()[1][0], tokenizer=words()[0], part=PARTS["train"]),
         dict(max_length=Fails(0, "max_length")),
     ),
-    "recipes.small_run": Row(
+    "recipes._small_run": Row(
         dict(model="vit", data="digits"),
         dict(model="swin", data=Fails("mnist", "data")),
-        lambda found: [found[0].func.__name__, found[0].keywords, found[1], found[2]],
+        lambda found: [found[0].func.__name__, found[0].keywords, *found[1:]],
     ),
     "recipes.train_classifier": Row(
         CLASSIFY,
@@ -1021,7 +1018,7 @@ SECOND |= {
             steps=5,
             batch_size=3,
             lr=0.01,
-            loss=lambda model, images, labels: model(images).square().sum(),
+            loss_fn=lambda model, batch: (model(batch[0]).square().sum(), len(batch[0])),
             augment=torch.neg,
             log_every=2,
         ),
@@ -1113,15 +1110,6 @@ def other_modes(manager):
     return inside, modes(model)
 
 
-def as_it_reads(manager):
-    """What a `Captioner` reads within a block."""
-    model = manager.kwds["model"]
-    scores = model.attend.scores
-    with manager, torch.no_grad():
-        width, hidden = scores.key_proj.in_features, scores.query_proj.in_features
-        return model.attend(numbers(3, 8, width), numbers(3, hidden))
-
-
 def own_numbers(own):
     """Random numbers between two layers, and after the second."""
     module = regressor()
@@ -1154,17 +1142,6 @@ SECOND |= {
         lambda found: [state(found[0]), state(found[1]), of_training(found[2])],
     ),
     "scaling._OwnRandomness": Row(dict(rank=0), dict(rank=1), own_numbers),
-    "spatial.changed_attention": Row(
-        dict(
-            model=seeded(spatial.Captioner, 20, hidden_dim=8, max_length=8),
-            change=lambda weights: weights.flip(1),
-        ),
-        dict(
-            model=seeded(spatial.Captioner, 20, hidden_dim=8, max_length=8, seed=1),
-            change=lambda weights: weights.roll(1, 1),
-        ),
-        as_it_reads,
-    ),
     "train.modes_restored": Row(
         dict(model=regressor()), dict(model=regressor().eval()), other_modes
     ),
@@ -1181,7 +1158,7 @@ SPARED_SECOND = {
     "finetune.rollout_map": dict(patch_size="not used: all maps are called alike"),
     "recipes.accuracy": dict(batch_size=SAME),
     "recipes.translation_accuracy": dict.fromkeys(("model", "tokenizer", "part"), UNKNOWING),
-    "recipes.small_run": dict(folder="of files that are downloaded"),
+    "recipes._small_run": dict(folder="of files that are downloaded"),
     "recipes.train_small": dict(folder="of files that are downloaded"),
     "recipes.train_translator": dict(tokenizer=UNKNOWING),
     "translation.answer_kind": dict(tokenizer="another one has other tokens"),

@@ -17,7 +17,7 @@ from attnlib.detr import DETR, SmallBackbone
 from attnlib.gpt import GPT, GPTConfig
 from attnlib.mae import MaskedAutoencoder
 from attnlib.panoptic import PanopticDETR
-from attnlib.spatial import Captioner, Draw, PlaceEncoder
+from attnlib.spatial import Captioner, ConvEncoder, Draw
 from attnlib.transformer import Transformer
 from helpers import BACKBONES, build, images
 
@@ -81,7 +81,7 @@ LOADED = {
         )
         for position in ("sinusoidal", "learned", "relative", "alibi", "rotary", "none")
     },
-    "captioner": lambda: Captioner(11, PlaceEncoder(16, 32), hidden_dim=16, max_length=6),
+    "captioner": lambda: Captioner(11, ConvEncoder(16, 32), hidden_dim=16, max_length=6),
     "draw": partial(Draw, (8, 8), steps=2, glimpse=3, hidden_dim=8, latent_dim=4),
 }
 

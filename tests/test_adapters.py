@@ -14,8 +14,8 @@ from attnlib.decoding import greedy
 from attnlib.detr import DETR, BoxQueryDETR, small_detr
 from attnlib.gpt import GPT, GPTConfig
 from attnlib.mae import MaskedAutoencoder
-from attnlib.panoptic import small_panoptic
-from attnlib.spatial import AttentiveConvnet, Captioner, PlaceEncoder
+from attnlib.panoptic import PanopticDETR
+from attnlib.spatial import AttentiveConvnet, Captioner, ConvEncoder
 from attnlib.transformer import Transformer
 from helpers import BACKBONES, build
 
@@ -74,7 +74,7 @@ MODELS = {  # what makes a model, and what it is called with
     ),
     "detr": (detr, lambda m: m(image(40))),
     "box queries": (lambda: small_detr(4, BoxQueryDETR), lambda m: m(image(48))),
-    "panoptic": (small_panoptic, lambda m: m(image(48))),
+    "panoptic": (lambda: PanopticDETR(small_detr(6), num_groups=4), lambda m: m(image(48))),
     "transformer": (transformer, lambda m: m(tokens(5), tokens(6))),
     "transformer, untied": (
         lambda: transformer(tie_weights=False, output_bias=True),
@@ -85,7 +85,7 @@ MODELS = {  # what makes a model, and what it is called with
         lambda m: m(tokens(6)),
     ),
     "captioner": (
-        lambda: Captioner(20, PlaceEncoder(16), hidden_dim=12),
+        lambda: Captioner(20, ConvEncoder(16), hidden_dim=12),
         lambda m: m(image(), tokens(4)),
     ),
     "convnet": (lambda: AttentiveConvnet(4, "dot"), lambda m: m(image(48))),

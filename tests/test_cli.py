@@ -264,7 +264,7 @@ def test_both_take_turns_and_are_compared(capsys, monkeypatch):
     monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=1))
     measured = cli._benchmark("vit_tiny_patch16_224", rounds=2)
     assert {name: len(each) for name, each in measured.items()} == {"attnlib": 2, "timm": 2}
-    monkeypatch.setattr(cli, "beside_timm", lambda *_: times)
+    monkeypatch.setattr(cli, "_benchmark", lambda *_: times)
     *_, ours, theirs, ratio = said(capsys, "bench", "vit_tiny_patch16_224").splitlines()
     assert ours.split() == "attnlib 200.00 (150.00 to 250.00) ms".split()
     assert theirs.split() == "timm 100.00 (100.00 to 250.00) ms".split()

@@ -627,7 +627,7 @@ def test_the_copy_for_inference_says_the_same(backbone):
         close(found.logits, wanted.logits, 1e-4)
         close(found.boxes, wanted.boxes, 1e-5)
     types = {type(part).__name__ for part in fast.modules()}
-    assert "FrozenBatchNorm2d" not in types and "PackedConv" in types
+    assert "FrozenBatchNorm2d" not in types and "_PackedConv" in types
 
 
 # --- the commands at a tiny size --------------------------------------------------------------

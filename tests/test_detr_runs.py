@@ -14,12 +14,11 @@ from attnlib import data
 from attnlib.data import box_targets, detection_scenes
 from attnlib.detr import (
     DETR,
-    AnchorDETR,
     BoxQueryDETR,
     IdentityMatcher,
     SetCriterion,
     SmallBackbone,
-    anchor_sines,
+    _sine_box_embedding,
     box_cxcywh_to_xyxy,
     noised_targets,
     sine_position_embedding,
@@ -175,19 +174,22 @@ def test_matching_and_denoising_do_not_see_what_they_must_not(anchored, monkeypa
     model, images, noised = anchored
     with torch.no_grad():
         alone = model(images)
-        output, restored = model(images, noised=noised)
+        assert alone.denoised is None
+        output = model(images, noised=noised)
+        restored = output.denoised
         assert torch.allclose(output.boxes, alone.boxes, atol=1e-5)
         assert torch.allclose(output.logits, alone.logits, atol=1e-5)
         other = {key: x.clone() for key, x in noised.items()}
         other["boxes"][:, 0] = 0.5  # the first copy is another
-        _, changed = model(images, noised=other)
+        changed = model(images, noised=other).denoised
         count = noised["labels"].shape[2]
         assert torch.allclose(changed.logits[:, count:], restored.logits[:, count:], atol=1e-5)
         assert (changed.logits - restored.logits)[:, :count].abs().max() > 5e-4
         # control: without groups the answers leak
         start = model.start
         monkeypatch.setattr(model, "start", lambda *a: (*start(*a)[:2], None))
-        leaked, seen = model(images, noised=other)
+        leaked = model(images, noised=other)
+        seen = leaked.denoised
     assert (leaked.logits - alone.logits).abs().max() > 5e-4
     assert (seen.logits[:, count:] - restored.logits[:, count:]).abs().max() > 5e-4
 
@@ -256,12 +258,6 @@ def test_the_recorded_start_is_what_it_was():
         assert found == pytest.approx(value, rel=1e-6), name
 
 
-def test_the_former_name_still_works():
-    with pytest.warns(DeprecationWarning, match="AnchorDETR is now BoxQueryDETR"):
-        model = small_detr(4, AnchorDETR, 20)
-    assert isinstance(model, BoxQueryDETR)
-
-
 def test_anchors_have_the_sines_of_the_places():
     """A box at the center of a place, counted as the memory counts, has that place's sines."""
     places = sine_position_embedding(
@@ -269,7 +265,7 @@ def test_anchors_have_the_sines_of_the_places():
     )  # rows from 1 to 6
     y, x = 1 + torch.cartesian_prod(torch.arange(6), torch.arange(6)).T
     boxes = torch.stack([x / 6, y / 6, x / 6, y / 6], 1)[None]
-    found = anchor_sines(boxes, 64, 20)
+    found = _sine_box_embedding(boxes, 64, 20)
     assert found.shape == (1, 36, 128)
     assert torch.allclose(found[..., :64].double(), places.double(), atol=1e-4)
 
@@ -298,7 +294,8 @@ def test_an_image_without_objects_is_trained():
     one = dict(labels=torch.tensor([2]), boxes=torch.tensor([[0.5, 0.5, 0.2, 0.2]]))
     for targets in ([empty, one], [empty, empty]):
         noised, wanted = noised_targets(targets, 4)
-        _, restored = small_detr(4, BoxQueryDETR)(torch.rand(2, 3, 48, 48), noised=noised)
+        model = small_detr(4, BoxQueryDETR)
+        restored = model(torch.rand(2, 3, 48, 48), noised=noised).denoised
         total = SetCriterion(4, matcher=IdentityMatcher())(restored, wanted)["total"]
         total.backward()
         assert torch.isfinite(total)

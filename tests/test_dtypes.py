@@ -218,7 +218,7 @@ POSITIONS = {
         lambda: detr.sine_position_embedding(torch.ones(1, 3, 5, dtype=torch.bool), 8)[0],
         detr_sines,
     ),
-    "anchor_sines": (lambda: detr.anchor_sines(BOXES, 8, 20.0), box_sines),
+    "_sine_box_embedding": (lambda: detr._sine_box_embedding(BOXES, 8, 20.0), box_sines),
     "log_coordinates": (
         lambda: swinv2.log_coordinates((3, 4), (7, 6), dtype=F64),
         lambda: exact_log_coordinates((3, 4), (7, 6)),
@@ -699,7 +699,10 @@ WHOLE |= {
         detr.small_detr(3, detr.BoxQueryDETR),
         (numbers(2, 3, 48, 48), PADDING),
     ),
-    "PanopticDETR": lambda: (panoptic.small_panoptic(), (numbers(2, 3, 48, 48), PADDING)),
+    "PanopticDETR": lambda: (
+        panoptic.PanopticDETR(detr.small_detr(6), num_groups=4),
+        (numbers(2, 3, 48, 48), PADDING),
+    ),
     "rotary ViT": rotary,
     "MAE": masked,
     "BEiT": guessing,
@@ -714,7 +717,7 @@ EXACT = {  # what is computed in float32 without loss, by the name of the functi
     "rows",  # the table of positions as it is stored, to be compared
     "rope_cos_sin",  # a one
     "position_angles",
-    "forward_features",  # a mask, interpolated to its nearest
+    "_resize_mask",  # a mask, interpolated to its nearest
 }
 
 

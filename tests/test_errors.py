@@ -309,8 +309,8 @@ VISION = [
     (lambda: models.open_picture(np.zeros((4, 4))), ValueError, "picture"),
     (lambda: detr.SetCriterion(3, weights={"bbox": 100}), ValueError, "weights"),
     (
-        lambda: detr.SetCriterion(3).class_loss(
-            torch.zeros(1, 1, 2, 6), torch.zeros(1, 1, 2, dtype=torch.long), 1
+        lambda: detr.SetCriterion(3).loss_labels(
+            torch.zeros(1, 1, 2, 6), torch.zeros(1, 1, 2, dtype=torch.long)
         ),
         ValueError,
         "num_classes",
@@ -328,16 +328,6 @@ VISION = [
         lambda: beit.BeitForMaskedImageModeling(**TINY_BEIT).encoder(depth=3),
         ValueError,
         "depth",
-    ),
-    (
-        lambda: spatial.changed_attention(
-            spatial.Captioner(
-                9, spatial.PlaceEncoder(16), attention=spatial.HardAttention, hidden_dim=12
-            ),
-            lambda w: w,
-        ).__enter__(),
-        ValueError,
-        "model",
     ),
 ]
 TRAINING = [
@@ -530,11 +520,6 @@ TASKS = [
         lambda: spatial.caption_loss(torch.zeros(1, 4, 9), torch.ones(1, 4).long(), penalty=-1),
         ValueError,
         "penalty",
-    ),
-    (
-        lambda: spatial.weight_on_objects(torch.zeros(1, 2, 12), torch.zeros(1, 1, 4, 4)),
-        ValueError,
-        "weights",
     ),
     (lambda: spatial.Captioner(9, linear()), TypeError, "encoder"),
     (lambda: spatial.Captioner(9, attention="soft"), TypeError, "attention"),
@@ -777,7 +762,7 @@ SWEPT = [  # a constructor, arguments that it accepts, and values that it must r
         dict(feature_dim=4, hidden_dim=4, attention_dim=4),
         dict(feature_dim=COUNT, hidden_dim=COUNT, attention_dim=COUNT, soft_share=RATE),
     ),
-    (spatial.PlaceEncoder, dict(dim=8), dict(dim=(*COUNT, 1), img_size=(*COUNT, 30))),
+    (spatial.ConvEncoder, dict(dim=8), dict(dim=(*COUNT, 1), img_size=(*COUNT, 30))),
     (
         spatial.Captioner,
         dict(vocab_size=5),
@@ -790,11 +775,11 @@ SWEPT = [  # a constructor, arguments that it accepts, and values that it must r
         dict(num_classes=3),
         dict(num_classes=COUNT, questions=NATURAL, img_size=(*COUNT, 24), dim=COUNT),
     ),
-    (spatial.FilterBank, dict(image_size=8, glimpse=3), dict(image_size=SIZE, glimpse=COUNT)),
+    (spatial.FilterBank, dict(img_size=8, glimpse=3), dict(img_size=SIZE, glimpse=COUNT)),
     (
         spatial.Draw,
-        dict(image_size=8, glimpse=None),
-        dict(image_size=SIZE, steps=COUNT, glimpse=(0, 9), hidden_dim=COUNT, latent_dim=COUNT),
+        dict(img_size=8, glimpse=None),
+        dict(img_size=SIZE, steps=COUNT, glimpse=(0, 9), hidden_dim=COUNT, latent_dim=COUNT),
     ),
     (spatial.SqueezeExcite, dict(channels=16), CHANNELS),
     (spatial.EfficientChannelAttention, {}, dict(kernel_size=(*COUNT, 4))),

@@ -15,7 +15,7 @@ from benchmarks import spatial
 
 
 def test_what_is_asked_for_has_the_color():
-    made = spatial.cells("asked-scenes")
+    made = spatial.page_cells("asked-scenes")
     found = made["asked_scenes"](60, "test", seed=3)
     assert found["question"].unique().tolist() == list(range(6))
     for image, question, mask, kind in zip(
@@ -31,7 +31,7 @@ def test_what_is_asked_for_has_the_color():
 
 
 def test_digits_are_placed_whole():
-    place = spatial.cells("placed-digits")["placed_digits"]
+    place = spatial.page_cells("placed-digits")["placed_digits"]
     canvas = place(50, "test", seed=1)
     assert canvas.shape == (50, 1, 16, 16) and canvas.unique().tolist() == [0, 1]
     assert torch.equal(canvas, place(50, "test", seed=1))
@@ -41,7 +41,7 @@ def test_digits_are_placed_whole():
 
 
 def test_gated_networks_have_about_the_same_size():
-    made = spatial.cells("gated-convnet")
+    made = spatial.page_cells("gated-convnet")
     sizes = [
         sum(p.numel() for p in made["gated_convnet"](gate, widths).parameters())
         for gate, widths in made["GATES"].values()

@@ -9,15 +9,10 @@ import torch
 from PIL import Image
 
 from attnlib.models import unwrap_state_dict
-from attnlib.panoptic import (
-    label_maps,
-    panoptic_detr,
-    panoptic_quality,
-    panoptic_scenes,
-    small_panoptic,
-)
+from attnlib.panoptic import panoptic_detr, panoptic_quality
 from attnlib.train import read_record
 from benchmarks import panoptic
+from benchmarks.panoptic import label_maps, panoptic_scenes, small_panoptic
 
 
 @pytest.fixture(scope="module")

@@ -72,8 +72,8 @@ def test_anchors_as_large_as_the_image_move_in_bfloat16():
         "boxes": torch.tensor([[[[0.5, 0.5, 1.0, 1.0]]]]),
     }
     x = torch.randn(1, 3, 16, 16)
-    expected = model(x, noised=noised)[1].boxes
-    found = model.bfloat16()(x.bfloat16(), noised=noised)[1].boxes
+    expected = model(x, noised=noised).denoised.boxes
+    found = model.bfloat16()(x.bfloat16(), noised=noised).denoised.boxes
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0)
 

@@ -1,4 +1,4 @@
-"""The training runs: their loop, their table, the teacher, processes."""
+"""The training runs: their loop, their table, the teacher."""
 
 import functools
 from pathlib import Path
@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from attnlib.deit import hard_distillation_loss, soft_distillation_loss
 from attnlib.recipes import (
     SMALL,
+    _small_run,
     crop_and_flip,
     distill,
     distill_small,
     number_pairs,
     small_convnet,
-    small_run,
     train_classifier,
-    train_processes,
     train_small,
     train_translator,
 )
@@ -65,11 +64,16 @@ def test_training_lowers_the_loss():
 
 
 def test_training_with_another_loss():
-    def loss(model, images, labels):
-        return F.cross_entropy(model(images), labels, reduction="sum")
+    def loss(model, batch):
+        images, labels = batch
+        return F.cross_entropy(model(images), labels, reduction="sum"), len(labels)
+
+    def twice(model, batch):
+        total, count = loss(model, batch)
+        return 2 * total, count
 
     losses, data = [], halves(32)
-    for option in ({}, {"loss": loss}, {"loss": lambda *batch: 2 * loss(*batch)}):
+    for option in ({}, {"loss_fn": loss}, {"loss_fn": twice}):
         history = train_classifier(student(), data, data, steps=1, batch_size=32, **option)
         losses.append(history[0]["loss"])
     assert losses[0] == losses[1] == losses[2] / 2
@@ -97,19 +101,18 @@ def test_accuracy_counts_every_test_image_once():
 def test_every_row_of_the_table_trains(name):
     model, history = train_small(name, steps=2, batch_size=8)
     assert history[-1]["step"] == 2 and 0 <= history[-1]["accuracy"] <= 1
-    assert type(model) is SMALL[name][0] and model.num_classes == 10
+    assert type(model) is SMALL[name].model_class and model.num_classes == 10
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_rows_fit_their_images(name):
-    make, ((x, y), (unseen, _)), _ = small_run(name, "digits")
+    make, (x, y), (unseen, _), _ = _small_run(name, "digits")
     assert make()(x[:2]).shape == (2, 10) and (len(x), len(unseen)) == (1437, 360)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_rows_for_cifar_fit_its_images(name):
-    model_class, _, _, size = SMALL[name]
-    model = model_class(**size, in_chans=3, num_classes=100)
+    model = SMALL[name].model_class(**SMALL[name].cifar, in_chans=3, num_classes=100)
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
     assert 2e6 < sum(p.numel() for p in model.parameters()) < 7e6
 
@@ -166,25 +169,6 @@ def test_distill_small_trains_both():
     assert history[-1]["step"] == 2
 
 
-# --- several processes ------------------------------------------------------------------------
-
-
-def test_two_processes_share_what_they_are_told_to():
-    (one,) = train_processes(1, False, 2)
-    total = 4 * sum(x.numel() for x in one["parameters"].values())
-    assert (one["state"], one["weights"]) == (2 * total, total)
-    for shard, weights in ((True, 2 * total), ("all", total)):  # "all": together they have one
-        shared = train_processes(2, shard, 2)
-        assert sum(s["state"] for s in shared) == 2 * total
-        assert max(s["state"] for s in shared) < 1.2 * total
-        assert sum(s["weights"] for s in shared) == weights
-        for key, x in one["parameters"].items():
-            for other in shared:
-                # a tenth of a step of AdamW, which divides a gradient near zero by its rounding
-                torch.testing.assert_close(other["parameters"][key], x, rtol=1e-4, atol=1e-4)
-            assert torch.equal(shared[0]["parameters"][key], shared[1]["parameters"][key])
-
-
 # --- bad input --------------------------------------------------------------------------------
 
 
@@ -197,7 +181,6 @@ def test_two_processes_share_what_they_are_told_to():
         (lambda: train_small("vit", steps=0), r"steps \(0\) must be an integer of at least 1"),
         (lambda: train_small("vit", lr=0), r"lr \(0\) must be positive"),
         (lambda: train_small("vit", batch_size=2000), r"batch_size \(2000\) must be between 1"),
-        (lambda: train_processes(2, "weights"), r"shard \('weights'\) must be False, True or"),
     ],
 )
 def test_bad_input_is_named(call, message):

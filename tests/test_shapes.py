@@ -293,7 +293,7 @@ def test_a_detector_without_images(detector):
 
 
 def test_panoptic_segmentation_without_images():
-    model = panoptic.small_panoptic().double()
+    model = panoptic.PanopticDETR(detr.small_detr(6), num_groups=4).double()
     found = model(images(0, 48), torch.ones(0, 48, 48, dtype=torch.bool))
     assert found.masks.shape[0] == 0 and found.masks.shape[1:] == (10, 24, 24)
     found.masks.sum().backward()

@@ -341,7 +341,7 @@ def test_the_loss_falls():
     [
         (lambda: FilterBank((8, 12), 9), r"glimpse \(9\) must be at most .* side \(8\)"),
         (lambda: FilterBank(8, 0), r"glimpse \(0\)"),
-        (lambda: FilterBank(0, 1), r"image_size \(0\)"),
+        (lambda: FilterBank(0, 1), r"img_size \(0\)"),
         (lambda: Draw(16, glimpse=17), r"glimpse \(17\) must be at most"),
         (lambda: Draw(16, steps=0), r"steps \(0\)"),
         (lambda: Draw(8)(torch.rand(2, 1, 8, 9)), r"images of shape \(2, 1, 8, 9\)"),

@@ -333,9 +333,9 @@ KEPT = {  # "module.function": (what makes the model, the call)
     "finetune.layer_numbers": (partial(build, "swin"), finetune.layer_numbers),
     "finetune.layer_scales": (partial(build, "swin"), finetune.layer_scales),
     "finetune.moving_average": (partial(build, "vit"), finetune.moving_average),
-    "recipes.cross_entropy": (
+    "recipes.classification_loss": (
         partial(build, "vit"),
-        lambda m: recipes.cross_entropy(m, image(), labels()),
+        lambda m: recipes.classification_loss(m, (image(), labels())),
     ),
     "recipes.accuracy": (
         partial(build, "vit"),
@@ -353,12 +353,8 @@ KEPT = {  # "module.function": (what makes the model, the call)
         lambda m: scaling.GPTStage(m, 0, 2)(tokens()),
     ),
     "spatial.Captioner": (
-        spatial.PlaceEncoder,
+        spatial.ConvEncoder,
         lambda m: spatial.Captioner(20, m, hidden_dim=8),
-    ),
-    "spatial.changed_attention": (
-        lambda: spatial.Captioner(20, hidden_dim=8),
-        lambda m: look_elsewhere(m),
     ),
     "swin.SwinStage": (
         lambda: swin.SwinBlock(8, 2, 4),
@@ -424,11 +420,6 @@ KEPT = {  # "module.function": (what makes the model, the call)
     ),
     "vit.patch_shares": (partial(build, "vit"), lambda m: vit.patch_shares(m, image())),
 }
-
-
-def look_elsewhere(model):
-    with spatial.changed_attention(model, lambda weights: weights.flip(-1)):
-        assert model.attend._forward_hooks  # the model itself has batch norms
 
 
 def turn_modes(model):
@@ -572,7 +563,7 @@ def loss_of(model, batch):
 
 NO_MODEL = {  # functions whose argument only sounds like a model
     "gpt.GPTConfig": "norm is a name",
-    "recipes.small_run": "model is a name",
+    "recipes._small_run": "model is a name",
     "recipes.train_small": "model is a name",
     "translation.number_run": "layers is a number",
     "windows._compile_linear": "norm is a flag",
@@ -816,7 +807,6 @@ SEEDED = {  # "module.function": a call that has numbers of its own
         torch.zeros(4, 20), generator=torch_generator()
     ),
     "gpt.text_batches": lambda: gpt.text_batches(torch.arange(50), 5, 3)(1),
-    "panoptic.panoptic_scenes": lambda: panoptic.panoptic_scenes(2),
     "finetune.fine_tune": tuned,
     "recipes.train_translator": lambda: recipes.train_translator(
         number_tokenizer(), tiny_parts(), **SMALL_RUN, warmup=1
@@ -899,9 +889,3 @@ def test_training_does_not_draw_the_numbers_of_the_caller(function, monkeypatch)
     weights("vit")
     with unchanged():
         function()
-
-
-def test_training_in_the_process_of_the_caller():
-    torch.set_num_threads(2)  # `quiet` restores it
-    with unchanged():
-        recipes.train_processes(1, False, steps=1)

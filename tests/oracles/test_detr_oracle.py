@@ -285,9 +285,8 @@ def test_loss(counts, seed, dtype, no_object, num_boxes):
         for a, b in zip(slopes, exact):
             b = torch.zeros_like(a) if b is None else b
             close(a.double(), b.double(), tolerance(dtype) * max(1, b.abs().max().item()))
-    terms = loss.class_loss(
-        logits, torch.full(logits.shape[:-1], CLASSES), count
-    )  # of predictions that are matched to nothing
+    nothing = torch.full(logits.shape[:-1], CLASSES)  # predictions that are matched to nothing
+    terms = loss.loss_labels(logits, nothing)
     nothing = -logits.double().log_softmax(-1)[..., -1].mean((1, 2))
     if counts and no_object:
         close(terms.double(), nothing, tolerance(dtype, 64))
@@ -438,7 +437,7 @@ def test_sines_of_places(batch, size, dim, seed, share, temperature):
 @drawn(batches, st.integers(1, 4), st.sampled_from((4, 8)), seeds, dtypes())
 def test_sines_of_boxes(batch, queries, dim, seed, dtype):
     boxes = normal((batch, queries, 4), seed=seed).sigmoid().to(dtype)
-    found = detr.anchor_sines(boxes, dim, 20)
+    found = detr._sine_box_embedding(boxes, dim, 20)
     assert found.dtype == dtype and found.shape == (batch, queries, 2 * dim)
     for b in range(batch):
         for q in range(queries):
@@ -455,7 +454,7 @@ def test_widths_that_have_no_fourths(dim):
     message = rf"\({dim}\) must be a positive multiple of 4"
     for call in (
         lambda: detr.sine_position_embedding(torch.ones(1, 2, 3).bool(), dim),
-        lambda: detr.anchor_sines(torch.rand(1, 2, 4), dim, 20),
+        lambda: detr._sine_box_embedding(torch.rand(1, 2, 4), dim, 20),
         lambda: detr._check_fourths(embed_dim=dim),
     ):
         with pytest.raises(ValueError, match=message):
@@ -797,7 +796,7 @@ def exact_box_queries(model, x, mask, noised=None):
     y, found = model.label_embed.weight[labels], []
     width = y.shape[-1]
     for layer in model.decoder:
-        sines = detr.anchor_sines(boxes, width, model.temperature)
+        sines = detr._sine_box_embedding(boxes, width, model.temperature)
         queries = model.query_mlp(sines)
         y = exact_anchor_layer(
             layer, y, queries, sines[..., :width], memory, positions, mask, seen
@@ -880,10 +879,11 @@ def test_box_queries(images, precision, seed, noise):
     with torch.no_grad():
         wanted = exact_box_queries(exact, x.double(), mask, noised)
         found, dtype = call(model, precision, x, mask, noised=noised)
+    same_output(found, wanted, dtype, slice(10))
     if noise is None:
-        found = [found]
-    for output, own in zip(found, (slice(10), slice(10, None))):
-        same_output(output, wanted, dtype, own)
+        assert found.denoised is None
+    else:
+        same_output(found.denoised, wanted, dtype, slice(10, None))
 
 
 @pytest.mark.parametrize("detector", [detr.DETR, BoxQueryDETR])
@@ -902,12 +902,6 @@ def test_gradients_of_a_padded_batch(detector):
             assert p.grad is None or not p.grad.any(), name
         else:
             close(p.grad, q.grad, 1e-9 * max(1, largest(q.grad))), name
-
-
-def test_the_former_name():
-    with pytest.warns(DeprecationWarning, match="AnchorDETR is now BoxQueryDETR"):
-        model = small_detr(CLASSES, detr.AnchorDETR)
-    assert isinstance(model, BoxQueryDETR)
 
 
 @pytest.mark.parametrize(
@@ -1012,9 +1006,9 @@ ORACLES = {
     "small_detr": test_detr,
     "_PlacedAttention": test_attention_to_places,
     "AnchorDecoderLayer": test_anchor_layer,
-    "anchor_sines": test_sines_of_boxes,
+    "_sine_box_embedding": test_sines_of_boxes,
     "BoxQueryDETR": test_box_queries,
-    "AnchorDETR": test_the_former_name,
+    "BoxQueryOutput": test_box_queries,
     "noised_targets": test_noise,
     "IdentityMatcher": test_matching_in_order,
 }
