@@ -14,9 +14,13 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 _kinds = torch.cuda, torch.xpu, getattr(torch, "accelerator", torch.cuda)
 if not any(kind.is_available() for kind in _kinds):  # no accelerator of any maker
@@ -34,7 +38,9 @@ from .attention import (check_attention, float32_products, reference, register_b
                         sdpa)
 
 # %% ../nbs/51_flash.ipynb #merge
-def merge_partials(first, second):
+def merge_partials(
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     """Join attention over two disjoint sets of keys.
 
     Parameters
@@ -60,12 +66,16 @@ def merge_partials(first, second):
     return out, lse
 
 # %% ../nbs/51_flash.ipynb #tiled
-def tiled_attention(q, k, v, *, bias=None, scale=None, block_rows=64, block_cols=64):
+def tiled_attention(
+    q: Float[Tensor, "*batch N d_k"], k: Float[Tensor, "*batch M d_k"],
+    v: Float[Tensor, "*batch M d_v"], *, bias: Tensor | None = None, scale: float | None = None,
+    block_rows: int = 64, block_cols: int = 64,
+) -> tuple[Float[Tensor, "*batch N d_v"], Float[Tensor, "*batch N"]]:
     """Attention tile by tile, in plain PyTorch, for reading (Dao 2023, algorithm 1).
 
     Parameters
     ----------
-    q, k, v : Tensor, shapes (..., N, d_k), (..., M, d_k), (..., M, d_v)
+    q, k, v : Tensor
     bias : Tensor, broadcastable to (..., N, M) in the leading axes, optional
         Added to the logits; -inf masks.
     scale : float, optional
@@ -75,8 +85,8 @@ def tiled_attention(q, k, v, *, bias=None, scale=None, block_rows=64, block_cols
 
     Returns
     -------
-    out : Tensor, shape (..., N, d_v)
-    lse : Tensor, shape (..., N)
+    out : Tensor
+    lse : Tensor
         Logarithm of each query's sum of exponentials; -inf, and an output of
         zeros, where it sees nothing.
 
@@ -121,7 +131,7 @@ _DTYPES = torch.float32, torch.float16, torch.bfloat16
 _OLDEST_TRITON = 3, 4  # 3.1 compiled the kernels and gave wrong numbers
 
 
-def triton_mode(device):
+def triton_mode(device: torch.device | str) -> str | None:
     """How Triton kernels run on a device.
 
     Parameters
@@ -144,7 +154,7 @@ def triton_mode(device):
     return None
 
 
-def is_supported(x, width, widest=256):
+def is_supported(x: Tensor, width: int, widest: int = 256):
     """Whether a kernel for heads up to `widest` takes x with heads of this width."""
     runs = x.is_meta or triton_mode(x.device) is not None
     if x.is_cuda and x.dtype == torch.bfloat16:  # older GPUs have no products of these
@@ -152,7 +162,7 @@ def is_supported(x, width, widest=256):
     return runs and x.dtype in _DTYPES and width <= widest
 
 # %% ../nbs/51_flash.ipynb #launch
-def launch(kernel, programs, device, *arguments, **options):
+def launch(kernel, programs: int, device: torch.device | str, *arguments, **options) -> None:
     """Start a number of programs of a Triton kernel on a device, be it the current or not.
 
     Parameters
@@ -637,7 +647,10 @@ _WITH_EXTRA = {  # beside tiles of a mask or of a bias, which take registers
 }
 
 # %% ../nbs/51_flash.ipynb #blocks
-def tiling(kernel, width, v_width, element_size, extra=False, shared=None):
+def tiling(
+    kernel: Literal["forward", "query", "key", "bias", "decode"], width: int, v_width: int,
+    element_size: int, extra: bool = False, shared: int | None = None,
+) -> dict:
     """How a kernel cuts its work: the options of a launch.
 
     Parameters
@@ -669,7 +682,7 @@ def tiling(kernel, width, v_width, element_size, extra=False, shared=None):
                 BLOCK_DV=v_padded, num_warps=warps, num_stages=stages)
 
 
-def product_precision(x):
+def product_precision(x: Tensor) -> str:
     """How `dot` multiplies tiles of tensors like x."""
     if triton_mode(x.device) == "interpreted":
         return "interpreted"
@@ -682,7 +695,7 @@ def product_precision(x):
     return "ieee"
 
 
-def refusal(x, width):
+def refusal(x: Tensor, width: int):
     """Why no tile serves heads of this width in x's dtype on its GPU; None if one does."""
     if not x.is_cuda or triton_mode(x.device) == "interpreted":
         return None
@@ -698,7 +711,10 @@ def refusal(x, width):
 
 
 @functools.cache
-def _known_options(cut, kernel, widths, dtype, extra, group, device, _):
+def _known_options(
+    cut, kernel: Callable, widths, dtype: torch.dtype, extra: bool, group,
+    device: torch.device | str, _,
+):
     """The tiling by the function `cut` on a device, and the precision of the products."""
     width, v_width = widths
     example = torch.empty(0, dtype=dtype, device=device)
@@ -715,7 +731,7 @@ def _known_options(cut, kernel, widths, dtype, extra, group, device, _):
     return options | more
 
 
-def _options(kernel, q, k, v, extra):
+def _options(kernel: Callable, q: Tensor, k: Tensor, v: Tensor, extra: bool):
     """How a kernel is launched on these tensors."""
     precision = None
     if q.dtype == torch.float32:  # product_precision goes by it for float32 alone
@@ -737,20 +753,23 @@ def _strides(x):
     return tuple(strides)
 
 
-def _start(kernel, programs, tensors, numbers, strided, mask, bias, **options):
+def _start(
+    kernel: Callable, programs: int, tensors, numbers, strided,
+    mask: Tensor | Literal["causal"] | None, bias: Tensor | None, **options,
+) -> None:
     """Start a kernel on tensors (or None), numbers, and the strides of some tensors."""
     strides = [stride for x in strided for stride in x.stride()]
     launch(kernel, programs, tensors[0].device, *tensors, *numbers, *strides,
            *_strides(mask), *_strides(bias), **options)
 
 
-def _bytes(mask):
+def _bytes(mask: Tensor | Literal["causal"] | None):
     if mask is None:
         return None
     return mask.view(torch.uint8)
 
 
-def _empty(like, rows, width):
+def _empty(like, rows, width: int):
     """Room for (B, h, rows, width): in memory (B, rows, h, width), as heads are joined."""
     batch, heads, *_ = like.shape
     shape = (batch, heads, rows, width)
@@ -758,7 +777,10 @@ def _empty(like, rows, width):
     return like.new_empty_strided(shape, strides)
 
 
-def _forward(q, k, v, mask, bias, ranges, causal, scale):
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
+    bias: Tensor | None, ranges: "Ranges", causal: bool, scale: float | None,
+) -> tuple:
     """Output (B, h, N, d_v) and log-sum-exp (B, h, N), in base 2, for q (B, h, N, d), …"""
     batch, heads, n, _ = q.shape
     m = k.shape[2]
@@ -773,7 +795,7 @@ def _forward(q, k, v, mask, bias, ranges, causal, scale):
     return out, lse
 
 
-def _forward_room(q, k, v, *_):
+def _forward_room(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple:
     batch, heads, n, _ = q.shape
     out = _empty(q, rows=n, width=v.shape[-1])
     lse = q.new_empty(batch, heads, n, dtype=torch.float32)
@@ -788,8 +810,11 @@ torch.library.register_fake("attnlib::flash_forward", _forward_room)
 _flash_forward = torch.ops.attnlib.flash_forward.default
 
 # %% ../nbs/51_flash.ipynb #operator-backward
-def _backward(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, scale,
-              for_bias, for_queries=True, for_keys=True):
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
+    bias: Tensor | None, ranges: "Ranges", key_ranges, out: Tensor, lse: Tensor, causal: bool,
+    scale: float | None, for_bias, for_queries: bool = True, for_keys: bool = True,
+) -> tuple:
     """The gradients of q, k, v and bias; one that is not asked for is empty."""
     batch, heads, n, d = q.shape
     own, m = k.shape[1:3]  # heads of the keys, and how many keys there are
@@ -825,8 +850,11 @@ def _backward(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, s
     return dq, dk, dv, dbias
 
 
-def _backward_room(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, scale,
-                   for_bias, for_queries=True, for_keys=True):
+def _backward_room(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
+    bias: Tensor | None, ranges: "Ranges", key_ranges, out: Tensor, lse: Tensor, causal: bool,
+    scale: float | None, for_bias, for_queries: bool = True, for_keys: bool = True,
+) -> tuple:
     n, d = q.shape[2:]
     m = k.shape[2]
     dq = q.new_empty(0)
@@ -852,7 +880,7 @@ torch.library.impl("attnlib::flash_backward", ("cpu", "cuda"), _backward)
 torch.library.register_fake("attnlib::flash_backward", _backward_room)
 
 
-def _no_second_derivative(ctx, *grads):
+def _no_second_derivative(ctx, *grads) -> None:
     raise RuntimeError("flash_attention has no gradients of gradients; "
                        "attention_backend('reference') has")
 
@@ -861,7 +889,7 @@ torch.library.register_autograd("attnlib::flash_backward", _no_second_derivative
 _flash_backward = torch.ops.attnlib.flash_backward.default
 
 # %% ../nbs/51_flash.ipynb #operator-bias
-def _sharing(bias, batch, heads):
+def _sharing(bias: Tensor | None, batch: int, heads: int):
     """The heads (matrices, heads that share it) that share each matrix of a bias."""
     order = torch.arange(batch * heads, device=bias.device).view(batch, heads)
     if bias.shape[0] == 1:
@@ -869,7 +897,10 @@ def _sharing(bias, batch, heads):
     return order.reshape(bias.shape[0] * bias.shape[1], -1).contiguous()
 
 
-def _bias_gradient(inputs, grad, lse, delta, causal, scale, enough=1024):
+def _bias_gradient(
+    inputs: tuple, grad: Tensor, lse: Tensor, delta, causal: bool, scale: float | None,
+    enough: int = 1024,
+):
     """The gradient of a bias (B or 1, h or 1, N or 1, M or 1).
 
     Where the bias has fewer than `enough` tiles, several programs share each of them, and their
@@ -975,7 +1006,10 @@ class Ranges:
         0 to M.
     """
 
-    def __init__(self, first, last, keys):
+    def __init__(
+        self, first: Float[Tensor, "N"] | Float[Tensor, "B N"],
+        last: Float[Tensor, "N"] | Float[Tensor, "B N"], keys: int,
+    ):
         fits = True
         for x in (first, last):
             fits = fits and 1 <= x.ndim <= 2 and not x.is_floating_point()
@@ -1008,7 +1042,7 @@ class Ranges:
         numbers = torch.arange(self.by_key.shape[-1], device=first.device)
         return (first <= numbers) & (numbers < last)
 
-    def check(self, q, k, causal):
+    def check(self, q: Tensor, k: Tensor, causal: bool) -> None:
         """Raise if queries (B, ..., N, d) and keys (B, ..., M, d) do not fit, or their GPU."""
         batch, _, n = self.by_query.shape
         m = self.by_key.shape[-1]
@@ -1024,7 +1058,10 @@ class Ranges:
                              f"k {tuple(k.shape)}")
 
 
-def packed_ranges(lengths, causal=False, window=None, device=None):
+def packed_ranges(
+    lengths: list[int] | Tensor, causal: bool = False, window: int | None = None,
+    device: torch.device | str | None = None,
+) -> Ranges:
     """Ranges for sequences that stand one behind the other in one long sequence.
 
     Parameters
@@ -1064,7 +1101,10 @@ def packed_ranges(lengths, causal=False, window=None, device=None):
     return Ranges(first, last, len(ends))
 
 # %% ../nbs/51_flash.ipynb #two-axes
-def _split_groups(q, k, v, mask, bias):
+def _split_groups(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
+    bias: Tensor | None,
+):
     """Heads (h) beside fewer (h/g) of keys, as axes (h/g, g) beside (h/g, 1); else None."""
     if min(q.ndim, k.ndim, v.ndim) < 3:
         return None
@@ -1085,7 +1125,7 @@ def _split_groups(q, k, v, mask, bias):
     return q, k.unsqueeze(-3), v.unsqueeze(-3), mask, bias
 
 
-def _merges(x, shape, a, grouped):
+def _merges(x, shape: tuple[int, ...], a: Tensor, grouped):
     """Whether the axes a and a + 1 of x can become one, as those of a shape do."""
     if x is None or shape[a] == 1 or shape[a + 1] == 1:
         return True
@@ -1096,14 +1136,14 @@ def _merges(x, shape, a, grouped):
     return x.stride(a) == x.stride(a + 1) * x.shape[a + 1]
 
 
-def _lifted(x, count):
+def _lifted(x, count: int):
     """A tensor, or None, with `count` axes; new ones come first."""
     if x is None or x.ndim == count:
         return x
     return x[(None,) * (count - x.ndim)]
 
 
-def _two_axes(*tensors):
+def _two_axes(*tensors) -> list:
     """Views of q, k, v, mask, bias with two leading axes, where strides allow it."""
     count = tensors[0].ndim
     tensors = [_lifted(x, count) for x in tensors]
@@ -1128,7 +1168,10 @@ def _part(x, i):
     return x[min(i, len(x) - 1)]
 
 
-def _attend(q, k, v, mask, bias, ranges, causal, scale):
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
+    bias: Tensor | None, ranges: Ranges, causal: bool, scale: float | None,
+):
     """Attention of (..., N, d) for any number of leading axes."""
     if q.ndim != 4:
         q, k, v, mask, bias = _two_axes(q, k, v, mask, bias)
@@ -1147,7 +1190,12 @@ def _attend(q, k, v, mask, bias, ranges, causal, scale):
     return torch.stack(outs)
 
 # %% ../nbs/51_flash.ipynb #flash-attention
-def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None, scale=None):
+def flash_attention(
+    q: Float[Tensor, "*batch N d_k"], k: Float[Tensor, "*batch M d_k"],
+    v: Float[Tensor, "*batch M d_v"], *, mask: Tensor | Literal["causal"] | None = None,
+    bias: Tensor | None = None, causal: bool = False, ranges: Ranges | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "*batch N d_v"]:
     """Attention in tiles, by Triton kernels (Dao et al. 2022, algorithms 1 and 4; Dao 2023).
 
     It is `attnlib.attention.attention` without dropout and without gradients of gradients, in
@@ -1155,13 +1203,13 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None,
 
     Parameters
     ----------
-    q : Tensor, shape (..., N, d_k)
+    q : Tensor
         In float32, float16 or bfloat16; any strides. d_k and d_v are at most 256, on a GPU in
         float32 at most 128. A GPU needs compute capability 8.0 (an A100) or later.
-    k : Tensor, shape (..., M, d_k)
+    k : Tensor
         Keys. With q (B, h, N, d_k), keys and values may have fewer heads, of which h is a
         multiple: each serves as many neighboring heads of q.
-    v : Tensor, shape (..., M, d_v)
+    v : Tensor
         Values.
     mask : bool Tensor, broadcastable to (..., N, M), or "causal", optional
         True where a query may attend. A query that may attend nowhere gets zeros, with zero
@@ -1179,7 +1227,7 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None,
 
     Returns
     -------
-    Tensor, shape (..., N, d_v)
+    Tensor
 
     Raises
     ------
@@ -1246,7 +1294,10 @@ def _cast(*tensors):
     return casted
 
 
-def _check_kernel(q, k, v, mask, bias, causal):
+def _check_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
+    bias: Tensor | None, causal: bool,
+) -> None:
     """Raise if the kernels cannot take what `attention` would."""
     if not q.is_meta and triton_mode(q.device) is None:
         raise RuntimeError(f"q is on {q.device}, and Triton runs on CPU tensors only if "
@@ -1271,7 +1322,10 @@ def _check_kernel(q, k, v, mask, bias, causal):
                          "more of them")
 
 # %% ../nbs/51_flash.ipynb #backend
-def flash_backend(q, k, v, mask, bias, scale, dropout_p):
+def flash_backend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
+    bias: Tensor | None, scale: float | None, dropout_p: float,
+):
     """The backend "triton" of `attention`: the kernels where they can serve, else `sdpa`.
 
     Its parameters are those of `sdpa`.
@@ -1285,7 +1339,10 @@ def flash_backend(q, k, v, mask, bias, scale, dropout_p):
 register_backend("triton", flash_backend)
 
 # %% ../nbs/51_flash.ipynb #compile-kernel
-def compile_kernel(function, capability, types, constants, aligned="", **launch_options):
+def compile_kernel(
+    function, capability: int, types: dict[str, str], constants, aligned: str = "",
+    **launch_options,
+) -> dict:
     """Compile a Triton function for a GPU that need not be there, and say what it takes.
 
     Works in a process that was started with TRITON_INTERPRET=0.
@@ -1325,7 +1382,7 @@ def compile_kernel(function, capability, types, constants, aligned="", **launch_
                 **_structure(made.asm["ttgir"]))
 
 
-def _resources(cubin):
+def _resources(cubin) -> dict:
     """Registers and spilled bytes of a thread, by a tool that comes with Triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
@@ -1337,7 +1394,7 @@ def _resources(cubin):
     return dict(registers=int(used["REG"]), spilled=int(used["STACK"]))
 
 
-def _structure(text):
+def _structure(text: str) -> dict:
     """How products are made and tiles are fetched, from Triton's language for GPUs."""
     product = re.search(r"(warp_group_dot|tc_gen5_mma|tt\.dot) ", text)
     buffers = re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x", text)
@@ -1350,8 +1407,11 @@ KERNELS = dict(forward=_forward_kernel, query=_query_kernel, key=_key_kernel,
 _SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
-def compile_for(kernel, capability, dtype=torch.bfloat16, width=64, causal=False, mask=False,
-                bias=False, ranges=False, group=1):
+def compile_for(
+    kernel: Literal["forward", "query", "key", "bias", "decode"], capability: int,
+    dtype: torch.dtype = torch.bfloat16, width: int = 64, causal: bool = False,
+    mask: bool = False, bias: bool = False, ranges: bool = False, group: int = 1,
+) -> dict:
     """Compile a kernel for a GPU that need not be there, and say what it takes.
 
     Works in a process that was started with TRITON_INTERPRET=0, with strides as those of
@@ -1410,7 +1470,10 @@ CARDS = {
 }
 
 
-def predicted_times(card, batch, heads, n, d, causal=False, bias=False, backward=False):
+def predicted_times(
+    card: str, batch: int, heads: int, n: int, d: int, causal: bool = False, bias: bool = False,
+    backward: bool = False,
+) -> list[dict]:
     """What the kernels' work takes of each resource of a GPU, in 16-bit numbers.
 
     Parameters
@@ -1446,7 +1509,7 @@ def predicted_times(card, batch, heads, n, d, causal=False, bias=False, backward
     return times
 
 # %% ../nbs/51_flash.ipynb #operator-decode
-def _decode(q, k, v, splits, scale):
+def _decode(q: Tensor, k: Tensor, v: Tensor, splits: int, scale: float | None) -> tuple:
     """Outputs (B, h, splits, N, d_v) of all parts of the keys, and log-sum-exp, in base 2."""
     batch, heads, n, _ = q.shape
     m = k.shape[2]
@@ -1460,7 +1523,7 @@ def _decode(q, k, v, splits, scale):
     return parts, lse
 
 
-def _decode_room(q, k, v, splits, *_):
+def _decode_room(q: Tensor, k: Tensor, v: Tensor, splits: int, *_) -> tuple:
     batch, heads, n, _ = q.shape
     parts = q.new_empty(batch, heads, splits, n, v.shape[-1], dtype=torch.float32)
     lse = parts.new_empty(parts.shape[:-1])
@@ -1480,14 +1543,17 @@ def _decode_flops(q, k, v, *args, **kwargs):
 
 # %% ../nbs/51_flash.ipynb #decode
 @torch.no_grad()
-def flash_decode(q, k, v, *, splits=None, scale=None):
+def flash_decode(
+    q: Float[Tensor, "B h N d_k"], k: Float[Tensor, "B h_kv M d_k"],
+    v: Float[Tensor, "B h_kv M d_v"], *, splits: int | None = None, scale: float | None = None,
+) -> Float[Tensor, "B h N d_v"]:
     """Attention of a few queries to many keys, which are split among programs; no gradients.
 
     Parameters
     ----------
-    q : Tensor, shape (B, h, N, d_k)
+    q : Tensor
         N is small, and mostly 1.
-    k, v : Tensor, shapes (B, h_kv, M, d_k) and (B, h_kv, M, d_v)
+    k, v : Tensor
         A cache with h_kv heads, of which h is a multiple. It is read through its strides and
         never copied: a slice of a longer cache, or a transposed one, serves as it is.
     splits : int, optional
@@ -1497,7 +1563,7 @@ def flash_decode(q, k, v, *, splits=None, scale=None):
 
     Returns
     -------
-    Tensor, shape (B, h, N, d_v)
+    Tensor
 
     Raises
     ------

@@ -8,10 +8,13 @@ __all__ = ['FUNCTIONS', 'packing_pays', 'PackedLinear', 'fast_attention', 'pack'
 
 # %% ../nbs/53_inference.ipynb #imports
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
 from torch.nn.utils import fuse_conv_bn_eval
 
 from .attention import attention, fastest_backend
@@ -46,7 +49,7 @@ FUNCTIONS = {
 _SMALL = 2**17  # weights of a matrix that is read in no time
 
 
-def _can_pack(dtype):
+def _can_pack(dtype: torch.dtype):
     """Whether oneDNN multiplies matrices of a dtype on this processor."""
     there = torch.backends.mkldnn.is_available() and all(hasattr(_onednn, x) for x in _NAMES)
     if not there or dtype not in (torch.float32, torch.bfloat16):
@@ -54,12 +57,12 @@ def _can_pack(dtype):
     return dtype == torch.float32 or _onednn._is_mkldnn_bf16_supported()
 
 
-def packing_pays(dtype):
+def packing_pays(dtype: torch.dtype):
     """Whether packed products of a `dtype` are faster here: float32 only with AVX-512."""
     return dtype != torch.float32 or "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
-def _check_packed(x, weight, channels, axis):
+def _check_packed(x: Tensor, weight: Tensor, channels: int, axis: int) -> None:
     """Raise unless a layer with packed weights can take an input.
 
     Parameters
@@ -111,7 +114,11 @@ class PackedLinear(nn.Module):
         When it is called, if x requires a gradient.
     """
 
-    def __init__(self, weight, bias=None, activation="none"):
+    def __init__(
+        self, weight: Float[Tensor, "out_features in_features"],
+        bias: Float[Tensor, "out_features"] | None = None,
+        activation: Literal["none", "relu", "gelu", "swish", "gelu_tanh"] = "none",
+    ):
         super().__init__()
         if activation not in FUNCTIONS:
             raise ValueError(f"activation ({activation!r}) must be one of {list(FUNCTIONS)}")
@@ -120,14 +127,14 @@ class PackedLinear(nn.Module):
         self.activation = activation
         self.pack()
 
-    def pack(self):
+    def pack(self) -> None:
         """Store the weights in oneDNN's order, where that pays."""
         weight = self.weight
         self.packed = None
         if _can_pack(weight.dtype) and packing_pays(weight.dtype) and weight.numel() > 0:
             self.packed = _onednn._reorder_linear_weight(weight.contiguous(), None)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "... in_features"]) -> Float[Tensor, "... out_features"]:
         """Tokens (..., in_features) to (..., out_features)."""
         width = self.weight.shape[1]
         _check_packed(x, self.weight, width, -1)
@@ -148,7 +155,10 @@ class PackedLinear(nn.Module):
         self.pack()
 
 # %% ../nbs/53_inference.ipynb #attend
-def fast_attention(q, k, v, mask=None, bias=None, scale=None):
+def fast_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None = None,
+    bias: Tensor | None = None, scale: float | None = None,
+):
     """`attention`, but that without a mask nothing is checked: no row of a bias may be -inf.
 
     The parameters are those of `attention`.
@@ -158,7 +168,9 @@ def fast_attention(q, k, v, mask=None, bias=None, scale=None):
     return attention(q, k, v, mask=mask, bias=bias, scale=scale)
 
 
-def pack(layer, activation="none"):
+def pack(
+    layer, activation: Literal["none", "relu", "gelu", "swish", "gelu_tanh"] = "none"
+) -> PackedLinear:
     """A `PackedLinear` with the weights of a `layer`, an nn.Linear, and an `activation`."""
     return PackedLinear(layer.weight, layer.bias, activation)
 
@@ -171,7 +183,7 @@ class FastWindowAttention(nn.Module):
     layer : WindowAttention or WindowAttentionV2
     """
 
-    def __init__(self, layer):
+    def __init__(self, layer: WindowAttention | WindowAttentionV2):
         super().__init__()
         vars(self)["layer"] = layer  # is asked for its layout and bias, and is no part of this
         self.proj = pack(layer.proj)
@@ -197,12 +209,14 @@ class FastWindowAttention(nn.Module):
             self.last = (layout, bias)
         return bias
 
-    def set_window_size(self, window_size, shift_size=0):
+    def set_window_size(
+        self, window_size: int | tuple[int, int], shift_size: int | tuple[int, int] = 0
+    ) -> None:
         """Change window and shift, as the replaced layer does."""
         self.layer.set_window_size(window_size, shift_size)
         self.last = (None, None)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """A map (B, H, W, C) to a map."""
         layout = self.layer.layout(x.shape[1:3])
         h = self.layer.num_heads
@@ -239,7 +253,10 @@ class _FastSelfAttention(nn.Module):
         self.out_proj = pack(layer.out_proj)
         self.qkv = PackedLinear(layer.in_proj_weight, layer.in_proj_bias)
 
-    def forward(self, x, mask=None, bias=None, cache=None, layer=0):
+    def forward(
+        self, x: Float[Tensor, "B N C"], mask: Tensor | Literal["causal"] | None = None,
+        bias: Tensor | None = None, cache=None, layer: int = 0,
+    ) -> Float[Tensor, "B N C"]:
         """Tokens (B, N, C) to tokens; earlier ones are in the `cache`, if given."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, N, C) each
         q = split_heads(q, self.num_heads)  # -> (B, h, N, d)
@@ -267,7 +284,7 @@ class _FastCrossAttention(nn.Module):
         self.q = PackedLinear(q_weight, q_bias)
         self.kv = PackedLinear(kv_weight, kv_bias)
 
-    def read(self, memory, mask):
+    def read(self, memory: Tensor, mask: Tensor | Literal["causal"] | None) -> tuple:
         """Keys and values (B, h, M, d) of a memory, and its mask if that hides something."""
         k, v = self.kv(memory).chunk(2, dim=-1)  # (B, M, C) each
         k = split_heads(k, self.num_heads).contiguous()  # -> (B, h, M, d)
@@ -276,7 +293,10 @@ class _FastCrossAttention(nn.Module):
             mask = None
         return k, v, mask
 
-    def forward(self, x, memory, mask=None, cache=None, layer=0):
+    def forward(
+        self, x: Tensor, memory: Tensor, mask: Tensor | Literal["causal"] | None = None,
+        cache=None, layer: int = 0,
+    ) -> Tensor:
         """Tokens (B, N, C) and memory (B, M, C) to tokens; a cache keeps what was read."""
         source = (memory, mask)
         old = None if cache is None else cache.sources.get(layer)
@@ -308,7 +328,10 @@ class _FastCausalAttention(nn.Module):
         no_k_norm = isinstance(layer.k_norm, nn.Identity)
         self.plain = no_q_norm and no_k_norm
 
-    def forward(self, x, rope=None, mask="causal", cache=None, layer=0):
+    def forward(
+        self, x: Float[Tensor, "B N n_embd"], rope=None,
+        mask: Tensor | Literal["causal"] | None = "causal", cache=None, layer: int = 0,
+    ) -> Float[Tensor, "B N n_embd"]:
         """Tokens (B, N, n_embd) to tokens; earlier ones are in the `cache`, if given."""
         past = 0 if cache is None else cache.tokens_of(layer)
         rope, mask = layer_inputs(self.config, x, rope, mask, past)
@@ -332,7 +355,7 @@ class _FastCausalAttention(nn.Module):
         return self.c_proj(merge_heads(heads))  # -> (B, N, C)
 
 
-def _pack_gpt_mlp(layer):
+def _pack_gpt_mlp(layer) -> nn.Sequential:
     """The `layer`, a GPT's `MLP`, as two calls, GELU inside the first."""
     return nn.Sequential(pack(layer.c_fc, "gelu_tanh"), pack(layer.c_proj))
 
@@ -358,7 +381,7 @@ class _PackedConv(nn.Module):
         When it is called, if x requires a gradient.
     """
 
-    def __init__(self, conv, norm, relu=True):
+    def __init__(self, conv: nn.Conv2d, norm: nn.Module, relu: bool = True):
         super().__init__()
         if conv.training or norm.training:
             raise ValueError("conv and norm must be in evaluation mode: call eval()")
@@ -368,7 +391,7 @@ class _PackedConv(nn.Module):
         self.where = (list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups)
         self.packs = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
 
-    def forward(self, x, shortcut=None):
+    def forward(self, x: Tensor, shortcut: Tensor | None = None):
         """A map (B, C, H, W) to relu(norm(conv(x)) + shortcut), each if it is asked for."""
         weight = self.conv.weight
         bias = self.conv.bias
@@ -391,7 +414,7 @@ class _PackedConv(nn.Module):
 class _FastBlock(nn.Module):
     """What takes the place of a block of a ResNet."""
 
-    def __init__(self, block):
+    def __init__(self, block: nn.Module):
         super().__init__()
         self.convs = nn.ModuleList()
         for name, norm in block.named_children():
@@ -403,7 +426,7 @@ class _FastBlock(nn.Module):
             conv, norm = block.downsample
             self.downsample = _PackedConv(conv, norm, relu=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """A map (B, C, H, W) to the block's map."""
         shortcut = self.downsample(x)
         for conv in self.convs[:-1]:
@@ -419,7 +442,7 @@ class FastResNet(nn.Module):
     model : ResNet
     """
 
-    def __init__(self, model):
+    def __init__(self, model: ResNet):
         super().__init__()
         self.num_channels = model.num_channels
         self.stem = _PackedConv(model.conv1, model.bn1)
@@ -429,7 +452,7 @@ class FastResNet(nn.Module):
             blocks = [_FastBlock(block) for block in layer]
             self.layers.append(nn.Sequential(*blocks))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) to four maps."""
         x = self.maxpool(self.stem(x))
         maps = []
@@ -439,7 +462,7 @@ class FastResNet(nn.Module):
         return maps
 
 # %% ../nbs/53_inference.ipynb #last
-def _first_tokens(attn, x, count):
+def _first_tokens(attn: nn.Module, x, count: int):
     """The first `count` tokens of ``attn(x)``, attention of ViT or TNT: (B, count, dim)."""
     of_tnt = hasattr(attn, "qk")
     if of_tnt:
@@ -457,7 +480,7 @@ def _first_tokens(attn, x, count):
     return attn.proj(merge_heads(heads))  # -> (B, count, dim)
 
 
-def forward_short(model, x):
+def forward_short(model: nn.Module, x: Tensor):
     """Logits (B, classes) of images `x` (B, C, H, W), the `model` a ViT or a TNT.
 
     The last block computes the tokens alone that the head reads, unless `set_pool` has made it
@@ -488,7 +511,7 @@ _EACH_TOKEN = {  # what the last block may hold: all but attention computes each
 }
 
 
-def _can_shorten(model):
+def _can_shorten(model: nn.Module) -> bool:
     """Return whether `forward_short` computes the logits of a model.
 
     Parameters
@@ -511,13 +534,13 @@ def _can_shorten(model):
     return all(is_plain(part, *_EACH_TOKEN) for part in parts)
 
 # %% ../nbs/53_inference.ipynb #replacements
-def _pack_mlp(layer):
+def _pack_mlp(layer) -> nn.Sequential:
     """The `layer`, an `Mlp`, as two calls, GELU inside; None if its activation is another."""
     if layer.act.approximate == "none":
         return nn.Sequential(pack(layer.fc1, "gelu"), pack(layer.fc2))
 
 
-def _pack_feed_forward(layer):
+def _pack_feed_forward(layer) -> nn.Sequential:
     """The `layer`, a `FeedForward`, as two calls; None if oneDNN lacks its activation."""
     for name, function in FUNCTIONS.items():
         if layer.activation is function:
@@ -567,7 +590,7 @@ _PARTS = {  # class: its children, each of one of some classes
 }
 
 
-def _can_replace(module):
+def _can_replace(module: nn.Module) -> bool:
     """Return whether a module is one that the table replaces, and nobody has changed it.
 
     Parameters
@@ -588,7 +611,7 @@ def _can_replace(module):
     return known and all(is_plain(part, type(part)) for part in module.modules())
 
 
-def _can_pack_resnet(model):
+def _can_pack_resnet(model: nn.Module) -> bool:
     """Return whether a module is a `ResNet` whose convolutions and norms nobody has changed.
 
     Parameters
@@ -608,7 +631,7 @@ def _can_pack_resnet(model):
     return all(is_plain(part, *known) for part in model.modules())
 
 
-def replace_module(module):
+def replace_module(module: nn.Module):
     """The module, or what takes its place, with all that is in it replaced likewise."""
     new = None
     if _can_pack_resnet(module):
@@ -629,7 +652,7 @@ def _has_global_hooks():
                if name.startswith("_global_forward") and isinstance(hooks, dict))
 
 
-def _pack_all(model):
+def _pack_all(model: nn.Module):
     """A frozen model for the CPU: its layers replaced, and what is its own.
 
     Where a hook is registered for the modules of all models, the model stays as it is.
@@ -643,12 +666,12 @@ def _pack_all(model):
     return model
 
 # %% ../nbs/53_inference.ipynb #fuse
-def devices(model):
+def devices(model: nn.Module):
     """The devices of a model's weights and buffers, as sorted strings."""
     return sorted({str(x.device) for x in (*model.parameters(), *model.buffers())})
 
 
-def fuse(model):
+def fuse(model: nn.Module):
     """`windows.fuse_swin` of a model; a ValueError says why the kernels do not serve it."""
     from attnlib.windows import fuse_swin, not_served  # not above: see the text
 
@@ -667,13 +690,13 @@ def fuse(model):
         raise ValueError(f"on {where}, {error}") from error
 
 # %% ../nbs/53_inference.ipynb #no-maps
-def _refuse_maps(*inputs, **options):
+def _refuse_maps(*inputs, **options) -> None:
     """`attention_maps` of an optimized copy: an error, for any `inputs` and `options`."""
     raise RuntimeError("a copy made by optimize_for_inference keeps no attention maps; "
                        "ask the model itself")
 
 # %% ../nbs/53_inference.ipynb #optimize
-def optimize_for_inference(model):
+def optimize_for_inference(model: nn.Module) -> nn.Module:
     """A frozen copy of a model that is faster and gives the same output.
 
     A layer that somebody has changed, by another class, a method, or a hook, is called as it

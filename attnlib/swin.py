@@ -11,11 +11,15 @@ __all__ = ['WindowLayout', 'SIZES', 'round_up', 'pad_map', 'crop_map', 'merge_pa
 # %% ../nbs/32_swin.ipynb #imports
 import math
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from .attention import attention
 from attnlib.backbone import (
@@ -27,7 +31,7 @@ from .multihead import check_heads
 from .vit import Mlp, PatchEmbed
 
 # %% ../nbs/32_swin.ipynb #merging
-def round_up(size, unit):
+def round_up(size: tuple[int, int], unit) -> tuple[int, int]:
     """A `size` (rows, columns) rounded up to multiples of a `unit` (rows, columns).
 
     Returns
@@ -37,19 +41,19 @@ def round_up(size, unit):
     return tuple((s + u - 1) // u * u for s, u in zip(size, unit))
 
 
-def pad_map(x, size):
+def pad_map(x: Tensor, size: tuple[int, int]):
     """Maps x (B, H, W, C) with zeros below and on the right, up to a size (rows, columns)."""
     if not torch.compiler.is_compiling() and tuple(size) == tuple(x.shape[1:3]):
         return x  # a graph for all sizes must not ask this
     return F.pad(x, (0, 0, 0, size[1] - x.shape[2], 0, size[0] - x.shape[1]))
 
 
-def crop_map(x, size):
+def crop_map(x: Tensor, size: tuple[int, int]):
     """What maps x (B, H, W, C) have above and on the left, up to a size (rows, columns)."""
     return x[:, : size[0], : size[1]]
 
 
-def merge_patches(x):
+def merge_patches(x: Tensor):
     """The tokens of each square of 2 by 2 side by side: (B, H, W, C) -> (B, ⌈H/2⌉, ⌈W/2⌉, 4C).
 
     Their order is that of the published weights: upper left, lower left, upper right, lower
@@ -71,18 +75,23 @@ class PatchMerging(nn.Module):
         Width C of the tokens.
     """
 
-    def __init__(self, dim, device=None, dtype=None):
+    def __init__(
+        self, dim: int, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         self.norm = nn.LayerNorm(4 * dim, device=device, dtype=dtype)
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False, device=device, dtype=dtype)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B H W C"]) -> Float[Tensor, "B _ _ 2*C"]:
         """A map (B, H, W, C) to a map (B, ⌈H/2⌉, ⌈W/2⌉, 2C)."""
         x = merge_patches(x)  # (B, H, W, C) -> (B, ⌈H/2⌉, ⌈W/2⌉, 4C)
         return self.reduction(self.norm(x))  # -> (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
 
 # %% ../nbs/32_swin.ipynb #partition
-def window_partition(x, window_size, num_heads=1):
+def window_partition(
+    x: Float[Tensor, "B H W _"], window_size: tuple[int, int], num_heads: int = 1
+) -> Float[Tensor, "B _ N d"]:
     """Cut maps into windows, and the channels into heads.
 
     Parameters
@@ -107,7 +116,9 @@ def window_partition(x, window_size, num_heads=1):
     return x.flatten(2, 3)  # -> (B, Y X h, y x, d)
 
 
-def window_reverse(windows, window_size, size):
+def window_reverse(
+    windows: Float[Tensor, "B _ N d"], window_size: tuple[int, int], size: tuple[int, int]
+) -> Float[Tensor, "B H W _"]:
     """Put windows together again, the inverse of `window_partition`.
 
     Parameters
@@ -133,7 +144,10 @@ def window_reverse(windows, window_size, size):
 WindowLayout = namedtuple("WindowLayout", "size window shift padded")  # each (rows, columns)
 
 
-def window_layout(size, window_size, shift_size=(0, 0), shrink=True):
+def window_layout(
+    size: tuple[int, int], window_size: tuple[int, int], shift_size: tuple[int, int] = (0, 0),
+    shrink: bool = True,
+) -> WindowLayout:
     """How a map is cut into windows.
 
     Parameters
@@ -167,17 +181,19 @@ def window_layout(size, window_size, shift_size=(0, 0), shrink=True):
     return WindowLayout((rows, columns), (height, width), (down, across), padded)
 
 # %% ../nbs/32_swin.ipynb #shift-map
-def cyclic_shift(x, layout):
+def cyclic_shift(
+    x: Float[Tensor, "B Hp Wp C"], layout: WindowLayout
+) -> Float[Tensor, "B Hp Wp C"]:
     """Roll padded maps up and to the left (Liu et al. 2021, figure 4).
 
     Parameters
     ----------
-    x : Tensor, shape (B, H', W', C)
+    x : Tensor
     layout : WindowLayout
 
     Returns
     -------
-    Tensor, shape (B, H', W', C)
+    Tensor
     """
     if not any(layout.shift):
         return x
@@ -185,24 +201,28 @@ def cyclic_shift(x, layout):
     return x.roll((-rows, -columns), dims=(1, 2))
 
 
-def reverse_cyclic_shift(x, layout):
+def reverse_cyclic_shift(
+    x: Float[Tensor, "B Hp Wp C"], layout: WindowLayout
+) -> Float[Tensor, "B Hp Wp C"]:
     """Roll padded maps back, the inverse of `cyclic_shift`.
 
     Parameters
     ----------
-    x : Tensor, shape (B, H', W', C)
+    x : Tensor
     layout : WindowLayout
 
     Returns
     -------
-    Tensor, shape (B, H', W', C)
+    Tensor
     """
     if not any(layout.shift):
         return x
     return x.roll(layout.shift, dims=(1, 2))
 
 # %% ../nbs/32_swin.ipynb #mask
-def shift_mask(layout, device=None):
+def shift_mask(
+    layout: WindowLayout, device: torch.device | str | None = None
+) -> Bool[Tensor, "windows N N"]:
     """Who may attend to whom in each window of the rolled map.
 
     Parameters
@@ -212,7 +232,7 @@ def shift_mask(layout, device=None):
 
     Returns
     -------
-    bool Tensor, shape (windows, N, N)
+    bool Tensor
         True where both tokens were carried over the same seams.
     """
     height, width = layout.padded
@@ -227,7 +247,10 @@ def shift_mask(layout, device=None):
     return regions == regions.transpose(1, 2)  # -> (windows, N, N)
 
 # %% ../nbs/32_swin.ipynb #index
-def relative_position_index(window_size, table_window=None, device=None):
+def relative_position_index(
+    window_size: tuple[int, int], table_window: tuple[int, int] | None = None,
+    device: torch.device | str | None = None,
+) -> Int[Tensor, "N N"]:
     """For each pair of tokens in a window the row of the bias table for their offset.
 
     Parameters
@@ -239,7 +262,7 @@ def relative_position_index(window_size, table_window=None, device=None):
 
     Returns
     -------
-    int64 Tensor, shape (N, N)
+    int64 Tensor
         From 0 to (2M - 1)² - 1 for the table of a window of M by M tokens.
     """
     height, width = window_size
@@ -254,7 +277,7 @@ def relative_position_index(window_size, table_window=None, device=None):
     return (dy + rows - 1) * (2 * columns - 1) + (dx + columns - 1)
 
 # %% ../nbs/32_swin.ipynb #resize-table
-def _resampling_matrix(old, new):
+def _resampling_matrix(old: int, new: int) -> Float[Tensor, "new old"]:
     """The matrix (new, old) that resamples an axis of a bias table, as in timm.
 
     Linear between places that spread geometrically: 1, 1 + r, 1 + r + r², and so on.
@@ -266,7 +289,7 @@ def _resampling_matrix(old, new):
 
     Returns
     -------
-    float64 Tensor, shape (new, old)
+    float64 Tensor
     """
     low = 1.01
     high = 1.5
@@ -284,7 +307,7 @@ def _resampling_matrix(old, new):
     return torch.tensor(np.array(rows), dtype=torch.float64).mT
 
 
-def _source_window(rows, new_window):
+def _source_window(rows: int, new_window: tuple[int, int]) -> tuple[int, int]:
     """Return the window to which a bias table most likely belongs.
 
     Parameters
@@ -315,7 +338,10 @@ def _source_window(rows, new_window):
     return side // 2 + 1, side // 2 + 1
 
 
-def resize_rel_pos_bias_table(table, new_window, old_window=None):
+def resize_rel_pos_bias_table(
+    table: Float[Tensor, "_ h"], new_window: tuple[int, int],
+    old_window: tuple[int, int] | None = None,
+) -> Float[Tensor, "_ h"]:
     """A bias table of one window, interpolated for another as in timm (which follows BEiT).
 
     Parameters
@@ -359,7 +385,10 @@ def resize_rel_pos_bias_table(table, new_window, old_window=None):
     return torch.einsum("ya,xb,abh->yxh", y, x, grid).flatten(0, 1).to(table.dtype)
 
 # %% ../nbs/32_swin.ipynb #window-bias
-def window_bias(table, table_window, layout, masked=True):
+def window_bias(
+    table: Float[Tensor, "_ h"], table_window: tuple[int, int], layout: WindowLayout,
+    masked: bool = True,
+) -> Float[Tensor, "_ N N"]:
     """What is added to the logits in the windows of a layout.
 
     Parameters
@@ -385,7 +414,10 @@ def window_bias(table, table_window, layout, masked=True):
     return torch.where(mask, bias, -torch.inf).flatten(0, 1)  # -> (windows h, N, N)
 
 # %% ../nbs/32_swin.ipynb #check-window
-def check_window(window_size, shift_size=0, small_maps="shrink"):
+def check_window(
+    window_size: int | tuple[int, int], shift_size: int | tuple[int, int] = 0,
+    small_maps: Literal["shrink", "pad"] = "shrink",
+) -> tuple[tuple[int, int], tuple[int, int]]:
     """Window and shift, each as (rows, columns), once they are found to be allowed.
 
     Parameters
@@ -434,8 +466,12 @@ class WindowAttention(nn.Module):
         map.
     """
 
-    def __init__(self, dim, num_heads, window_size=7, shift_size=0, qkv_bias=True,
-                 attn_drop=0.0, proj_drop=0.0, small_maps="shrink", device=None, dtype=None):
+    def __init__(
+        self, dim: int, num_heads: int, window_size: int | tuple[int, int] = 7,
+        shift_size: int | tuple[int, int] = 0, qkv_bias: bool = True, attn_drop: float = 0.0,
+        proj_drop: float = 0.0, small_maps: Literal["shrink", "pad"] = "shrink",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_heads(num_heads, dim=dim)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
@@ -453,16 +489,16 @@ class WindowAttention(nn.Module):
         self.proj = nn.Linear(dim, dim, **options)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def layout(self, size):
+    def layout(self, size: tuple[int, int]):
         """How a map of a size (rows, columns) is cut: a `WindowLayout`."""
         shrink = self.small_maps == "shrink"
         return window_layout(size, self.window_size, self.shift_size, shrink)
 
-    def bias(self, layout, masked=True):
+    def bias(self, layout: WindowLayout, masked: bool = True):
         """What is added to the logits, as `window_bias` lays it out."""
         return window_bias(self.relative_position_bias_table, self.window_size, layout, masked)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """A map (B, H, W, dim) to a map."""
         layout = self.layout(x.shape[1:3])
         # pad the map to whole windows, and shift it
@@ -482,7 +518,9 @@ class WindowAttention(nn.Module):
         x = crop_map(x, layout.size)  # -> (B, H, W, dim)
         return self.proj_drop(self.proj(x))
 
-    def set_window_size(self, window_size, shift_size=0):
+    def set_window_size(
+        self, window_size: int | tuple[int, int], shift_size: int | tuple[int, int] = 0
+    ) -> None:
         """Change window and shift; the bias table is interpolated."""
         window_size, self.shift_size = check_window(window_size, shift_size)
         if window_size == self.window_size:
@@ -509,9 +547,13 @@ class SwinBlock(nn.Module):
         As for `WindowAttention`.
     """
 
-    def __init__(self, dim, num_heads, window_size=7, shift_size=0, mlp_ratio=4.0,
-                 qkv_bias=True, proj_drop=0.0, attn_drop=0.0, drop_path=0.0,
-                 small_maps="shrink", device=None, dtype=None):
+    def __init__(
+        self, dim: int, num_heads: int, window_size: int | tuple[int, int] = 7,
+        shift_size: int | tuple[int, int] = 0, mlp_ratio: float = 4.0, qkv_bias: bool = True,
+        proj_drop: float = 0.0, attn_drop: float = 0.0, drop_path: float = 0.0,
+        small_maps: Literal["shrink", "pad"] = "shrink",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         options = dict(device=device, dtype=dtype)
         self.norm1 = nn.LayerNorm(dim, **options)
@@ -522,13 +564,13 @@ class SwinBlock(nn.Module):
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """A map (B, H, W, dim) to a map."""
         x = x + self.drop_path(self.attn(self.norm1(x)))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 # %% ../nbs/32_swin.ipynb #stage
-def _block_shift(number, window_size):
+def _block_shift(number: int, window_size: tuple[int, int]) -> tuple[int, int]:
     """The shift of a block of a stage: half of the window in every second block.
 
     Parameters
@@ -560,18 +602,18 @@ class SwinStage(nn.Module):
         `SwinBlock`, or one like it; `_block_shift` gives their shifts.
     """
 
-    def __init__(self, downsample, blocks):
+    def __init__(self, downsample: nn.Module, blocks: Iterable[nn.Module]):
         super().__init__()
         self.downsample = downsample
         self.blocks = nn.Sequential(*blocks)
 
-    def set_window_size(self, window_size):
+    def set_window_size(self, window_size: int | tuple[int, int]) -> None:
         """Change the window of all blocks, and the shift to half of it in every second one."""
         window_size = to_2tuple(window_size)
         for i, block in enumerate(self.blocks):
             block.attn.set_window_size(window_size, _block_shift(i, window_size))
 
-    def forward(self, x, run_block=None):
+    def forward(self, x: Tensor, run_block=None) -> Tensor:
         """A map (B, H, W, C) to a map.
 
         `run_block`, if it is given, is called as ``run_block(block, x)`` in place of each
@@ -583,7 +625,9 @@ class SwinStage(nn.Module):
         return x
 
 # %% ../nbs/32_swin.ipynb #sizes-of-model
-def padded_size(img_size, patch_size, name="img_size"):
+def padded_size(
+    img_size: int | tuple[int, int], patch_size: int | tuple[int, int], name: str = "img_size"
+) -> tuple[int, int]:
     """The size (rows, columns) of images once they are padded to whole patches.
 
     Parameters
@@ -610,12 +654,15 @@ def padded_size(img_size, patch_size, name="img_size"):
     return round_up(size, patch_size)
 
 
-def _pad_images(x, patch_size, value=0.0):
+def _pad_images(
+    x: Float[Tensor, "B C H W"], patch_size: int | tuple[int, int],
+    value: float | Sequence[float] = 0.0,
+) -> Float[Tensor, "B C Hp Wp"]:
     """Images x (B, C, H, W) with a value below and on the right, up to whole patches.
 
     Parameters
     ----------
-    x : Tensor, shape (B, C, H, W)
+    x : Tensor
     patch_size : int or (int, int)
         Height and width of a patch, in pixels.
     value : float or sequence of float
@@ -623,7 +670,7 @@ def _pad_images(x, patch_size, value=0.0):
 
     Returns
     -------
-    Tensor, shape (B, C, H', W')
+    Tensor
     """
     if x.ndim != 4:
         return x  # the model's first layer will say what is wrong
@@ -637,7 +684,10 @@ def _pad_images(x, patch_size, value=0.0):
     return padded + outside * value.view(-1, 1, 1)  # (C, 1, 1)
 
 
-def stage_windows(window_size, reference_grid, grid_size, num_stages, small_maps="shrink"):
+def stage_windows(
+    window_size: tuple[int, int], reference_grid: tuple[int, int], grid_size: tuple[int, int],
+    num_stages: int, small_maps: Literal["shrink", "pad"] = "shrink",
+) -> list[tuple[int, int]]:
     """The window of each stage: it grows with the map, and shrinks to it if small maps may.
 
     Parameters
@@ -670,7 +720,7 @@ def stage_windows(window_size, reference_grid, grid_size, num_stages, small_maps
     return windows
 
 
-def _resample_tables(state_dict, model):
+def _resample_tables(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """A state dict with the bias tables of other windows interpolated for those of a model.
 
     A table with as many rows as the model's stays as it is, and any other one is taken for that
@@ -745,11 +795,16 @@ class SwinTransformer(Backbone):
     merging_class = PatchMerging
     pad_value = 0.0  # of pixels that complete a patch, for all channels or for each
 
-    def __init__(self, img_size=224, patch_size=4, in_chans=3, num_classes=1000,
-                 global_pool="avg", embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24),
-                 window_size=7, mlp_ratio=4.0, qkv_bias=True, *, drop_rate=0.0,
-                 proj_drop_rate=0.0, attn_drop_rate=0.0, drop_path_rate=0.1,
-                 small_maps="shrink", device=None, dtype=None):
+    def __init__(
+        self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 4,
+        in_chans: int = 3, num_classes: int = 1000, global_pool: Literal["avg", ""] = "avg",
+        embed_dim: int = 96, depths: Sequence[int] = (2, 2, 6, 2),
+        num_heads: Sequence[int] = (3, 6, 12, 24), window_size: int | tuple[int, int] = 7,
+        mlp_ratio: float = 4.0, qkv_bias: bool = True, *, drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0, attn_drop_rate: float = 0.0, drop_path_rate: float = 0.1,
+        small_maps: Literal["shrink", "pad"] = "shrink",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         if len(depths) != len(num_heads):
             raise ValueError(f"depths {depths} and num_heads {num_heads} must be of one length")
@@ -794,39 +849,42 @@ class SwinTransformer(Backbone):
         self.apply(init_weights)
 
     @property
-    def blocks(self):
+    def blocks(self) -> list:
         """The blocks of all stages."""
         return [block for stage in self.layers for block in stage.blocks]
 
     @property
-    def stages(self):
+    def stages(self) -> list:
         """Lists of layers, after each of which `forward_intermediates` looks."""
         return [[stage.downsample, *stage.blocks] for stage in self.layers]
 
-    def embed(self, x):
+    def embed(self, x: Tensor):
         """Images (B, C, H, W), padded to whole patches, to a map (B, H', W', embed_dim)."""
         x = _pad_images(x, self.patch_size, self.pad_value)
         return self.patch_embed(x)
 
-    def forward_features(self, x):
+    def forward_features(self, x: Tensor):
         """The last map (B, H', W', num_features), normalized."""
         x = self.embed(x)
         for stage in self.layers:
             x = stage(x, run_block=self.checkpointed)
         return self.norm(x)
 
-    def forward_head(self, x, pre_logits=False):
+    def forward_head(self, x: Tensor, pre_logits: bool = False):
         """Logits (B, num_classes) of the last map; with `pre_logits` what the head is given."""
         if self.global_pool == "avg":
             x = x.mean(dim=(1, 2))  # (B, H', W', C) -> (B, C)
         return self.head.drop(x) if pre_logits else self.head(x)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B in_chans H W"]) -> Float[Tensor, "B num_classes"]:
         """Logits (B, num_classes) of images (B, in_chans, H, W)."""
         x = self.forward_features(x)
         return self.forward_head(x)
 
-    def set_input_size(self, img_size=None, window_size=None):
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None,
+        window_size: int | tuple[int, int] | None = None,
+    ) -> None:
         """Change the size of the images or the windows; the bias tables are interpolated.
 
         Parameters
@@ -850,7 +908,9 @@ class SwinTransformer(Backbone):
         for stage, window in zip(self.layers, windows):
             stage.set_window_size(window)
 
-    def resample_state_dict(self, state_dict, img_size=None):
+    def resample_state_dict(
+        self, state_dict: dict[str, Tensor], img_size: int | tuple[int, int] | None = None
+    ):
         """Weights with the bias tables of other windows interpolated for this model's.
 
         The tables depend on the windows, whatever the size of the images is: `img_size` is not
@@ -858,7 +918,7 @@ class SwinTransformer(Backbone):
         """
         return _resample_tables(state_dict, self)
 
-    def no_weight_decay(self):
+    def no_weight_decay(self) -> set:
         """Names of parameters that are not to decay: the bias tables."""
         return {name for name, _ in self.named_parameters() if name.endswith("_bias_table")}
 
@@ -882,12 +942,14 @@ register_model("swin_collages", SwinTransformer, hub="attnlib/swin_collages", nu
                drop_path_rate=0.0)
 
 # %% ../nbs/32_swin.ipynb #pixel-maps
-def _token_map(weights, layout, token):
+def _token_map(
+    weights: Float[Tensor, "B windows h N N"], layout: WindowLayout, token: tuple[int, int]
+) -> Float[Tensor, "B h H W"]:
     """Where a token of a map looks, whichever window it is in.
 
     Parameters
     ----------
-    weights : Tensor, shape (B, windows, h, N, N)
+    weights : Tensor
         Of one block, N the number of a window's tokens.
     layout : WindowLayout
         Of that block's map of H by W tokens.
@@ -896,7 +958,7 @@ def _token_map(weights, layout, token):
 
     Returns
     -------
-    Tensor, shape (B, h, H, W)
+    Tensor
     """
     here = weights.new_zeros(1, *layout.padded, 1)
     here[0, token[0], token[1]] = 1  # a map that marks the token
@@ -907,21 +969,23 @@ def _token_map(weights, layout, token):
     return crop_map(reverse_cyclic_shift(found, layout), layout.size).permute(0, 3, 1, 2)
 
 
-def pixel_maps(model, x, pixel):
+def pixel_maps(
+    model: nn.Module, x: Float[Tensor, "B C H W"], pixel: tuple[int, int]
+) -> list[Float[Tensor, "B h Hp Wp"]]:
     """Where the token that holds a pixel looks, in each block of a Swin Transformer.
 
     Parameters
     ----------
     model : Module
         A `SwinTransformer`.
-    x : Tensor, shape (B, C, H, W)
+    x : Tensor
         Images.
     pixel : (int, int)
         Row and column.
 
     Returns
     -------
-    list of Tensor, shape (B, h, H', W')
+    list of Tensor
         One for each block, of the block's own map of tokens.
 
     Raises

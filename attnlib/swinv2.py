@@ -11,6 +11,8 @@ import math
 
 import torch
 import torch.nn as nn
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from .attention import attention, checkpoint_block
 from .backbone import DropPath, check_rates, hidden_width, to_2tuple
@@ -27,17 +29,19 @@ from .vit import Mlp
 MAX_LOGIT_SCALE = math.log(100)  # no temperature below 0.01
 
 
-def normalize(x, length=1.0):
+def normalize(
+    x: Float[Tensor, "*batch d"], length: float | Tensor = 1.0
+) -> Float[Tensor, "*batch d"]:
     """Vectors of a given length; zero vectors stay zero.
 
     Parameters
     ----------
-    x : Tensor, shape (..., d)
+    x : Tensor
     length : float or Tensor, broadcastable to (..., 1)
 
     Returns
     -------
-    Tensor, shape (..., d)
+    Tensor
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     narrow = wide if x.dtype == torch.float16 else None  # in which float16's squares overflow
@@ -49,8 +53,10 @@ def normalize(x, length=1.0):
     return x * factor.to(x.dtype)
 
 # %% ../nbs/33_swinv2.ipynb #coordinates
-def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None,
-                    dtype=torch.float32):
+def log_coordinates(
+    window_size: tuple[int, int], pretrained_window_size: tuple[int, int] = (0, 0),
+    device: torch.device | str | None = None, dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "_ 2"]:
     """The offsets in a window as the bias network sees them (Liu et al. 2022, equation 4).
 
     Parameters
@@ -82,7 +88,7 @@ def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None,
     return offsets.flatten(0, 1).to(dtype)  # -> ((2M - 1)², 2)
 
 # %% ../nbs/33_swinv2.ipynb #check-pretrained
-def _check_pretrained_window(window_size):
+def _check_pretrained_window(window_size: int | tuple[int, int]) -> tuple[int, int]:
     """The window that weights were trained with as (rows, columns); 0 is the model's own.
 
     Parameters
@@ -106,15 +112,19 @@ def _check_pretrained_window(window_size):
     return window_size
 
 # %% ../nbs/33_swinv2.ipynb #sequential
-def _sequential_attention(q, k, v, bias, mask, windows_at_once=1, dropout_p=0.0):
+def _sequential_attention(
+    q: Float[Tensor, "B _ N d"], k: Float[Tensor, "B _ N d"], v: Float[Tensor, "B _ N d"],
+    bias: Float[Tensor, "h N N"], mask: Bool[Tensor, "windows N N"], windows_at_once: int = 1,
+    dropout_p: float = 0.0,
+) -> Float[Tensor, "B windows*h N d"]:
     """Attention in windows, a few at a time: the same in less memory (Liu et al. 2022, 3.5).
 
     Parameters
     ----------
     q, k, v : Tensor, shape (B, windows·h, N, d)
         Queries with their scale.
-    bias : Tensor, shape (h, N, N)
-    mask : bool Tensor, shape (windows, N, N)
+    bias : Tensor
+    mask : bool Tensor
     windows_at_once : int
         In training each group of so many is computed again for the gradient, and only its
         inputs are kept.
@@ -122,7 +132,7 @@ def _sequential_attention(q, k, v, bias, mask, windows_at_once=1, dropout_p=0.0)
 
     Returns
     -------
-    Tensor, shape (B, windows·h, N, d)
+    Tensor
     """
     def attend(q, k, v, mask):  # (B, some h, N, d) each, (some, N, N)
         own = torch.where(mask[:, None], bias, -torch.inf)  # (some, h, N, N)
@@ -141,7 +151,9 @@ def _sequential_attention(q, k, v, bias, mask, windows_at_once=1, dropout_p=0.0)
     return torch.cat(outputs, dim=1)
 
 # %% ../nbs/33_swinv2.ipynb #attention-class
-def _store_trained_window(layer, state_dict, prefix, local_metadata):
+def _store_trained_window(
+    layer: "WindowAttentionV2", state_dict: dict[str, Tensor], prefix: str, local_metadata: dict
+) -> None:
     """Note, with a state dict, the window for which the bias network of a layer was trained.
 
     PyTorch calls it as a hook. The note does not show among the tensors; `torch.save` keeps it,
@@ -159,7 +171,9 @@ def _store_trained_window(layer, state_dict, prefix, local_metadata):
     local_metadata["trained_window"] = layer.trained_window()
 
 
-def _restore_trained_window(layer, state_dict, prefix, local_metadata, *others):
+def _restore_trained_window(
+    layer, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict, *others
+) -> None:
     """Adopt the window that `_store_trained_window` noted, if it did.
 
     Parameters
@@ -190,8 +204,12 @@ class WindowAttentionV2(nn.Module):
     windows_at_once = None  # all
     pretrained_window_size = (0, 0)  # that of the window
 
-    def __init__(self, dim, num_heads, window_size=8, shift_size=0, qkv_bias=True,
-                 attn_drop=0.0, proj_drop=0.0, small_maps="shrink", device=None, dtype=None):
+    def __init__(
+        self, dim: int, num_heads: int, window_size: int | tuple[int, int] = 8,
+        shift_size: int | tuple[int, int] = 0, qkv_bias: bool = True, attn_drop: float = 0.0,
+        proj_drop: float = 0.0, small_maps: str = "shrink",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_heads(num_heads, dim=dim)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
@@ -214,7 +232,7 @@ class WindowAttentionV2(nn.Module):
         self.register_state_dict_post_hook(_store_trained_window)
         self.register_load_state_dict_pre_hook(_restore_trained_window)
 
-    def layout(self, size):
+    def layout(self, size: tuple[int, int]):
         """How a map of a size (rows, columns) is cut: a `WindowLayout`."""
         shrink = self.small_maps == "shrink"
         return window_layout(size, self.window_size, self.shift_size, shrink)
@@ -226,7 +244,7 @@ class WindowAttentionV2(nn.Module):
                                   like.dtype)  # ((2M - 1)², 2)
         return 16 * self.cpb_mlp(offsets).sigmoid()  # -> ((2M - 1)², h)
 
-    def bias(self, layout, masked=True):
+    def bias(self, layout, masked: bool = True):
         """What is added to the logits, as `window_bias` lays it out."""
         return window_bias(self.bias_table(), self.window_size, layout, masked)
 
@@ -234,14 +252,14 @@ class WindowAttentionV2(nn.Module):
         """The factor 1/τ of each head's cosines, (h, 1)."""
         return self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten(1)
 
-    def project(self, x):
+    def project(self, x: Tensor):
         """Queries, keys and values of tokens (..., dim), side by side: (..., 3 dim)."""
         qkv = self.qkv(x)
         if self.q_bias is not None:
             qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         return qkv
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """A map (B, H, W, dim) to a map."""
         layout = self.layout(x.shape[1:3])
         # pad the map to whole windows, and shift it
@@ -277,11 +295,13 @@ class WindowAttentionV2(nn.Module):
             return self.window_size
         return self.pretrained_window_size
 
-    def set_pretrained_window(self, window_size):
+    def set_pretrained_window(self, window_size: int | tuple[int, int]) -> None:
         """Say for which window the bias network was trained; (0, 0) if for the present one."""
         self.pretrained_window_size = _check_pretrained_window(window_size)
 
-    def set_window_size(self, window_size, shift_size=0):
+    def set_window_size(
+        self, window_size: int | tuple[int, int], shift_size: int | tuple[int, int] = 0
+    ) -> None:
         """Change window and shift; trained offsets keep their bias, others are extrapolated."""
         window_size, self.shift_size = check_window(window_size, shift_size)
         if window_size != self.window_size and self.pretrained_window_size == (0, 0):
@@ -302,9 +322,13 @@ class SwinBlockV2(nn.Module):
         Likewise.
     """
 
-    def __init__(self, dim, num_heads, window_size=8, shift_size=0, mlp_ratio=4.0,
-                 qkv_bias=True, proj_drop=0.0, attn_drop=0.0, drop_path=0.0,
-                 small_maps="shrink", device=None, dtype=None):
+    def __init__(
+        self, dim: int, num_heads: int, window_size: int | tuple[int, int] = 8,
+        shift_size: int | tuple[int, int] = 0, mlp_ratio: float = 4.0, qkv_bias: bool = True,
+        proj_drop: float = 0.0, attn_drop: float = 0.0, drop_path: float = 0.0,
+        small_maps: str = "shrink", device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         options = dict(device=device, dtype=dtype)
         self.attn = WindowAttentionV2(dim, num_heads, window_size, shift_size,
@@ -317,7 +341,7 @@ class SwinBlockV2(nn.Module):
         nn.init.zeros_(self.norm1.weight)
         nn.init.zeros_(self.norm2.weight)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """A map (B, H, W, dim) to a map."""
         x = x + self.drop_path(self.norm1(self.attn(x)))
         return x + self.drop_path(self.norm2(self.mlp(x)))
@@ -333,12 +357,15 @@ class PatchMergingV2(nn.Module):
         Width C of the tokens.
     """
 
-    def __init__(self, dim, device=None, dtype=None):
+    def __init__(
+        self, dim: int, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False, device=device, dtype=dtype)
         self.norm = nn.LayerNorm(2 * dim, device=device, dtype=dtype)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B H W C"]) -> Float[Tensor, "B _ _ 2*C"]:
         """A map (B, H, W, C) to a map (B, ⌈H/2⌉, ⌈W/2⌉, 2C)."""
         x = merge_patches(x)  # (B, H, W, C) -> (B, ⌈H/2⌉, ⌈W/2⌉, 4C)
         return self.norm(self.reduction(x))  # -> (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
@@ -378,7 +405,7 @@ class SwinTransformerV2(SwinTransformer):
             for block in stage.blocks:
                 block.attn.set_pretrained_window(window)
 
-    def set_trained_size(self, img_size):
+    def set_trained_size(self, img_size: int | tuple[int, int]) -> None:
         """Say for which size of images the weights were trained, with this model's window.
 
         Where a map of such an image was smaller or larger, so was the window. It changes
@@ -397,7 +424,7 @@ class SwinTransformerV2(SwinTransformer):
                 if block.attn.trained_window() == block.attn.window_size != window:
                     block.attn.set_pretrained_window(window)
 
-    def set_sequential_attention(self, windows_at_once=1):
+    def set_sequential_attention(self, windows_at_once: int = 1) -> None:
         """Compute attention in so many windows of an image at a time, which saves memory.
 
         None for all at once. `attention_maps` has an entry for each group of windows then.
@@ -408,7 +435,7 @@ class SwinTransformerV2(SwinTransformer):
         for block in self.blocks:
             block.attn.windows_at_once = windows_at_once
 
-    def no_weight_decay(self):
+    def no_weight_decay(self) -> set:
         """Names of parameters that are not to decay: the bias's MLP's, and temperatures."""
         return {name for name, _ in self.named_parameters()
                 if "cpb_mlp" in name or "logit_scale" in name}
