@@ -14,12 +14,12 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 _kinds = torch.cuda, torch.xpu, getattr(torch, "accelerator", torch.cuda)
@@ -131,7 +131,7 @@ _DTYPES = torch.float32, torch.float16, torch.bfloat16
 _OLDEST_TRITON = 3, 4  # 3.1 compiled the kernels and gave wrong numbers
 
 
-def triton_mode(device: torch.device | str) -> str | None:
+def triton_mode(device: torch.device | str) -> Literal["compiled", "interpreted"] | None:
     """How Triton kernels run on a device.
 
     Parameters
@@ -154,7 +154,7 @@ def triton_mode(device: torch.device | str) -> str | None:
     return None
 
 
-def is_supported(x: Tensor, width: int, widest: int = 256):
+def is_supported(x: Tensor, width: int, widest: int = 256) -> bool:
     """Whether a kernel for heads up to `widest` takes x with heads of this width."""
     runs = x.is_meta or triton_mode(x.device) is not None
     if x.is_cuda and x.dtype == torch.bfloat16:  # older GPUs have no products of these
@@ -162,7 +162,7 @@ def is_supported(x: Tensor, width: int, widest: int = 256):
     return runs and x.dtype in _DTYPES and width <= widest
 
 # %% ../nbs/51_flash.ipynb #launch
-def launch(kernel, programs: int, device: torch.device | str, *arguments, **options) -> None:
+def launch(kernel: Any, programs: int, device: torch.device, *arguments, **options) -> None:
     """Start a number of programs of a Triton kernel on a device, be it the current or not.
 
     Parameters
@@ -695,7 +695,7 @@ def product_precision(x: Tensor) -> str:
     return "ieee"
 
 
-def refusal(x: Tensor, width: int):
+def refusal(x: Tensor, width: int) -> str | None:
     """Why no tile serves heads of this width in x's dtype on its GPU; None if one does."""
     if not x.is_cuda or triton_mode(x.device) == "interpreted":
         return None
@@ -712,9 +712,9 @@ def refusal(x: Tensor, width: int):
 
 @functools.cache
 def _known_options(
-    cut, kernel: Callable, widths, dtype: torch.dtype, extra: bool, group,
-    device: torch.device | str, _,
-):
+    cut: Callable, kernel: str, widths: tuple[int, int], dtype: torch.dtype, extra: bool,
+    group: int, device: torch.device, _: str | None,
+) -> dict:
     """The tiling by the function `cut` on a device, and the precision of the products."""
     width, v_width = widths
     example = torch.empty(0, dtype=dtype, device=device)
@@ -731,7 +731,7 @@ def _known_options(
     return options | more
 
 
-def _options(kernel: Callable, q: Tensor, k: Tensor, v: Tensor, extra: bool):
+def _options(kernel: str, q: Tensor, k: Tensor, v: Tensor, extra: bool) -> dict:
     """How a kernel is launched on these tensors."""
     precision = None
     if q.dtype == torch.float32:  # product_precision goes by it for float32 alone
@@ -741,7 +741,7 @@ def _options(kernel: Callable, q: Tensor, k: Tensor, v: Tensor, extra: bool):
     return _known_options(tiling, kernel, widths, q.dtype, extra, group, q.device, precision)
 
 # %% ../nbs/51_flash.ipynb #operator-forward
-def _strides(x):
+def _strides(x: Tensor | None) -> tuple[int, ...]:
     """A mask's or bias's strides: 0 along an axis that is missing or of length one."""
     if x is None:
         return 0, 0, 0, 0
@@ -754,8 +754,8 @@ def _strides(x):
 
 
 def _start(
-    kernel: Callable, programs: int, tensors, numbers, strided,
-    mask: Tensor | Literal["causal"] | None, bias: Tensor | None, **options,
+    kernel: Any, programs: int, tensors: tuple, numbers: tuple, strided: tuple,
+    mask: Tensor | None, bias: Tensor | None, **options,
 ) -> None:
     """Start a kernel on tensors (or None), numbers, and the strides of some tensors."""
     strides = [stride for x in strided for stride in x.stride()]
@@ -763,13 +763,13 @@ def _start(
            *_strides(mask), *_strides(bias), **options)
 
 
-def _bytes(mask: Tensor | Literal["causal"] | None):
+def _bytes(mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
     return mask.view(torch.uint8)
 
 
-def _empty(like, rows, width: int):
+def _empty(like: Tensor, rows: int, width: int) -> Tensor:
     """Room for (B, h, rows, width): in memory (B, rows, h, width), as heads are joined."""
     batch, heads, *_ = like.shape
     shape = (batch, heads, rows, width)
@@ -778,9 +778,9 @@ def _empty(like, rows, width: int):
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
-    bias: Tensor | None, ranges: "Ranges", causal: bool, scale: float | None,
-) -> tuple:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None,
+    ranges: Tensor | None, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor]:
     """Output (B, h, N, d_v) and log-sum-exp (B, h, N), in base 2, for q (B, h, N, d), …"""
     batch, heads, n, _ = q.shape
     m = k.shape[2]
@@ -795,7 +795,7 @@ def _forward(
     return out, lse
 
 
-def _forward_room(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple:
+def _forward_room(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
     batch, heads, n, _ = q.shape
     out = _empty(q, rows=n, width=v.shape[-1])
     lse = q.new_empty(batch, heads, n, dtype=torch.float32)
@@ -811,10 +811,10 @@ _flash_forward = torch.ops.attnlib.flash_forward.default
 
 # %% ../nbs/51_flash.ipynb #operator-backward
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
-    bias: Tensor | None, ranges: "Ranges", key_ranges, out: Tensor, lse: Tensor, causal: bool,
-    scale: float | None, for_bias, for_queries: bool = True, for_keys: bool = True,
-) -> tuple:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None,
+    ranges: Tensor | None, key_ranges: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
+    scale: float, for_bias: bool, for_queries: bool = True, for_keys: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and bias; one that is not asked for is empty."""
     batch, heads, n, d = q.shape
     own, m = k.shape[1:3]  # heads of the keys, and how many keys there are
@@ -851,10 +851,10 @@ def _backward(
 
 
 def _backward_room(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
-    bias: Tensor | None, ranges: "Ranges", key_ranges, out: Tensor, lse: Tensor, causal: bool,
-    scale: float | None, for_bias, for_queries: bool = True, for_keys: bool = True,
-) -> tuple:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None,
+    ranges: Tensor | None, key_ranges: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
+    scale: float, for_bias: bool, for_queries: bool = True, for_keys: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, d = q.shape[2:]
     m = k.shape[2]
     dq = q.new_empty(0)
@@ -880,7 +880,7 @@ torch.library.impl("attnlib::flash_backward", ("cpu", "cuda"), _backward)
 torch.library.register_fake("attnlib::flash_backward", _backward_room)
 
 
-def _no_second_derivative(ctx, *grads) -> None:
+def _no_second_derivative(ctx: Any, *grads) -> NoReturn:
     raise RuntimeError("flash_attention has no gradients of gradients; "
                        "attention_backend('reference') has")
 
@@ -889,7 +889,7 @@ torch.library.register_autograd("attnlib::flash_backward", _no_second_derivative
 _flash_backward = torch.ops.attnlib.flash_backward.default
 
 # %% ../nbs/51_flash.ipynb #operator-bias
-def _sharing(bias: Tensor | None, batch: int, heads: int):
+def _sharing(bias: Tensor, batch: int, heads: int) -> Tensor:
     """The heads (matrices, heads that share it) that share each matrix of a bias."""
     order = torch.arange(batch * heads, device=bias.device).view(batch, heads)
     if bias.shape[0] == 1:
@@ -898,9 +898,9 @@ def _sharing(bias: Tensor | None, batch: int, heads: int):
 
 
 def _bias_gradient(
-    inputs: tuple, grad: Tensor, lse: Tensor, delta, causal: bool, scale: float | None,
+    inputs: tuple, grad: Tensor, lse: Tensor, delta: Tensor, causal: bool, scale: float,
     enough: int = 1024,
-):
+) -> Tensor:
     """The gradient of a bias (B or 1, h or 1, N or 1, M or 1).
 
     Where the bias has fewer than `enough` tiles, several programs share each of them, and their
@@ -1006,10 +1006,7 @@ class Ranges:
         0 to M.
     """
 
-    def __init__(
-        self, first: Float[Tensor, "N"] | Float[Tensor, "B N"],
-        last: Float[Tensor, "N"] | Float[Tensor, "B N"], keys: int,
-    ):
+    def __init__(self, first: Tensor, last: Tensor, keys: int):
         fits = True
         for x in (first, last):
             fits = fits and 1 <= x.ndim <= 2 and not x.is_floating_point()
@@ -1034,7 +1031,7 @@ class Ranges:
         self.by_query = bounds.int()
         self.by_key = torch.stack([start, end], 1).int()  # (B or 1, 2, M)
 
-    def mask(self):
+    def mask(self) -> Bool[Tensor, "_ 1 N M"]:
         """The same as a mask (B or 1, 1, N, M), True where a query may attend."""
         first, last = self.by_query.unbind(1)  # (B or 1, N)
         first = first[:, None, :, None]  # -> (B or 1, 1, N, 1)
@@ -1104,7 +1101,7 @@ def packed_ranges(
 def _split_groups(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
     bias: Tensor | None,
-):
+) -> tuple | None:
     """Heads (h) beside fewer (h/g) of keys, as axes (h/g, g) beside (h/g, 1); else None."""
     if min(q.ndim, k.ndim, v.ndim) < 3:
         return None
@@ -1125,7 +1122,7 @@ def _split_groups(
     return q, k.unsqueeze(-3), v.unsqueeze(-3), mask, bias
 
 
-def _merges(x, shape: tuple[int, ...], a: Tensor, grouped):
+def _merges(x: Tensor | None, shape: Sequence[int], a: int, grouped: bool) -> bool:
     """Whether the axes a and a + 1 of x can become one, as those of a shape do."""
     if x is None or shape[a] == 1 or shape[a + 1] == 1:
         return True
@@ -1136,14 +1133,14 @@ def _merges(x, shape: tuple[int, ...], a: Tensor, grouped):
     return x.stride(a) == x.stride(a + 1) * x.shape[a + 1]
 
 
-def _lifted(x, count: int):
+def _lifted(x: Tensor | None, count: int) -> Tensor | None:
     """A tensor, or None, with `count` axes; new ones come first."""
     if x is None or x.ndim == count:
         return x
     return x[(None,) * (count - x.ndim)]
 
 
-def _two_axes(*tensors) -> list:
+def _two_axes(*tensors: Tensor | None) -> list[Tensor | None]:
     """Views of q, k, v, mask, bias with two leading axes, where strides allow it."""
     count = tensors[0].ndim
     tensors = [_lifted(x, count) for x in tensors]
@@ -1161,7 +1158,7 @@ def _two_axes(*tensors) -> list:
     return [_lifted(x, 4) for x in tensors]
 
 
-def _part(x, i):
+def _part(x: Tensor | None, i: int) -> Tensor | None:
     """Entry i of the first axis, or the one that is there for all; None stays None."""
     if x is None:
         return None
@@ -1169,9 +1166,9 @@ def _part(x, i):
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
-    bias: Tensor | None, ranges: Ranges, causal: bool, scale: float | None,
-):
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None,
+    ranges: Sequence[Tensor | None], causal: bool, scale: float,
+) -> Tensor:
     """Attention of (..., N, d) for any number of leading axes."""
     if q.ndim != 4:
         q, k, v, mask, bias = _two_axes(q, k, v, mask, bias)
@@ -1191,11 +1188,10 @@ def _attend(
 
 # %% ../nbs/51_flash.ipynb #flash-attention
 def flash_attention(
-    q: Float[Tensor, "*batch N d_k"], k: Float[Tensor, "*batch M d_k"],
-    v: Float[Tensor, "*batch M d_v"], *, mask: Tensor | Literal["causal"] | None = None,
-    bias: Tensor | None = None, causal: bool = False, ranges: Ranges | None = None,
-    scale: float | None = None,
-) -> Float[Tensor, "*batch N d_v"]:
+    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"], v: Float[Tensor, "... M d_v"],
+    *, mask: Tensor | Literal["causal"] | None = None, bias: Tensor | None = None,
+    causal: bool = False, ranges: Ranges | None = None, scale: float | None = None,
+) -> Float[Tensor, "... N d_v"]:
     """Attention in tiles, by Triton kernels (Dao et al. 2022, algorithms 1 and 4; Dao 2023).
 
     It is `attnlib.attention.attention` without dropout and without gradients of gradients, in
@@ -1280,7 +1276,7 @@ def flash_attention(
     return out.reshape(*lead, *out.shape[-2:])
 
 # %% ../nbs/51_flash.ipynb #check
-def _cast(*tensors):
+def _cast(*tensors: Tensor) -> Sequence[Tensor]:
     """Under autocast, the tensors in its dtype, but for those in float64."""
     device = "cuda" if tensors[0].is_cuda else "cpu"
     if not torch.is_autocast_enabled(device):
@@ -1325,7 +1321,7 @@ def _check_kernel(
 def flash_backend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
     bias: Tensor | None, scale: float | None, dropout_p: float,
-):
+) -> Tensor:
     """The backend "triton" of `attention`: the kernels where they can serve, else `sdpa`.
 
     Its parameters are those of `sdpa`.
@@ -1340,8 +1336,8 @@ register_backend("triton", flash_backend)
 
 # %% ../nbs/51_flash.ipynb #compile-kernel
 def compile_kernel(
-    function, capability: int, types: dict[str, str], constants, aligned: str = "",
-    **launch_options,
+    function: Any, capability: int, types: dict[str, str], constants: dict[str, Any],
+    aligned: str = "", **launch_options,
 ) -> dict:
     """Compile a Triton function for a GPU that need not be there, and say what it takes.
 
@@ -1382,7 +1378,7 @@ def compile_kernel(
                 **_structure(made.asm["ttgir"]))
 
 
-def _resources(cubin) -> dict:
+def _resources(cubin: bytes) -> dict[str, int]:
     """Registers and spilled bytes of a thread, by a tool that comes with Triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
@@ -1509,7 +1505,9 @@ def predicted_times(
     return times
 
 # %% ../nbs/51_flash.ipynb #operator-decode
-def _decode(q: Tensor, k: Tensor, v: Tensor, splits: int, scale: float | None) -> tuple:
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, splits: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Outputs (B, h, splits, N, d_v) of all parts of the keys, and log-sum-exp, in base 2."""
     batch, heads, n, _ = q.shape
     m = k.shape[2]
@@ -1523,7 +1521,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, splits: int, scale: float | None) -
     return parts, lse
 
 
-def _decode_room(q: Tensor, k: Tensor, v: Tensor, splits: int, *_) -> tuple:
+def _decode_room(q: Tensor, k: Tensor, v: Tensor, splits: int, *_) -> tuple[Tensor, Tensor]:
     batch, heads, n, _ = q.shape
     parts = q.new_empty(batch, heads, splits, n, v.shape[-1], dtype=torch.float32)
     lse = parts.new_empty(parts.shape[:-1])

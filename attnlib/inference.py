@@ -8,7 +8,7 @@ __all__ = ['FUNCTIONS', 'packing_pays', 'PackedLinear', 'fast_attention', 'pack'
 
 # %% ../nbs/53_inference.ipynb #imports
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.nn as nn
@@ -26,8 +26,8 @@ from .vit_variants import QuickGELU, SwiGLU
 from .multihead import merge_heads, split_heads
 from .position import rotate_halves
 from attnlib.swin import (
-    WindowAttention, crop_map, cyclic_shift, pad_map, reverse_cyclic_shift, window_partition,
-    window_reverse,
+    WindowAttention, WindowLayout, crop_map, cyclic_shift, pad_map, reverse_cyclic_shift,
+    window_partition, window_reverse,
 )
 from .swinv2 import MAX_LOGIT_SCALE, WindowAttentionV2, normalize
 from .tnt import TNT, SplitAttention
@@ -49,7 +49,7 @@ FUNCTIONS = {
 _SMALL = 2**17  # weights of a matrix that is read in no time
 
 
-def _can_pack(dtype: torch.dtype):
+def _can_pack(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies matrices of a dtype on this processor."""
     there = torch.backends.mkldnn.is_available() and all(hasattr(_onednn, x) for x in _NAMES)
     if not there or dtype not in (torch.float32, torch.bfloat16):
@@ -57,7 +57,7 @@ def _can_pack(dtype: torch.dtype):
     return dtype == torch.float32 or _onednn._is_mkldnn_bf16_supported()
 
 
-def packing_pays(dtype: torch.dtype):
+def packing_pays(dtype: torch.dtype) -> bool:
     """Whether packed products of a `dtype` are faster here: float32 only with AVX-512."""
     return dtype != torch.float32 or "AVX512" in torch.backends.cpu.get_cpu_capability()
 
@@ -158,7 +158,7 @@ class PackedLinear(nn.Module):
 def fast_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None = None,
     bias: Tensor | None = None, scale: float | None = None,
-):
+) -> Tensor:
     """`attention`, but that without a mask nothing is checked: no row of a bias may be -inf.
 
     The parameters are those of `attention`.
@@ -169,7 +169,7 @@ def fast_attention(
 
 
 def pack(
-    layer, activation: Literal["none", "relu", "gelu", "swish", "gelu_tanh"] = "none"
+    layer: nn.Linear, activation: Literal["none", "relu", "gelu", "swish", "gelu_tanh"] = "none"
 ) -> PackedLinear:
     """A `PackedLinear` with the weights of a `layer`, an nn.Linear, and an `activation`."""
     return PackedLinear(layer.weight, layer.bias, activation)
@@ -199,7 +199,7 @@ class FastWindowAttention(nn.Module):
             self.scale = 1.0
         self.qkv = PackedLinear(layer.qkv.weight, bias)
 
-    def bias(self, layout):
+    def bias(self, layout: WindowLayout) -> Float[Tensor, "_ h N N"]:
         """What is added to the logits: (windows, h, N, N), or without a shift (1, h, N, N)."""
         known, bias = self.last  # read at once, since threads may share a model
         if known != layout:
@@ -216,7 +216,7 @@ class FastWindowAttention(nn.Module):
         self.layer.set_window_size(window_size, shift_size)
         self.last = (None, None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "B H W C"]) -> Float[Tensor, "B H W C"]:
         """A map (B, H, W, C) to a map."""
         layout = self.layer.layout(x.shape[1:3])
         h = self.layer.num_heads
@@ -247,7 +247,7 @@ class FastWindowAttention(nn.Module):
 class _FastSelfAttention(nn.Module):
     """What takes the place of a `layer`, a `SelfAttention` without rotary positions."""
 
-    def __init__(self, layer):
+    def __init__(self, layer: SelfAttention):
         super().__init__()
         self.num_heads = layer.num_heads
         self.out_proj = pack(layer.out_proj)
@@ -255,7 +255,7 @@ class _FastSelfAttention(nn.Module):
 
     def forward(
         self, x: Float[Tensor, "B N C"], mask: Tensor | Literal["causal"] | None = None,
-        bias: Tensor | None = None, cache=None, layer: int = 0,
+        bias: Tensor | None = None, cache: Any = None, layer: int = 0,
     ) -> Float[Tensor, "B N C"]:
         """Tokens (B, N, C) to tokens; earlier ones are in the `cache`, if given."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, N, C) each
@@ -271,7 +271,7 @@ class _FastSelfAttention(nn.Module):
 class _FastCrossAttention(nn.Module):
     """What takes the place of a `layer`, a Transformer's `CrossAttention`."""
 
-    def __init__(self, layer):
+    def __init__(self, layer: CrossAttention):
         super().__init__()
         self.num_heads = layer.num_heads
         self.out_proj = pack(layer.out_proj)
@@ -295,7 +295,7 @@ class _FastCrossAttention(nn.Module):
 
     def forward(
         self, x: Tensor, memory: Tensor, mask: Tensor | Literal["causal"] | None = None,
-        cache=None, layer: int = 0,
+        cache: Any = None, layer: int = 0,
     ) -> Tensor:
         """Tokens (B, N, C) and memory (B, M, C) to tokens; a cache keeps what was read."""
         source = (memory, mask)
@@ -315,7 +315,7 @@ class _FastCrossAttention(nn.Module):
 class _FastCausalAttention(nn.Module):
     """What takes the place of a `layer`, a GPT's `CausalSelfAttention`."""
 
-    def __init__(self, layer):
+    def __init__(self, layer: CausalSelfAttention):
         super().__init__()
         self.config = layer.config
         self.n_head = layer.n_head
@@ -329,8 +329,8 @@ class _FastCausalAttention(nn.Module):
         self.plain = no_q_norm and no_k_norm
 
     def forward(
-        self, x: Float[Tensor, "B N n_embd"], rope=None,
-        mask: Tensor | Literal["causal"] | None = "causal", cache=None, layer: int = 0,
+        self, x: Float[Tensor, "B N n_embd"], rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Literal["causal"] | None = "causal", cache: Any = None, layer: int = 0,
     ) -> Float[Tensor, "B N n_embd"]:
         """Tokens (B, N, n_embd) to tokens; earlier ones are in the `cache`, if given."""
         past = 0 if cache is None else cache.tokens_of(layer)
@@ -355,7 +355,7 @@ class _FastCausalAttention(nn.Module):
         return self.c_proj(merge_heads(heads))  # -> (B, N, C)
 
 
-def _pack_gpt_mlp(layer) -> nn.Sequential:
+def _pack_gpt_mlp(layer: MLP) -> nn.Sequential:
     """The `layer`, a GPT's `MLP`, as two calls, GELU inside the first."""
     return nn.Sequential(pack(layer.c_fc, "gelu_tanh"), pack(layer.c_proj))
 
@@ -391,7 +391,9 @@ class _PackedConv(nn.Module):
         self.where = (list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups)
         self.packs = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
 
-    def forward(self, x: Tensor, shortcut: Tensor | None = None):
+    def forward(
+        self, x: Float[Tensor, "B C H W"], shortcut: Tensor | None = None
+    ) -> Float[Tensor, "B _ _ _"]:
         """A map (B, C, H, W) to relu(norm(conv(x)) + shortcut), each if it is asked for."""
         weight = self.conv.weight
         bias = self.conv.bias
@@ -452,7 +454,7 @@ class FastResNet(nn.Module):
             blocks = [_FastBlock(block) for block in layer]
             self.layers.append(nn.Sequential(*blocks))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> list[Tensor]:
         """Images (B, 3, H, W) to four maps."""
         x = self.maxpool(self.stem(x))
         maps = []
@@ -462,7 +464,9 @@ class FastResNet(nn.Module):
         return maps
 
 # %% ../nbs/53_inference.ipynb #last
-def _first_tokens(attn: nn.Module, x, count: int):
+def _first_tokens(
+    attn: nn.Module, x: Float[Tensor, "B N dim"], count: int
+) -> Float[Tensor, "B count dim"]:
     """The first `count` tokens of ``attn(x)``, attention of ViT or TNT: (B, count, dim)."""
     of_tnt = hasattr(attn, "qk")
     if of_tnt:
@@ -480,7 +484,7 @@ def _first_tokens(attn: nn.Module, x, count: int):
     return attn.proj(merge_heads(heads))  # -> (B, count, dim)
 
 
-def forward_short(model: nn.Module, x: Tensor):
+def forward_short(model: nn.Module, x: Tensor) -> Tensor:
     """Logits (B, classes) of images `x` (B, C, H, W), the `model` a ViT or a TNT.
 
     The last block computes the tokens alone that the head reads, unless `set_pool` has made it
@@ -534,30 +538,30 @@ def _can_shorten(model: nn.Module) -> bool:
     return all(is_plain(part, *_EACH_TOKEN) for part in parts)
 
 # %% ../nbs/53_inference.ipynb #replacements
-def _pack_mlp(layer) -> nn.Sequential:
+def _pack_mlp(layer: Mlp) -> nn.Sequential | None:
     """The `layer`, an `Mlp`, as two calls, GELU inside; None if its activation is another."""
     if layer.act.approximate == "none":
         return nn.Sequential(pack(layer.fc1, "gelu"), pack(layer.fc2))
 
 
-def _pack_feed_forward(layer) -> nn.Sequential:
+def _pack_feed_forward(layer: FeedForward) -> nn.Sequential | None:
     """The `layer`, a `FeedForward`, as two calls; None if oneDNN lacks its activation."""
     for name, function in FUNCTIONS.items():
         if layer.activation is function:
             return nn.Sequential(pack(layer.linear1, name), pack(layer.linear2))
 
 
-def _pack_self_attention(layer):
+def _pack_self_attention(layer: SelfAttention) -> _FastSelfAttention | None:
     """The `layer`, a `SelfAttention`, made faster; None if its positions are rotary."""
     return None if layer.rotary else _FastSelfAttention(layer)
 
 
-def _pack_cross_attention(layer):
+def _pack_cross_attention(layer: CrossAttention) -> _FastCrossAttention | None:
     """The `layer`, a `CrossAttention`, made faster; None if its projections are apart."""
     return _FastCrossAttention(layer) if layer.fused else None
 
 
-def _pack_window_attention(layer):
+def _pack_window_attention(layer: WindowAttentionV2) -> FastWindowAttention | None:
     """The `layer`, a `WindowAttentionV2`, made faster; None if it takes a few windows at once.
     """
     return FastWindowAttention(layer) if layer.windows_at_once is None else None
@@ -631,7 +635,7 @@ def _can_pack_resnet(model: nn.Module) -> bool:
     return all(is_plain(part, *known) for part in model.modules())
 
 
-def replace_module(module: nn.Module):
+def replace_module(module: nn.Module) -> nn.Module:
     """The module, or what takes its place, with all that is in it replaced likewise."""
     new = None
     if _can_pack_resnet(module):
@@ -645,14 +649,14 @@ def replace_module(module: nn.Module):
     return module
 
 # %% ../nbs/53_inference.ipynb #pack-all
-def _has_global_hooks():
+def _has_global_hooks() -> bool:
     """Return whether a forward hook is registered for the modules of all models."""
     shared = vars(torch.nn.modules.module)
     return any(hooks for name, hooks in shared.items()
                if name.startswith("_global_forward") and isinstance(hooks, dict))
 
 
-def _pack_all(model: nn.Module):
+def _pack_all(model: nn.Module) -> nn.Module:
     """A frozen model for the CPU: its layers replaced, and what is its own.
 
     Where a hook is registered for the modules of all models, the model stays as it is.
@@ -666,12 +670,12 @@ def _pack_all(model: nn.Module):
     return model
 
 # %% ../nbs/53_inference.ipynb #fuse
-def devices(model: nn.Module):
+def devices(model: nn.Module) -> list[str]:
     """The devices of a model's weights and buffers, as sorted strings."""
     return sorted({str(x.device) for x in (*model.parameters(), *model.buffers())})
 
 
-def fuse(model: nn.Module):
+def fuse(model: nn.Module) -> nn.Module:
     """`windows.fuse_swin` of a model; a ValueError says why the kernels do not serve it."""
     from attnlib.windows import fuse_swin, not_served  # not above: see the text
 
@@ -690,7 +694,7 @@ def fuse(model: nn.Module):
         raise ValueError(f"on {where}, {error}") from error
 
 # %% ../nbs/53_inference.ipynb #no-maps
-def _refuse_maps(*inputs, **options) -> None:
+def _refuse_maps(*inputs, **options) -> NoReturn:
     """`attention_maps` of an optimized copy: an error, for any `inputs` and `options`."""
     raise RuntimeError("a copy made by optimize_for_inference keeps no attention maps; "
                        "ask the model itself")

@@ -11,14 +11,14 @@ __all__ = ['WindowLayout', 'SIZES', 'round_up', 'pad_map', 'crop_map', 'merge_pa
 # %% ../nbs/32_swin.ipynb #imports
 import math
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from .attention import attention
@@ -31,7 +31,7 @@ from .multihead import check_heads
 from .vit import Mlp, PatchEmbed
 
 # %% ../nbs/32_swin.ipynb #merging
-def round_up(size: tuple[int, int], unit) -> tuple[int, int]:
+def round_up(size: tuple[int, int], unit: tuple[int, int]) -> tuple[int, int]:
     """A `size` (rows, columns) rounded up to multiples of a `unit` (rows, columns).
 
     Returns
@@ -41,19 +41,21 @@ def round_up(size: tuple[int, int], unit) -> tuple[int, int]:
     return tuple((s + u - 1) // u * u for s, u in zip(size, unit))
 
 
-def pad_map(x: Tensor, size: tuple[int, int]):
+def pad_map(x: Shaped[Tensor, "B H W C"], size: tuple[int, int]) -> Shaped[Tensor, "B Hp Wp C"]:
     """Maps x (B, H, W, C) with zeros below and on the right, up to a size (rows, columns)."""
     if not torch.compiler.is_compiling() and tuple(size) == tuple(x.shape[1:3]):
         return x  # a graph for all sizes must not ask this
     return F.pad(x, (0, 0, 0, size[1] - x.shape[2], 0, size[0] - x.shape[1]))
 
 
-def crop_map(x: Tensor, size: tuple[int, int]):
+def crop_map(
+    x: Shaped[Tensor, "B Hp Wp C"], size: tuple[int, int]
+) -> Shaped[Tensor, "B H W C"]:
     """What maps x (B, H, W, C) have above and on the left, up to a size (rows, columns)."""
     return x[:, : size[0], : size[1]]
 
 
-def merge_patches(x: Tensor):
+def merge_patches(x: Float[Tensor, "B H W C"]) -> Float[Tensor, "B _ _ 4*C"]:
     """The tokens of each square of 2 by 2 side by side: (B, H, W, C) -> (B, ⌈H/2⌉, ⌈W/2⌉, 4C).
 
     Their order is that of the published weights: upper left, lower left, upper right, lower
@@ -90,8 +92,8 @@ class PatchMerging(nn.Module):
 
 # %% ../nbs/32_swin.ipynb #partition
 def window_partition(
-    x: Float[Tensor, "B H W _"], window_size: tuple[int, int], num_heads: int = 1
-) -> Float[Tensor, "B _ N d"]:
+    x: Shaped[Tensor, "B H W _"], window_size: tuple[int, int], num_heads: int = 1
+) -> Shaped[Tensor, "B _ N d"]:
     """Cut maps into windows, and the channels into heads.
 
     Parameters
@@ -117,8 +119,8 @@ def window_partition(
 
 
 def window_reverse(
-    windows: Float[Tensor, "B _ N d"], window_size: tuple[int, int], size: tuple[int, int]
-) -> Float[Tensor, "B H W _"]:
+    windows: Shaped[Tensor, "B _ N d"], window_size: tuple[int, int], size: tuple[int, int]
+) -> Shaped[Tensor, "B H W _"]:
     """Put windows together again, the inverse of `window_partition`.
 
     Parameters
@@ -182,8 +184,8 @@ def window_layout(
 
 # %% ../nbs/32_swin.ipynb #shift-map
 def cyclic_shift(
-    x: Float[Tensor, "B Hp Wp C"], layout: WindowLayout
-) -> Float[Tensor, "B Hp Wp C"]:
+    x: Shaped[Tensor, "B Hp Wp C"], layout: WindowLayout
+) -> Shaped[Tensor, "B Hp Wp C"]:
     """Roll padded maps up and to the left (Liu et al. 2021, figure 4).
 
     Parameters
@@ -202,8 +204,8 @@ def cyclic_shift(
 
 
 def reverse_cyclic_shift(
-    x: Float[Tensor, "B Hp Wp C"], layout: WindowLayout
-) -> Float[Tensor, "B Hp Wp C"]:
+    x: Shaped[Tensor, "B Hp Wp C"], layout: WindowLayout
+) -> Shaped[Tensor, "B Hp Wp C"]:
     """Roll padded maps back, the inverse of `cyclic_shift`.
 
     Parameters
@@ -489,16 +491,16 @@ class WindowAttention(nn.Module):
         self.proj = nn.Linear(dim, dim, **options)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def layout(self, size: tuple[int, int]):
+    def layout(self, size: tuple[int, int]) -> WindowLayout:
         """How a map of a size (rows, columns) is cut: a `WindowLayout`."""
         shrink = self.small_maps == "shrink"
         return window_layout(size, self.window_size, self.shift_size, shrink)
 
-    def bias(self, layout: WindowLayout, masked: bool = True):
+    def bias(self, layout: WindowLayout, masked: bool = True) -> Float[Tensor, "_ N N"]:
         """What is added to the logits, as `window_bias` lays it out."""
         return window_bias(self.relative_position_bias_table, self.window_size, layout, masked)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map."""
         layout = self.layout(x.shape[1:3])
         # pad the map to whole windows, and shift it
@@ -564,7 +566,7 @@ class SwinBlock(nn.Module):
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), drop=proj_drop, **options)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map."""
         x = x + self.drop_path(self.attn(self.norm1(x)))
         return x + self.drop_path(self.mlp(self.norm2(x)))
@@ -613,7 +615,9 @@ class SwinStage(nn.Module):
         for i, block in enumerate(self.blocks):
             block.attn.set_window_size(window_size, _block_shift(i, window_size))
 
-    def forward(self, x: Tensor, run_block=None) -> Tensor:
+    def forward(
+        self, x: Tensor, run_block: Callable[[nn.Module, Tensor], Tensor] | None = None
+    ) -> Tensor:
         """A map (B, H, W, C) to a map.
 
         `run_block`, if it is given, is called as ``run_block(block, x)`` in place of each
@@ -655,9 +659,8 @@ def padded_size(
 
 
 def _pad_images(
-    x: Float[Tensor, "B C H W"], patch_size: int | tuple[int, int],
-    value: float | Sequence[float] = 0.0,
-) -> Float[Tensor, "B C Hp Wp"]:
+    x: Tensor, patch_size: int | tuple[int, int], value: float | Sequence[float] | Tensor = 0.0
+) -> Tensor:
     """Images x (B, C, H, W) with a value below and on the right, up to whole patches.
 
     Parameters
@@ -849,34 +852,36 @@ class SwinTransformer(Backbone):
         self.apply(init_weights)
 
     @property
-    def blocks(self) -> list:
+    def blocks(self) -> list[nn.Module]:
         """The blocks of all stages."""
         return [block for stage in self.layers for block in stage.blocks]
 
     @property
-    def stages(self) -> list:
+    def stages(self) -> list[list[nn.Module]]:
         """Lists of layers, after each of which `forward_intermediates` looks."""
         return [[stage.downsample, *stage.blocks] for stage in self.layers]
 
-    def embed(self, x: Tensor):
+    def embed(self, x: Tensor) -> Float[Tensor, "B H W embed_dim"]:
         """Images (B, C, H, W), padded to whole patches, to a map (B, H', W', embed_dim)."""
         x = _pad_images(x, self.patch_size, self.pad_value)
         return self.patch_embed(x)
 
-    def forward_features(self, x: Tensor):
+    def forward_features(self, x: Tensor) -> Float[Tensor, "B H W num_features"]:
         """The last map (B, H', W', num_features), normalized."""
         x = self.embed(x)
         for stage in self.layers:
             x = stage(x, run_block=self.checkpointed)
         return self.norm(x)
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False):
+    def forward_head(
+        self, x: Float[Tensor, "B H W num_features"], pre_logits: bool = False
+    ) -> Float[Tensor, "B ..."]:
         """Logits (B, num_classes) of the last map; with `pre_logits` what the head is given."""
         if self.global_pool == "avg":
             x = x.mean(dim=(1, 2))  # (B, H', W', C) -> (B, C)
         return self.head.drop(x) if pre_logits else self.head(x)
 
-    def forward(self, x: Float[Tensor, "B in_chans H W"]) -> Float[Tensor, "B num_classes"]:
+    def forward(self, x: Tensor) -> Float[Tensor, "B ..."]:
         """Logits (B, num_classes) of images (B, in_chans, H, W)."""
         x = self.forward_features(x)
         return self.forward_head(x)
@@ -910,7 +915,7 @@ class SwinTransformer(Backbone):
 
     def resample_state_dict(
         self, state_dict: dict[str, Tensor], img_size: int | tuple[int, int] | None = None
-    ):
+    ) -> dict[str, Tensor]:
         """Weights with the bias tables of other windows interpolated for this model's.
 
         The tables depend on the windows, whatever the size of the images is: `img_size` is not
@@ -918,7 +923,7 @@ class SwinTransformer(Backbone):
         """
         return _resample_tables(state_dict, self)
 
-    def no_weight_decay(self) -> set:
+    def no_weight_decay(self) -> set[str]:
         """Names of parameters that are not to decay: the bias tables."""
         return {name for name, _ in self.named_parameters() if name.endswith("_bias_table")}
 

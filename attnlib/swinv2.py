@@ -8,6 +8,8 @@ __all__ = ['MAX_LOGIT_SCALE', 'normalize', 'log_coordinates', 'WindowAttentionV2
 
 # %% ../nbs/33_swinv2.ipynb #imports
 import math
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -19,9 +21,9 @@ from .backbone import DropPath, check_rates, hidden_width, to_2tuple
 from .models import register_model
 from .multihead import check_heads
 from attnlib.swin import (
-    SIZES, SwinTransformer, check_window, crop_map, cyclic_shift, merge_patches, pad_map,
-    padded_size, reverse_cyclic_shift, shift_mask, stage_windows, window_bias, window_layout,
-    window_partition, window_reverse,
+    SIZES, SwinTransformer, WindowLayout, check_window, crop_map, cyclic_shift, merge_patches,
+    pad_map, padded_size, reverse_cyclic_shift, shift_mask, stage_windows, window_bias,
+    window_layout, window_partition, window_reverse,
 )
 from .vit import Mlp
 
@@ -116,7 +118,7 @@ def _sequential_attention(
     q: Float[Tensor, "B _ N d"], k: Float[Tensor, "B _ N d"], v: Float[Tensor, "B _ N d"],
     bias: Float[Tensor, "h N N"], mask: Bool[Tensor, "windows N N"], windows_at_once: int = 1,
     dropout_p: float = 0.0,
-) -> Float[Tensor, "B windows*h N d"]:
+) -> Float[Tensor, "B _ N d"]:
     """Attention in windows, a few at a time: the same in less memory (Liu et al. 2022, 3.5).
 
     Parameters
@@ -172,7 +174,8 @@ def _store_trained_window(
 
 
 def _restore_trained_window(
-    layer, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict, *others
+    layer: "WindowAttentionV2", state_dict: dict[str, Tensor], prefix: str,
+    local_metadata: dict, *others,
 ) -> None:
     """Adopt the window that `_store_trained_window` noted, if it did.
 
@@ -207,7 +210,7 @@ class WindowAttentionV2(nn.Module):
     def __init__(
         self, dim: int, num_heads: int, window_size: int | tuple[int, int] = 8,
         shift_size: int | tuple[int, int] = 0, qkv_bias: bool = True, attn_drop: float = 0.0,
-        proj_drop: float = 0.0, small_maps: str = "shrink",
+        proj_drop: float = 0.0, small_maps: Literal["shrink", "pad"] = "shrink",
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):
         super().__init__()
@@ -232,34 +235,34 @@ class WindowAttentionV2(nn.Module):
         self.register_state_dict_post_hook(_store_trained_window)
         self.register_load_state_dict_pre_hook(_restore_trained_window)
 
-    def layout(self, size: tuple[int, int]):
+    def layout(self, size: tuple[int, int]) -> WindowLayout:
         """How a map of a size (rows, columns) is cut: a `WindowLayout`."""
         shrink = self.small_maps == "shrink"
         return window_layout(size, self.window_size, self.shift_size, shrink)
 
-    def bias_table(self):
+    def bias_table(self) -> Float[Tensor, "_ h"]:
         """The bias of each offset and head, ((2M - 1)², h)."""
         like = self.logit_scale
         offsets = log_coordinates(self.window_size, self.pretrained_window_size, like.device,
                                   like.dtype)  # ((2M - 1)², 2)
         return 16 * self.cpb_mlp(offsets).sigmoid()  # -> ((2M - 1)², h)
 
-    def bias(self, layout, masked: bool = True):
+    def bias(self, layout: WindowLayout, masked: bool = True) -> Float[Tensor, "_ N N"]:
         """What is added to the logits, as `window_bias` lays it out."""
         return window_bias(self.bias_table(), self.window_size, layout, masked)
 
-    def cosine_scale(self):
+    def cosine_scale(self) -> Float[Tensor, "h 1"]:
         """The factor 1/τ of each head's cosines, (h, 1)."""
         return self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten(1)
 
-    def project(self, x: Tensor):
+    def project(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch 3*dim"]:
         """Queries, keys and values of tokens (..., dim), side by side: (..., 3 dim)."""
         qkv = self.qkv(x)
         if self.q_bias is not None:
             qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         return qkv
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map."""
         layout = self.layout(x.shape[1:3])
         # pad the map to whole windows, and shift it
@@ -289,7 +292,7 @@ class WindowAttentionV2(nn.Module):
         x = crop_map(x, layout.size)  # -> (B, H, W, dim)
         return self.proj_drop(self.proj(x))
 
-    def trained_window(self):
+    def trained_window(self) -> tuple[int, int]:
         """The window for which the bias network was trained, (rows, columns)."""
         if self.pretrained_window_size == (0, 0):
             return self.window_size
@@ -326,8 +329,8 @@ class SwinBlockV2(nn.Module):
         self, dim: int, num_heads: int, window_size: int | tuple[int, int] = 8,
         shift_size: int | tuple[int, int] = 0, mlp_ratio: float = 4.0, qkv_bias: bool = True,
         proj_drop: float = 0.0, attn_drop: float = 0.0, drop_path: float = 0.0,
-        small_maps: str = "shrink", device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        small_maps: Literal["shrink", "pad"] = "shrink",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):
         super().__init__()
         options = dict(device=device, dtype=dtype)
@@ -341,7 +344,7 @@ class SwinBlockV2(nn.Module):
         nn.init.zeros_(self.norm1.weight)
         nn.init.zeros_(self.norm2.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map."""
         x = x + self.drop_path(self.norm1(self.attn(x)))
         return x + self.drop_path(self.norm2(self.mlp(x)))
@@ -392,7 +395,10 @@ class SwinTransformerV2(SwinTransformer):
     block_class = SwinBlockV2
     merging_class = PatchMergingV2
 
-    def __init__(self, *args, pretrained_window_sizes=0, **options):
+    def __init__(
+        self, *args, pretrained_window_sizes: int | Sequence[int | tuple[int, int]] = 0,
+        **options,
+    ):
         super().__init__(*args, **options)
         if isinstance(pretrained_window_sizes, int):
             windows = [pretrained_window_sizes] * len(self.layers)
@@ -424,7 +430,7 @@ class SwinTransformerV2(SwinTransformer):
                 if block.attn.trained_window() == block.attn.window_size != window:
                     block.attn.set_pretrained_window(window)
 
-    def set_sequential_attention(self, windows_at_once: int = 1) -> None:
+    def set_sequential_attention(self, windows_at_once: int | None = 1) -> None:
         """Compute attention in so many windows of an image at a time, which saves memory.
 
         None for all at once. `attention_maps` has an entry for each group of windows then.
@@ -435,7 +441,7 @@ class SwinTransformerV2(SwinTransformer):
         for block in self.blocks:
             block.attn.windows_at_once = windows_at_once
 
-    def no_weight_decay(self) -> set:
+    def no_weight_decay(self) -> set[str]:
         """Names of parameters that are not to decay: the bias's MLP's, and temperatures."""
         return {name for name, _ in self.named_parameters()
                 if "cpb_mlp" in name or "logit_scale" in name}

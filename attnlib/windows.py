@@ -10,7 +10,8 @@ __all__ = ['jit', 'TILES', 'FUNCTIONS', 'tiling', 'passes', 'not_served', 'windo
 # %% ../nbs/52_windows.ipynb #imports
 import copy
 import functools
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NoReturn
 
 import torch
 import torch.nn as nn
@@ -25,7 +26,8 @@ from attnlib.flash import (
 )
 from .backbone import DropPath, frozen_copy, guard, is_plain, is_unchanged
 from attnlib.swin import (
-    PatchMerging, SwinBlock, SwinTransformer, WindowAttention, crop_map, merge_patches, pad_map,
+    PatchMerging, SwinBlock, SwinTransformer, WindowAttention, WindowLayout, crop_map,
+    merge_patches, pad_map,
 )
 from .swinv2 import SwinTransformerV2, WindowAttentionV2
 from .vit import Mlp
@@ -331,7 +333,7 @@ def tiling(
                 BLOCKS=triton.cdiv(tokens, block), num_warps=warps, num_stages=stages)
 
 
-def passes(window: tuple[int, int], width: int, element_size: int) -> tuple:
+def passes(window: tuple[int, int], width: int, element_size: int) -> tuple[str, ...]:
     """The launches of the backward pass: one if a window is one tile, else three.
 
     Parameters
@@ -349,8 +351,8 @@ def passes(window: tuple[int, int], width: int, element_size: int) -> tuple:
 # %% ../nbs/52_windows.ipynb #plan
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    kernel, size: tuple[int, int], heads, window: tuple[int, int], shift, element_size: int,
-    device: torch.device | str,
+    kernel: str, size: torch.Size, heads: int, window: tuple[int, int], shift: tuple[int, int],
+    element_size: int, device: torch.device,
 ) -> tuple:
     """How many programs share the windows, how many parts a window has, and the options."""
     batch, height, width, channels = size
@@ -371,12 +373,14 @@ def _plan(
     return programs, parts, numbers, settings | dict(PADDED=padded, SHIFTED=any(shift))
 
 
-def _plan_for(kernel, qkv: Tensor, heads, window: tuple[int, int], shift):
+def _plan_for(
+    kernel: str, qkv: Tensor, heads: int, window: Sequence[int], shift: Sequence[int]
+) -> tuple:
     return _plan(kernel, size=qkv.shape, heads=heads, window=tuple(window), shift=tuple(shift),
                  element_size=qkv.element_size(), device=qkv.device)
 
 
-def _in_a_row(*tensors):
+def _in_a_row(*tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors, copied if they are not contiguous, because the kernels know no strides."""
     copies = []
     for x in tensors:
@@ -405,7 +409,7 @@ def _window_attention(qkv, bias, tau, pad, heads, window, shift, scale):
     return out, norms
 
 
-def _room(qkv: Tensor, heads, window: tuple[int, int]) -> tuple:
+def _room(qkv: Tensor, heads: int, window: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Empty tensors for the output and, if a window has several blocks, the log-sums."""
     batch, rows, columns, channels = qkv.shape
     launches = passes(tuple(window), int(channels) // (3 * heads), qkv.element_size())
@@ -423,9 +427,9 @@ def _(qkv, bias, tau, pad, heads, window, shift, scale):
 
 # %% ../nbs/52_windows.ipynb #launch-backward
 def _launch_backward(
-    kernel, tensors, heads, window: tuple[int, int], shift, scale: float | None, for_qkv,
-    for_bias,
-):
+    kernel: str, tensors: tuple, heads: int, window: Sequence[int], shift: Sequence[int],
+    scale: float, for_qkv: bool, for_bias: bool,
+) -> tuple[Tensor, Tensor] | None:
     """Launch a kernel; the gradients of bias and `cosine_scale`, summed over its programs."""
     qkv = tensors[0]
     tau = tensors[3]
@@ -539,7 +543,7 @@ class _WindowFunction(torch.autograd.Function):
         return dqkv, dbias, dtau, dpad, None, None, None, None
 
 # %% ../nbs/52_windows.ipynb #operator-flops
-def _product_flops(qkv: Tensor, window: tuple[int, int]):
+def _product_flops(qkv: Sequence[int], window: Sequence[int]) -> int:
     """The operations of one product of all queries with all keys of their windows."""
     batch, height, width, channels = qkv  # channels of queries, keys and values
     high = -(-height // window[0]) * window[0]  # rounded up to whole windows
@@ -561,8 +565,8 @@ def _backward_flops(grad, qkv, bias, tau, pad, out, norms, heads, window, shift,
 
 # %% ../nbs/52_windows.ipynb #check
 def _check_arguments(
-    qkv: Tensor, bias: Tensor | None, layout, num_heads: int, cosine_scale: Tensor | None,
-    pad: Tensor,
+    qkv: Tensor, bias: Tensor, layout: WindowLayout, num_heads: int,
+    cosine_scale: Tensor | None, pad: Tensor | None,
 ) -> None:
     """Raise if the arguments of `window_attention` do not fit together, naming the one."""
     if num_heads < 1 or qkv.ndim != 4 or qkv.shape[3] == 0 or qkv.shape[3] % (3 * num_heads):
@@ -595,7 +599,9 @@ def _check_arguments(
                             f"device, {qkv.device}")
 
 
-def not_served(qkv: Float[Tensor, "B H W _"], num_heads: int, window: tuple[int, int]):
+def not_served(
+    qkv: Float[Tensor, "B H W _"], num_heads: int, window: tuple[int, int]
+) -> str | None:
     """Why the kernels do not take a projected map, in a line; None if they do.
 
     Parameters
@@ -621,9 +627,9 @@ def not_served(qkv: Float[Tensor, "B H W _"], num_heads: int, window: tuple[int,
 
 # %% ../nbs/52_windows.ipynb #window-attention
 def window_attention(
-    qkv: Float[Tensor, "B H W _"], bias: Float[Tensor, "num_heads N N"], layout, num_heads: int,
-    *, scale: float | None = None, cosine_scale: Float[Tensor, "num_heads"] | None = None,
-    pad: Tensor | None = None,
+    qkv: Float[Tensor, "B H W _"], bias: Float[Tensor, "num_heads N N"], layout: WindowLayout,
+    num_heads: int, *, scale: float | None = None,
+    cosine_scale: Float[Tensor, "num_heads"] | None = None, pad: Tensor | None = None,
 ) -> Float[Tensor, "B H W C"]:
     """Attention in the windows of a map, from the projected map to the map of averages.
 
@@ -694,7 +700,7 @@ class FusedWindowAttention(WindowAttention):
     makes one of a layer.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map."""
         if not _uses_kernel(self):
             return super().forward(x)
@@ -715,7 +721,7 @@ class FusedWindowAttentionV2(WindowAttentionV2):
     The kernel takes all windows at once, whatever `windows_at_once` is: it writes no logits.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map."""
         if not _uses_kernel(self):
             return super().forward(x)
@@ -989,7 +995,7 @@ def fused_linear(
 def _compile_linear(
     capability: int, dtype: torch.dtype, in_features: int, out_features: int,
     norm: bool = False, gelu: bool = False, residual: bool = False,
-):
+) -> dict:
     """Compile `fused_linear` for a GPU that need not be there: as `compile_for`.
 
     Parameters
@@ -1035,7 +1041,7 @@ class FusedBlock(nn.Module):
         self.mlp = block.mlp
         self.last = (None, None, None)  # a layout, a table, and the bias of both
 
-    def bias(self, layout):
+    def bias(self, layout: WindowLayout) -> Float[Tensor, "h N N"]:
         """The bias of a layout (h, N, N), computed once, since the weights are frozen.
 
         Another window makes another table, and another device or dtype another bias.
@@ -1048,7 +1054,7 @@ class FusedBlock(nn.Module):
             self.last = (layout, table, bias)
         return bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map of the same shape, without padding it."""
         attn = self.attn
         mlp = self.mlp
@@ -1175,7 +1181,7 @@ def fuse_swin(
     return guard(model)
 
 
-def _no_maps(*inputs, **options) -> None:
+def _no_maps(*inputs, **options) -> NoReturn:
     """`attention_maps` of a fused model, whose kernels keep no weights."""
     raise RuntimeError("a fused model keeps no attention weights; call attention_maps of the "
                        "model itself")
