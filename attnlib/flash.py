@@ -67,16 +67,16 @@ def merge_partials(
 
 # %% ../nbs/51_flash.ipynb #tiled
 def tiled_attention(
-    q: Float[Tensor, "*batch N d_k"], k: Float[Tensor, "*batch M d_k"],
-    v: Float[Tensor, "*batch M d_v"], *, bias: Tensor | None = None, scale: float | None = None,
+    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
+    v: Float[Tensor, "... M d_v"], *, bias: Tensor | None = None, scale: float | None = None,
     block_rows: int = 64, block_cols: int = 64,
-) -> tuple[Float[Tensor, "*batch N d_v"], Float[Tensor, "*batch N"]]:
+) -> tuple[Float[Tensor, "... N d_v"], Float[Tensor, "... N"]]:
     """Attention tile by tile, in plain PyTorch, for reading (Dao 2023, algorithm 1).
 
     Parameters
     ----------
     q, k, v : Tensor
-    bias : Tensor, broadcastable to (..., N, M) in the leading axes, optional
+    bias : Tensor, broadcastable to (..., N, M), optional
         Added to the logits; -inf masks.
     scale : float, optional
         Factor of QKᵀ; 1/√d_k by default.
@@ -93,11 +93,15 @@ def tiled_attention(
     Raises
     ------
     ValueError
-        If `block_rows` or `block_cols` is less than 1.
+        If `block_rows` or `block_cols` is less than 1, or shapes do not fit together.
     """
     if block_rows < 1 or block_cols < 1:
         raise ValueError(f"block_rows ({block_rows}) and block_cols ({block_cols}) must be at "
                          "least 1")
+    leading = check_attention(q, k, v, None, bias)
+    q = q.expand(*leading, *q.shape[-2:])
+    if bias is not None:
+        bias = bias.expand(*leading, q.shape[-2], k.shape[-2])  # so that it has all tiles
     if scale is None:
         scale = q.shape[-1] ** -0.5
     outs = [v.new_zeros(*q.shape[:-2], 0, v.shape[-1])]  # for a call without queries
@@ -132,7 +136,7 @@ _OLDEST_TRITON = 3, 4  # 3.1 compiled the kernels and gave wrong numbers
 
 
 def triton_mode(device: torch.device | str) -> Literal["compiled", "interpreted"] | None:
-    """How Triton kernels run on a device.
+    """Return the way in which Triton kernels run on a device.
 
     Parameters
     ----------
@@ -155,7 +159,7 @@ def triton_mode(device: torch.device | str) -> Literal["compiled", "interpreted"
 
 
 def is_supported(x: Tensor, width: int, widest: int = 256) -> bool:
-    """Whether a kernel for heads up to `widest` takes x with heads of this width."""
+    """Return whether a kernel for heads up to `widest` takes x with heads of this width."""
     runs = x.is_meta or triton_mode(x.device) is not None
     if x.is_cuda and x.dtype == torch.bfloat16:  # older GPUs have no products of these
         runs = runs and torch.cuda.get_device_capability(x.device) >= (8, 0)
@@ -651,7 +655,7 @@ def tiling(
     kernel: Literal["forward", "query", "key", "bias", "decode"], width: int, v_width: int,
     element_size: int, extra: bool = False, shared: int | None = None,
 ) -> dict:
-    """How a kernel cuts its work: the options of a launch.
+    """Return the options of a launch, which say how a kernel cuts its work.
 
     Parameters
     ----------
@@ -683,7 +687,7 @@ def tiling(
 
 
 def product_precision(x: Tensor) -> str:
-    """How `dot` multiplies tiles of tensors like x."""
+    """Return the precision with which `dot` multiplies tiles of tensors like x."""
     if triton_mode(x.device) == "interpreted":
         return "interpreted"
     if x.dtype != torch.float32:
@@ -696,7 +700,8 @@ def product_precision(x: Tensor) -> str:
 
 
 def refusal(x: Tensor, width: int) -> str | None:
-    """Why no tile serves heads of this width in x's dtype on its GPU; None if one does."""
+    """Return why no tile serves heads of this width in x's dtype on its GPU; None if one does.
+    """
     if not x.is_cuda or triton_mode(x.device) == "interpreted":
         return None
     chip = torch.cuda.get_device_properties(x.device)
@@ -732,7 +737,7 @@ def _known_options(
 
 
 def _options(kernel: str, q: Tensor, k: Tensor, v: Tensor, extra: bool) -> dict:
-    """How a kernel is launched on these tensors."""
+    """Return the options with which a kernel is launched on these tensors."""
     precision = None
     if q.dtype == torch.float32:  # product_precision goes by it for float32 alone
         precision = float32_products(q.device)
@@ -757,10 +762,29 @@ def _start(
     kernel: Any, programs: int, tensors: tuple, numbers: tuple, strided: tuple,
     mask: Tensor | None, bias: Tensor | None, **options,
 ) -> None:
-    """Start a kernel on tensors (or None), numbers, and the strides of some tensors."""
-    strides = [stride for x in strided for stride in x.stride()]
-    launch(kernel, programs, tensors[0].device, *tensors, *numbers, *strides,
-           *_strides(mask), *_strides(bias), **options)
+    """Launch one of this module's kernels, with its arguments in their order.
+
+    Parameters
+    ----------
+    kernel : triton.JITFunction
+    programs : int
+    tensors : tuple of Tensor or None
+        The first arguments, of which the first is q.
+    numbers : tuple
+        The arguments after the tensors: the scale, and lengths.
+    strided : tuple of Tensor
+        Tensors whose strides follow. Those of the mask and of the bias come last.
+    mask, bias : Tensor, optional
+    **options
+        Constants of the kernel, and options of the launch.
+    """
+    strides = []
+    for x in strided:
+        strides.extend(x.stride())
+    strides.extend(_strides(mask))
+    strides.extend(_strides(bias))
+    device = tensors[0].device
+    launch(kernel, programs, device, *tensors, *numbers, *strides, **options)
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
@@ -985,7 +1009,7 @@ def _backward_flops(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, cau
 
 # %% ../nbs/51_flash.ipynb #packed
 class Ranges:
-    """Which keys each query sees, if these are neighbors: from `first` to before `last`.
+    """Keys that each query sees, if these are neighbors: from `first` to before `last`.
 
     Parameters
     ----------
@@ -1123,7 +1147,7 @@ def _split_groups(
 
 
 def _merges(x: Tensor | None, shape: Sequence[int], a: int, grouped: bool) -> bool:
-    """Whether the axes a and a + 1 of x can become one, as those of a shape do."""
+    """Return whether the axes a and a + 1 of x can become one, as those of a shape do."""
     if x is None or shape[a] == 1 or shape[a + 1] == 1:
         return True
     if grouped and x.shape[a] == shape[a] and x.shape[a + 1] == 1:  # of queries' heads, one
@@ -1351,7 +1375,7 @@ def compile_kernel(
     types : dict of str to str
         Triton's name for the type of each argument, such as ``"*bf16"`` or ``"i32"``.
     constants : dict of str to object
-        The arguments that are known when it compiles; their types are not looked at.
+        The arguments that are known when it compiles; they need no types.
     aligned : str
         A regular expression for the names of numbers that are divisible by 16. Addresses
         always are.
@@ -1365,17 +1389,24 @@ def compile_kernel(
         ``registers`` of a thread; the instruction for a ``product`` in Triton's intermediate
         language, and in how many ``buffers`` a loop keeps the tiles that it fetches ahead.
     """
-    names = function.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    fixed = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
-    known = [i for i, name in enumerate(names) if signature[name][0] == "*"
-             or name not in constants and re.fullmatch(aligned, name)]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in known}
+    signature = {}  # name: type
+    fixed = {}  # place among the arguments: value
+    attributes = {}  # place: promises to the compiler
+    for i, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            fixed[(i,)] = constants[name]
+            continue
+        signature[name] = types[name]
+        is_pointer = types[name].startswith("*")
+        if is_pointer or re.fullmatch(aligned, name):
+            attributes[(i,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(function, signature, fixed, attributes)
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     made = triton.compile(source, target=target, options=launch_options)
-    return dict(shared=made.metadata.shared, **_resources(made.asm["cubin"]),
-                **_structure(made.asm["ttgir"]))
+    resources = _resources(made.asm["cubin"])
+    structure = _structure(made.asm["ttgir"])
+    return dict(shared=made.metadata.shared, **resources, **structure)
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
@@ -1391,7 +1422,7 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 def _structure(text: str) -> dict:
-    """How products are made and tiles are fetched, from Triton's language for GPUs."""
+    """Read from Triton's language for GPUs how products are made and tiles are fetched."""
     product = re.search(r"(warp_group_dot|tc_gen5_mma|tt\.dot) ", text)
     buffers = re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x", text)
     return dict(product=product and product[1], buffers=max(map(int, buffers), default=0))
@@ -1470,7 +1501,7 @@ def predicted_times(
     card: str, batch: int, heads: int, n: int, d: int, causal: bool = False, bias: bool = False,
     backward: bool = False,
 ) -> list[dict]:
-    """What the kernels' work takes of each resource of a GPU, in 16-bit numbers.
+    """Predict the time that the kernels take on each resource of a GPU, in 16-bit numbers.
 
     Parameters
     ----------

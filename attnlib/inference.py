@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils import fuse_conv_bn_eval
 
-from .attention import attention, fastest_backend
+from .attention import attention, current_backend, fastest_backend
 from .backbone import DropPath, frozen_copy, guard, is_plain, is_unchanged, requires
 from .deit import DistilledVisionTransformer
 from .detr import FrozenBatchNorm2d, ResNet
@@ -50,15 +50,18 @@ _SMALL = 2**17  # weights of a matrix that is read in no time
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of a dtype on this processor."""
-    there = torch.backends.mkldnn.is_available() and all(hasattr(_onednn, x) for x in _NAMES)
-    if not there or dtype not in (torch.float32, torch.bfloat16):
+    """Return whether oneDNN multiplies matrices of a dtype on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if not all(hasattr(_onednn, name) for name in _NAMES):
+        return False
+    if dtype not in (torch.float32, torch.bfloat16):
         return False
     return dtype == torch.float32 or _onednn._is_mkldnn_bf16_supported()
 
 
 def packing_pays(dtype: torch.dtype) -> bool:
-    """Whether packed products of a `dtype` are faster here: float32 only with AVX-512."""
+    """Return whether packed products of a `dtype` pay here: float32 only with AVX-512."""
     return dtype != torch.float32 or "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
@@ -82,6 +85,10 @@ def _check_packed(x: Tensor, weight: Tensor, channels: int, axis: int) -> None:
     RuntimeError
         If x requires a gradient.
     """
+    if x.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"x of dtype {x.dtype} comes from torch.autocast, and a copy made by "
+                        f"optimize_for_inference has weights packed in {weight.dtype}: call it "
+                        "outside of autocast, or make the copy of a model in another dtype")
     shaped = x.ndim >= -axis and x.shape[axis] == channels
     if not shaped or x.dtype != weight.dtype or x.device != weight.device:
         raise TypeError(f"x of shape {tuple(x.shape)} on {x.device} and dtype {x.dtype} must "
@@ -155,6 +162,14 @@ class PackedLinear(nn.Module):
         self.pack()
 
 # %% ../nbs/53_inference.ipynb #attend
+def _check_unrecorded() -> None:
+    """Raise a RuntimeError inside `record_attention`, which would miss some of the maps."""
+    if callable(current_backend()):  # a function in place of the kernels
+        raise RuntimeError("a copy made by optimize_for_inference keeps no attention maps: "
+                           "record_attention, or another function as a backend, would not see "
+                           "all of them; ask the model itself")
+
+
 def fast_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None = None,
     bias: Tensor | None = None, scale: float | None = None,
@@ -163,6 +178,7 @@ def fast_attention(
 
     The parameters are those of `attention`.
     """
+    _check_unrecorded()
     if mask is None and fastest_backend(q, k) == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
     return attention(q, k, v, mask=mask, bias=bias, scale=scale)
@@ -176,7 +192,7 @@ def pack(
 
 # %% ../nbs/53_inference.ipynb #windows
 class FastWindowAttention(nn.Module):
-    """What takes the place of `WindowAttention` and `WindowAttentionV2`.
+    """Replacement for `WindowAttention` and `WindowAttentionV2`.
 
     Parameters
     ----------
@@ -200,7 +216,7 @@ class FastWindowAttention(nn.Module):
         self.qkv = PackedLinear(layer.qkv.weight, bias)
 
     def bias(self, layout: WindowLayout) -> Float[Tensor, "_ h N N"]:
-        """What is added to the logits: (windows, h, N, N), or without a shift (1, h, N, N)."""
+        """Return the bias of the logits, (windows or 1, h, N, N): 1 without a shift."""
         known, bias = self.last  # read at once, since threads may share a model
         if known != layout:
             with torch.autocast(self.proj.weight.device.type, enabled=False):  # for all calls
@@ -245,7 +261,7 @@ class FastWindowAttention(nn.Module):
 
 # %% ../nbs/53_inference.ipynb #decoder
 class _FastSelfAttention(nn.Module):
-    """What takes the place of a `layer`, a `SelfAttention` without rotary positions."""
+    """Replacement for a `layer`, a `SelfAttention` without rotary positions."""
 
     def __init__(self, layer: SelfAttention):
         super().__init__()
@@ -269,7 +285,7 @@ class _FastSelfAttention(nn.Module):
 
 # %% ../nbs/53_inference.ipynb #cross
 class _FastCrossAttention(nn.Module):
-    """What takes the place of a `layer`, a Transformer's `CrossAttention`."""
+    """Replacement for a `layer`, a Transformer's `CrossAttention`."""
 
     def __init__(self, layer: CrossAttention):
         super().__init__()
@@ -313,7 +329,7 @@ class _FastCrossAttention(nn.Module):
 
 # %% ../nbs/53_inference.ipynb #gpt
 class _FastCausalAttention(nn.Module):
-    """What takes the place of a `layer`, a GPT's `CausalSelfAttention`."""
+    """Replacement for a `layer`, a GPT's `CausalSelfAttention`."""
 
     def __init__(self, layer: CausalSelfAttention):
         super().__init__()
@@ -333,6 +349,7 @@ class _FastCausalAttention(nn.Module):
         mask: Tensor | Literal["causal"] | None = "causal", cache: Any = None, layer: int = 0,
     ) -> Float[Tensor, "B N n_embd"]:
         """Tokens (B, N, n_embd) to tokens; earlier ones are in the `cache`, if given."""
+        _check_unrecorded()
         past = 0 if cache is None else cache.tokens_of(layer)
         rope, mask = layer_inputs(self.config, x, rope, mask, past)
         h = self.n_head
@@ -414,7 +431,7 @@ class _PackedConv(nn.Module):
 
 
 class _FastBlock(nn.Module):
-    """What takes the place of a block of a ResNet."""
+    """Replacement for a block of a ResNet."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
@@ -437,7 +454,7 @@ class _FastBlock(nn.Module):
 
 
 class FastResNet(nn.Module):
-    """What takes the place of a `ResNet`.
+    """Replacement for a `ResNet`.
 
     Parameters
     ----------
@@ -490,6 +507,7 @@ def forward_short(model: nn.Module, x: Tensor) -> Tensor:
     The last block computes the tokens alone that the head reads, unless `set_pool` has made it
     read others since.
     """
+    _check_unrecorded()  # the last block has no whole map
     if model.global_pool != "token":
         return type(model).forward(model, x)
     count = model.num_prefix_tokens
@@ -651,9 +669,11 @@ def replace_module(module: nn.Module) -> nn.Module:
 # %% ../nbs/53_inference.ipynb #pack-all
 def _has_global_hooks() -> bool:
     """Return whether a forward hook is registered for the modules of all models."""
-    shared = vars(torch.nn.modules.module)
-    return any(hooks for name, hooks in shared.items()
-               if name.startswith("_global_forward") and isinstance(hooks, dict))
+    for name, value in vars(torch.nn.modules.module).items():
+        is_registry = name.startswith("_global_forward") and isinstance(value, dict)
+        if is_registry and len(value) > 0:
+            return True
+    return False
 
 
 def _pack_all(model: nn.Module) -> nn.Module:
@@ -728,7 +748,8 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     ImportError
         If it is on a GPU and Triton is missing.
     RuntimeError
-        When the copy is asked for gradients, training mode, other weights, or attention maps.
+        When the copy is asked for gradients, training mode, other weights, or attention maps,
+        also those of `record_attention`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model of type {type(model).__name__} must be an nn.Module")
@@ -740,8 +761,9 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         model = fuse(model)
     else:
         model = guard(_pack_all(frozen_copy(model)))
-    if hasattr(model, "attention_maps"):
-        model.attention_maps = _refuse_maps
+    for part in model.modules():  # the copy may be of a model inside of another one
+        if hasattr(part, "attention_maps"):
+            part.attention_maps = _refuse_maps
     return model
 
 # %% ../nbs/53_inference.ipynb #former-names

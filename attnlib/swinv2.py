@@ -21,9 +21,9 @@ from .backbone import DropPath, check_rates, hidden_width, to_2tuple
 from .models import register_model
 from .multihead import check_heads
 from attnlib.swin import (
-    SIZES, SwinTransformer, WindowLayout, check_window, crop_map, cyclic_shift, merge_patches,
-    pad_map, padded_size, reverse_cyclic_shift, shift_mask, stage_windows, window_bias,
-    window_layout, window_partition, window_reverse,
+    SIZES, ShiftedWindows, SwinTransformer, check_window, crop_map, cyclic_shift, merge_patches,
+    pad_map, padded_size, reverse_cyclic_shift, shift_mask, stage_windows, window_partition,
+    window_reverse,
 )
 from .vit import Mlp
 
@@ -193,7 +193,7 @@ def _restore_trained_window(
         layer.set_pretrained_window(window)
 
 
-class WindowAttentionV2(nn.Module):
+class WindowAttentionV2(ShiftedWindows):
     """Cosine attention in shifted windows, continuous bias (Liu et al. 2022, 3.2 and 3.3).
 
     Parameters
@@ -213,14 +213,12 @@ class WindowAttentionV2(nn.Module):
         proj_drop: float = 0.0, small_maps: Literal["shrink", "pad"] = "shrink",
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):
-        super().__init__()
+        super().__init__(window_size, shift_size, small_maps)
         check_heads(num_heads, dim=dim)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
         self.num_heads = num_heads
         self.attn_drop = attn_drop
-        self.small_maps = small_maps
-        self.window_size, self.shift_size = check_window(window_size, shift_size, small_maps)
         self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10), **options))
         self.q_bias = None
         self.v_bias = None
@@ -235,21 +233,12 @@ class WindowAttentionV2(nn.Module):
         self.register_state_dict_post_hook(_store_trained_window)
         self.register_load_state_dict_pre_hook(_restore_trained_window)
 
-    def layout(self, size: tuple[int, int]) -> WindowLayout:
-        """How a map of a size (rows, columns) is cut: a `WindowLayout`."""
-        shrink = self.small_maps == "shrink"
-        return window_layout(size, self.window_size, self.shift_size, shrink)
-
     def bias_table(self) -> Float[Tensor, "_ h"]:
-        """The bias of each offset and head, ((2M - 1)², h)."""
+        """Return the bias of each offset and head, ((2M - 1)², h): 16 σ(MLP), as published."""
         like = self.logit_scale
         offsets = log_coordinates(self.window_size, self.pretrained_window_size, like.device,
                                   like.dtype)  # ((2M - 1)², 2)
         return 16 * self.cpb_mlp(offsets).sigmoid()  # -> ((2M - 1)², h)
-
-    def bias(self, layout: WindowLayout, masked: bool = True) -> Float[Tensor, "_ N N"]:
-        """What is added to the logits, as `window_bias` lays it out."""
-        return window_bias(self.bias_table(), self.window_size, layout, masked)
 
     def cosine_scale(self) -> Float[Tensor, "h 1"]:
         """The factor 1/τ of each head's cosines, (h, 1)."""
@@ -447,21 +436,27 @@ class SwinTransformerV2(SwinTransformer):
                 if "cpb_mlp" in name or "logit_scale" in name}
 
 # %% ../nbs/33_swinv2.ipynb #register
-for size, window, img_size, weights in (
-    ("tiny", "8", 256, "ms_in1k"), ("tiny", "16", 256, "ms_in1k"),
-    ("small", "8", 256, "ms_in1k"), ("small", "16", 256, "ms_in1k"),
-    ("base", "8", 256, "ms_in1k"), ("base", "16", 256, "ms_in1k"),
-    ("base", "12", 192, "ms_in22k"), ("base", "12to16", 256, "ms_in22k_ft_in1k"),
-    ("base", "12to24", 384, "ms_in22k_ft_in1k"), ("large", "12", 192, "ms_in22k"),
-    ("large", "12to16", 256, "ms_in22k_ft_in1k"), ("large", "12to24", 384, "ms_in22k_ft_in1k"),
+for name, size, window, img_size, weights in (
+    ("swinv2_tiny_window8_256", "tiny", 8, 256, "ms_in1k"),
+    ("swinv2_tiny_window16_256", "tiny", 16, 256, "ms_in1k"),
+    ("swinv2_small_window8_256", "small", 8, 256, "ms_in1k"),
+    ("swinv2_small_window16_256", "small", 16, 256, "ms_in1k"),
+    ("swinv2_base_window8_256", "base", 8, 256, "ms_in1k"),
+    ("swinv2_base_window16_256", "base", 16, 256, "ms_in1k"),
+    ("swinv2_base_window12_192", "base", 12, 192, "ms_in22k"),
+    ("swinv2_base_window12to16_192to256", "base", 16, 256, "ms_in22k_ft_in1k"),
+    ("swinv2_base_window12to24_192to384", "base", 24, 384, "ms_in22k_ft_in1k"),
+    ("swinv2_large_window12_192", "large", 12, 192, "ms_in22k"),
+    ("swinv2_large_window12to16_192to256", "large", 16, 256, "ms_in22k_ft_in1k"),
+    ("swinv2_large_window12to24_192to384", "large", 24, 384, "ms_in22k_ft_in1k"),
 ):
-    grown = "to" in window  # since it was trained
-    name = f"swinv2_{size}_window{window}_{'192to' * grown}{img_size}"
-    trained = dict(pretrained_window_sizes=(12, 12, 12, 6)) if grown else {}
+    trained = {}
+    if "12to" in name:  # the window has grown since it was trained
+        trained["pretrained_window_sizes"] = (12, 12, 12, 6)
     if weights == "ms_in22k":  # the classes of the weights
         trained["num_classes"] = 21841
     register_model(name, SwinTransformerV2, hub=f"timm/{name}.{weights}", img_size=img_size,
-                   window_size=int(window.split("to")[-1]), **SIZES[size], **trained)
+                   window_size=window, **SIZES[size], **trained)
 
 # %% ../nbs/33_swinv2.ipynb #former-names
 from typing import TYPE_CHECKING

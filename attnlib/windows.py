@@ -310,7 +310,7 @@ def tiling(
     kernel: Literal["forward", "whole", "query", "key", "bias"], window: tuple[int, int],
     width: int, element_size: int,
 ) -> dict:
-    """How a kernel cuts windows into blocks: the options of a launch.
+    """Return the options of a launch, which say how a kernel cuts windows into blocks.
 
     Parameters
     ----------
@@ -354,7 +354,7 @@ def _plan(
     kernel: str, size: torch.Size, heads: int, window: tuple[int, int], shift: tuple[int, int],
     element_size: int, device: torch.device,
 ) -> tuple:
-    """How many programs share the windows, how many parts a window has, and the options."""
+    """Return how many programs share the windows, a window's parts, and the options."""
     batch, height, width, channels = size
     settings = tiling(kernel, window, channels // (3 * heads), element_size)
     down = triton.cdiv(height, window[0])  # windows of a map
@@ -602,7 +602,7 @@ def _check_arguments(
 def not_served(
     qkv: Float[Tensor, "B H W _"], num_heads: int, window: tuple[int, int]
 ) -> str | None:
-    """Why the kernels do not take a projected map, in a line; None if they do.
+    """Return why the kernels do not take a projected map, in a line; None if they do.
 
     Parameters
     ----------
@@ -1056,6 +1056,8 @@ class FusedBlock(nn.Module):
 
     def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map of the same shape, without padding it."""
+        if callable(current_backend()):  # a function in place of the kernels
+            _no_maps()
         attn = self.attn
         mlp = self.mlp
         layout = attn.layout(x.shape[1:3])
@@ -1182,9 +1184,8 @@ def fuse_swin(
 
 
 def _no_maps(*inputs, **options) -> NoReturn:
-    """`attention_maps` of a fused model, whose kernels keep no weights."""
-    raise RuntimeError("a fused model keeps no attention weights; call attention_maps of the "
-                       "model itself")
+    """Refuse what asks a fused model for attention maps, which its kernels do not keep."""
+    raise RuntimeError("a fused model keeps no attention maps; ask the model itself")
 
 # %% ../nbs/52_windows.ipynb #former-names
 from typing import TYPE_CHECKING
