@@ -472,6 +472,7 @@ ORACLES = {
     "resize_rel_pos_bias_table": test_tables_are_resized_as_timm_does,
     "window_bias": test_masks_and_biases_are_those_of_each_pair,
     "check_window": test_a_shift_is_less_than_its_window,
+    "ShiftedWindows": test_window_attention_is_torchvisions,
     "WindowAttention": test_window_attention_is_torchvisions,
     "SwinBlock": test_a_block_and_a_stage_add_their_branches,
     "_block_shift": test_a_block_and_a_stage_add_their_branches,
