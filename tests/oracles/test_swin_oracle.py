@@ -439,7 +439,7 @@ def test_a_pixel_looks_with_the_weights_of_its_token(
         for stage, weights in zip(range(4), token_maps, strict=True):
             block = model.blocks[stage]
             scale = 4 * 2 ** (stage // 2)
-            own = [-(-side // scale) for side in img_size]
+            own = tuple(-(-side // scale) for side in img_size)
             layout = block.attn.layout(own)
             token = tuple(place // scale for place in pixel)
             windows = weights.unflatten(1, (-1, block.attn.num_heads))
