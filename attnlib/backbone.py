@@ -737,7 +737,8 @@ def guard(model):
     """
     for part in model.modules():
         part.register_load_state_dict_pre_hook(_refuse_weights)
-    model.train = functools.partial(_keep_evaluation, model)
+        if part is model or hasattr(part, "attention_maps"):  # models may be parts of others
+            part.train = functools.partial(_keep_evaluation, part)
     hook = _SameParameters(model)
     model.register_forward_pre_hook(hook)
     if hasattr(model, "set_input_size"):

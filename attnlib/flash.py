@@ -14,9 +14,13 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 _kinds = torch.cuda, torch.xpu, getattr(torch, "accelerator", torch.cuda)
 if not any(kind.is_available() for kind in _kinds):  # no accelerator of any maker
@@ -34,7 +38,9 @@ from .attention import (check_attention, float32_products, reference, register_b
                         sdpa)
 
 # %% ../nbs/51_flash.ipynb #merge
-def merge_partials(first, second):
+def merge_partials(
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     """Join attention over two disjoint sets of keys.
 
     Parameters
@@ -60,13 +66,17 @@ def merge_partials(first, second):
     return out, lse
 
 # %% ../nbs/51_flash.ipynb #tiled
-def tiled_attention(q, k, v, *, bias=None, scale=None, block_rows=64, block_cols=64):
+def tiled_attention(
+    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
+    v: Float[Tensor, "... M d_v"], *, bias: Tensor | None = None, scale: float | None = None,
+    block_rows: int = 64, block_cols: int = 64,
+) -> tuple[Float[Tensor, "... N d_v"], Float[Tensor, "... N"]]:
     """Attention tile by tile, in plain PyTorch, for reading (Dao 2023, algorithm 1).
 
     Parameters
     ----------
-    q, k, v : Tensor, shapes (..., N, d_k), (..., M, d_k), (..., M, d_v)
-    bias : Tensor, broadcastable to (..., N, M) in the leading axes, optional
+    q, k, v : Tensor
+    bias : Tensor, broadcastable to (..., N, M), optional
         Added to the logits; -inf masks.
     scale : float, optional
         Factor of QKᵀ; 1/√d_k by default.
@@ -75,19 +85,23 @@ def tiled_attention(q, k, v, *, bias=None, scale=None, block_rows=64, block_cols
 
     Returns
     -------
-    out : Tensor, shape (..., N, d_v)
-    lse : Tensor, shape (..., N)
+    out : Tensor
+    lse : Tensor
         Logarithm of each query's sum of exponentials; -inf, and an output of
         zeros, where it sees nothing.
 
     Raises
     ------
     ValueError
-        If `block_rows` or `block_cols` is less than 1.
+        If `block_rows` or `block_cols` is less than 1, or shapes do not fit together.
     """
     if block_rows < 1 or block_cols < 1:
         raise ValueError(f"block_rows ({block_rows}) and block_cols ({block_cols}) must be at "
                          "least 1")
+    leading = check_attention(q, k, v, None, bias)
+    q = q.expand(*leading, *q.shape[-2:])
+    if bias is not None:
+        bias = bias.expand(*leading, q.shape[-2], k.shape[-2])  # so that it has all tiles
     if scale is None:
         scale = q.shape[-1] ** -0.5
     outs = [v.new_zeros(*q.shape[:-2], 0, v.shape[-1])]  # for a call without queries
@@ -121,8 +135,8 @@ _DTYPES = torch.float32, torch.float16, torch.bfloat16
 _OLDEST_TRITON = 3, 4  # 3.1 compiled the kernels and gave wrong numbers
 
 
-def triton_mode(device):
-    """How Triton kernels run on a device.
+def triton_mode(device: torch.device | str) -> Literal["compiled", "interpreted"] | None:
+    """Return the way in which Triton kernels run on a device.
 
     Parameters
     ----------
@@ -144,15 +158,15 @@ def triton_mode(device):
     return None
 
 
-def is_supported(x, width, widest=256):
-    """Whether a kernel for heads up to `widest` takes x with heads of this width."""
+def is_supported(x: Tensor, width: int, widest: int = 256) -> bool:
+    """Return whether a kernel for heads up to `widest` takes x with heads of this width."""
     runs = x.is_meta or triton_mode(x.device) is not None
     if x.is_cuda and x.dtype == torch.bfloat16:  # older GPUs have no products of these
         runs = runs and torch.cuda.get_device_capability(x.device) >= (8, 0)
     return runs and x.dtype in _DTYPES and width <= widest
 
 # %% ../nbs/51_flash.ipynb #launch
-def launch(kernel, programs, device, *arguments, **options):
+def launch(kernel: Any, programs: int, device: torch.device, *arguments, **options) -> None:
     """Start a number of programs of a Triton kernel on a device, be it the current or not.
 
     Parameters
@@ -637,8 +651,11 @@ _WITH_EXTRA = {  # beside tiles of a mask or of a bias, which take registers
 }
 
 # %% ../nbs/51_flash.ipynb #blocks
-def tiling(kernel, width, v_width, element_size, extra=False, shared=None):
-    """How a kernel cuts its work: the options of a launch.
+def tiling(
+    kernel: Literal["forward", "query", "key", "bias", "decode"], width: int, v_width: int,
+    element_size: int, extra: bool = False, shared: int | None = None,
+) -> dict:
+    """Return the options of a launch, which say how a kernel cuts its work.
 
     Parameters
     ----------
@@ -669,8 +686,8 @@ def tiling(kernel, width, v_width, element_size, extra=False, shared=None):
                 BLOCK_DV=v_padded, num_warps=warps, num_stages=stages)
 
 
-def product_precision(x):
-    """How `dot` multiplies tiles of tensors like x."""
+def product_precision(x: Tensor) -> str:
+    """Return the precision with which `dot` multiplies tiles of tensors like x."""
     if triton_mode(x.device) == "interpreted":
         return "interpreted"
     if x.dtype != torch.float32:
@@ -682,8 +699,9 @@ def product_precision(x):
     return "ieee"
 
 
-def refusal(x, width):
-    """Why no tile serves heads of this width in x's dtype on its GPU; None if one does."""
+def refusal(x: Tensor, width: int) -> str | None:
+    """Return why no tile serves heads of this width in x's dtype on its GPU; None if one does.
+    """
     if not x.is_cuda or triton_mode(x.device) == "interpreted":
         return None
     chip = torch.cuda.get_device_properties(x.device)
@@ -698,7 +716,10 @@ def refusal(x, width):
 
 
 @functools.cache
-def _known_options(cut, kernel, widths, dtype, extra, group, device, _):
+def _known_options(
+    cut: Callable, kernel: str, widths: tuple[int, int], dtype: torch.dtype, extra: bool,
+    group: int, device: torch.device, _: str | None,
+) -> dict:
     """The tiling by the function `cut` on a device, and the precision of the products."""
     width, v_width = widths
     example = torch.empty(0, dtype=dtype, device=device)
@@ -715,8 +736,8 @@ def _known_options(cut, kernel, widths, dtype, extra, group, device, _):
     return options | more
 
 
-def _options(kernel, q, k, v, extra):
-    """How a kernel is launched on these tensors."""
+def _options(kernel: str, q: Tensor, k: Tensor, v: Tensor, extra: bool) -> dict:
+    """Return the options with which a kernel is launched on these tensors."""
     precision = None
     if q.dtype == torch.float32:  # product_precision goes by it for float32 alone
         precision = float32_products(q.device)
@@ -725,7 +746,7 @@ def _options(kernel, q, k, v, extra):
     return _known_options(tiling, kernel, widths, q.dtype, extra, group, q.device, precision)
 
 # %% ../nbs/51_flash.ipynb #operator-forward
-def _strides(x):
+def _strides(x: Tensor | None) -> tuple[int, ...]:
     """A mask's or bias's strides: 0 along an axis that is missing or of length one."""
     if x is None:
         return 0, 0, 0, 0
@@ -737,20 +758,42 @@ def _strides(x):
     return tuple(strides)
 
 
-def _start(kernel, programs, tensors, numbers, strided, mask, bias, **options):
-    """Start a kernel on tensors (or None), numbers, and the strides of some tensors."""
-    strides = [stride for x in strided for stride in x.stride()]
-    launch(kernel, programs, tensors[0].device, *tensors, *numbers, *strides,
-           *_strides(mask), *_strides(bias), **options)
+def _start(
+    kernel: Any, programs: int, tensors: tuple, numbers: tuple, strided: tuple,
+    mask: Tensor | None, bias: Tensor | None, **options,
+) -> None:
+    """Launch one of this module's kernels, with its arguments in their order.
+
+    Parameters
+    ----------
+    kernel : triton.JITFunction
+    programs : int
+    tensors : tuple of Tensor or None
+        The first arguments, of which the first is q.
+    numbers : tuple
+        The arguments after the tensors: the scale, and lengths.
+    strided : tuple of Tensor
+        Tensors whose strides follow. Those of the mask and of the bias come last.
+    mask, bias : Tensor, optional
+    **options
+        Constants of the kernel, and options of the launch.
+    """
+    strides = []
+    for x in strided:
+        strides.extend(x.stride())
+    strides.extend(_strides(mask))
+    strides.extend(_strides(bias))
+    device = tensors[0].device
+    launch(kernel, programs, device, *tensors, *numbers, *strides, **options)
 
 
-def _bytes(mask):
+def _bytes(mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
     return mask.view(torch.uint8)
 
 
-def _empty(like, rows, width):
+def _empty(like: Tensor, rows: int, width: int) -> Tensor:
     """Room for (B, h, rows, width): in memory (B, rows, h, width), as heads are joined."""
     batch, heads, *_ = like.shape
     shape = (batch, heads, rows, width)
@@ -758,7 +801,10 @@ def _empty(like, rows, width):
     return like.new_empty_strided(shape, strides)
 
 
-def _forward(q, k, v, mask, bias, ranges, causal, scale):
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None,
+    ranges: Tensor | None, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor]:
     """Output (B, h, N, d_v) and log-sum-exp (B, h, N), in base 2, for q (B, h, N, d), …"""
     batch, heads, n, _ = q.shape
     m = k.shape[2]
@@ -773,7 +819,7 @@ def _forward(q, k, v, mask, bias, ranges, causal, scale):
     return out, lse
 
 
-def _forward_room(q, k, v, *_):
+def _forward_room(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
     batch, heads, n, _ = q.shape
     out = _empty(q, rows=n, width=v.shape[-1])
     lse = q.new_empty(batch, heads, n, dtype=torch.float32)
@@ -788,8 +834,11 @@ torch.library.register_fake("attnlib::flash_forward", _forward_room)
 _flash_forward = torch.ops.attnlib.flash_forward.default
 
 # %% ../nbs/51_flash.ipynb #operator-backward
-def _backward(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, scale,
-              for_bias, for_queries=True, for_keys=True):
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None,
+    ranges: Tensor | None, key_ranges: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
+    scale: float, for_bias: bool, for_queries: bool = True, for_keys: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and bias; one that is not asked for is empty."""
     batch, heads, n, d = q.shape
     own, m = k.shape[1:3]  # heads of the keys, and how many keys there are
@@ -825,8 +874,11 @@ def _backward(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, s
     return dq, dk, dv, dbias
 
 
-def _backward_room(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, causal, scale,
-                   for_bias, for_queries=True, for_keys=True):
+def _backward_room(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None,
+    ranges: Tensor | None, key_ranges: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
+    scale: float, for_bias: bool, for_queries: bool = True, for_keys: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, d = q.shape[2:]
     m = k.shape[2]
     dq = q.new_empty(0)
@@ -852,7 +904,7 @@ torch.library.impl("attnlib::flash_backward", ("cpu", "cuda"), _backward)
 torch.library.register_fake("attnlib::flash_backward", _backward_room)
 
 
-def _no_second_derivative(ctx, *grads):
+def _no_second_derivative(ctx: Any, *grads) -> NoReturn:
     raise RuntimeError("flash_attention has no gradients of gradients; "
                        "attention_backend('reference') has")
 
@@ -861,7 +913,7 @@ torch.library.register_autograd("attnlib::flash_backward", _no_second_derivative
 _flash_backward = torch.ops.attnlib.flash_backward.default
 
 # %% ../nbs/51_flash.ipynb #operator-bias
-def _sharing(bias, batch, heads):
+def _sharing(bias: Tensor, batch: int, heads: int) -> Tensor:
     """The heads (matrices, heads that share it) that share each matrix of a bias."""
     order = torch.arange(batch * heads, device=bias.device).view(batch, heads)
     if bias.shape[0] == 1:
@@ -869,7 +921,10 @@ def _sharing(bias, batch, heads):
     return order.reshape(bias.shape[0] * bias.shape[1], -1).contiguous()
 
 
-def _bias_gradient(inputs, grad, lse, delta, causal, scale, enough=1024):
+def _bias_gradient(
+    inputs: tuple, grad: Tensor, lse: Tensor, delta: Tensor, causal: bool, scale: float,
+    enough: int = 1024,
+) -> Tensor:
     """The gradient of a bias (B or 1, h or 1, N or 1, M or 1).
 
     Where the bias has fewer than `enough` tiles, several programs share each of them, and their
@@ -954,7 +1009,7 @@ def _backward_flops(grad, q, k, v, mask, bias, ranges, key_ranges, out, lse, cau
 
 # %% ../nbs/51_flash.ipynb #packed
 class Ranges:
-    """Which keys each query sees, if these are neighbors: from `first` to before `last`.
+    """Keys that each query sees, if these are neighbors: from `first` to before `last`.
 
     Parameters
     ----------
@@ -975,7 +1030,7 @@ class Ranges:
         0 to M.
     """
 
-    def __init__(self, first, last, keys):
+    def __init__(self, first: Tensor, last: Tensor, keys: int):
         fits = True
         for x in (first, last):
             fits = fits and 1 <= x.ndim <= 2 and not x.is_floating_point()
@@ -1000,7 +1055,7 @@ class Ranges:
         self.by_query = bounds.int()
         self.by_key = torch.stack([start, end], 1).int()  # (B or 1, 2, M)
 
-    def mask(self):
+    def mask(self) -> Bool[Tensor, "_ 1 N M"]:
         """The same as a mask (B or 1, 1, N, M), True where a query may attend."""
         first, last = self.by_query.unbind(1)  # (B or 1, N)
         first = first[:, None, :, None]  # -> (B or 1, 1, N, 1)
@@ -1008,7 +1063,7 @@ class Ranges:
         numbers = torch.arange(self.by_key.shape[-1], device=first.device)
         return (first <= numbers) & (numbers < last)
 
-    def check(self, q, k, causal):
+    def check(self, q: Tensor, k: Tensor, causal: bool) -> None:
         """Raise if queries (B, ..., N, d) and keys (B, ..., M, d) do not fit, or their GPU."""
         batch, _, n = self.by_query.shape
         m = self.by_key.shape[-1]
@@ -1024,7 +1079,10 @@ class Ranges:
                              f"k {tuple(k.shape)}")
 
 
-def packed_ranges(lengths, causal=False, window=None, device=None):
+def packed_ranges(
+    lengths: list[int] | Tensor, causal: bool = False, window: int | None = None,
+    device: torch.device | str | None = None,
+) -> Ranges:
     """Ranges for sequences that stand one behind the other in one long sequence.
 
     Parameters
@@ -1064,7 +1122,10 @@ def packed_ranges(lengths, causal=False, window=None, device=None):
     return Ranges(first, last, len(ends))
 
 # %% ../nbs/51_flash.ipynb #two-axes
-def _split_groups(q, k, v, mask, bias):
+def _split_groups(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
+    bias: Tensor | None,
+) -> tuple | None:
     """Heads (h) beside fewer (h/g) of keys, as axes (h/g, g) beside (h/g, 1); else None."""
     if min(q.ndim, k.ndim, v.ndim) < 3:
         return None
@@ -1085,8 +1146,8 @@ def _split_groups(q, k, v, mask, bias):
     return q, k.unsqueeze(-3), v.unsqueeze(-3), mask, bias
 
 
-def _merges(x, shape, a, grouped):
-    """Whether the axes a and a + 1 of x can become one, as those of a shape do."""
+def _merges(x: Tensor | None, shape: Sequence[int], a: int, grouped: bool) -> bool:
+    """Return whether the axes a and a + 1 of x can become one, as those of a shape do."""
     if x is None or shape[a] == 1 or shape[a + 1] == 1:
         return True
     if grouped and x.shape[a] == shape[a] and x.shape[a + 1] == 1:  # of queries' heads, one
@@ -1096,14 +1157,14 @@ def _merges(x, shape, a, grouped):
     return x.stride(a) == x.stride(a + 1) * x.shape[a + 1]
 
 
-def _lifted(x, count):
+def _lifted(x: Tensor | None, count: int) -> Tensor | None:
     """A tensor, or None, with `count` axes; new ones come first."""
     if x is None or x.ndim == count:
         return x
     return x[(None,) * (count - x.ndim)]
 
 
-def _two_axes(*tensors):
+def _two_axes(*tensors: Tensor | None) -> list[Tensor | None]:
     """Views of q, k, v, mask, bias with two leading axes, where strides allow it."""
     count = tensors[0].ndim
     tensors = [_lifted(x, count) for x in tensors]
@@ -1121,14 +1182,17 @@ def _two_axes(*tensors):
     return [_lifted(x, 4) for x in tensors]
 
 
-def _part(x, i):
+def _part(x: Tensor | None, i: int) -> Tensor | None:
     """Entry i of the first axis, or the one that is there for all; None stays None."""
     if x is None:
         return None
     return x[min(i, len(x) - 1)]
 
 
-def _attend(q, k, v, mask, bias, ranges, causal, scale):
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None,
+    ranges: Sequence[Tensor | None], causal: bool, scale: float,
+) -> Tensor:
     """Attention of (..., N, d) for any number of leading axes."""
     if q.ndim != 4:
         q, k, v, mask, bias = _two_axes(q, k, v, mask, bias)
@@ -1147,7 +1211,11 @@ def _attend(q, k, v, mask, bias, ranges, causal, scale):
     return torch.stack(outs)
 
 # %% ../nbs/51_flash.ipynb #flash-attention
-def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None, scale=None):
+def flash_attention(
+    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"], v: Float[Tensor, "... M d_v"],
+    *, mask: Tensor | Literal["causal"] | None = None, bias: Tensor | None = None,
+    causal: bool = False, ranges: Ranges | None = None, scale: float | None = None,
+) -> Float[Tensor, "... N d_v"]:
     """Attention in tiles, by Triton kernels (Dao et al. 2022, algorithms 1 and 4; Dao 2023).
 
     It is `attnlib.attention.attention` without dropout and without gradients of gradients, in
@@ -1155,13 +1223,13 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None,
 
     Parameters
     ----------
-    q : Tensor, shape (..., N, d_k)
+    q : Tensor
         In float32, float16 or bfloat16; any strides. d_k and d_v are at most 256, on a GPU in
         float32 at most 128. A GPU needs compute capability 8.0 (an A100) or later.
-    k : Tensor, shape (..., M, d_k)
+    k : Tensor
         Keys. With q (B, h, N, d_k), keys and values may have fewer heads, of which h is a
         multiple: each serves as many neighboring heads of q.
-    v : Tensor, shape (..., M, d_v)
+    v : Tensor
         Values.
     mask : bool Tensor, broadcastable to (..., N, M), or "causal", optional
         True where a query may attend. A query that may attend nowhere gets zeros, with zero
@@ -1179,7 +1247,7 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None,
 
     Returns
     -------
-    Tensor, shape (..., N, d_v)
+    Tensor
 
     Raises
     ------
@@ -1232,7 +1300,7 @@ def flash_attention(q, k, v, *, mask=None, bias=None, causal=False, ranges=None,
     return out.reshape(*lead, *out.shape[-2:])
 
 # %% ../nbs/51_flash.ipynb #check
-def _cast(*tensors):
+def _cast(*tensors: Tensor) -> Sequence[Tensor]:
     """Under autocast, the tensors in its dtype, but for those in float64."""
     device = "cuda" if tensors[0].is_cuda else "cpu"
     if not torch.is_autocast_enabled(device):
@@ -1246,7 +1314,10 @@ def _cast(*tensors):
     return casted
 
 
-def _check_kernel(q, k, v, mask, bias, causal):
+def _check_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
+    bias: Tensor | None, causal: bool,
+) -> None:
     """Raise if the kernels cannot take what `attention` would."""
     if not q.is_meta and triton_mode(q.device) is None:
         raise RuntimeError(f"q is on {q.device}, and Triton runs on CPU tensors only if "
@@ -1271,7 +1342,10 @@ def _check_kernel(q, k, v, mask, bias, causal):
                          "more of them")
 
 # %% ../nbs/51_flash.ipynb #backend
-def flash_backend(q, k, v, mask, bias, scale, dropout_p):
+def flash_backend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
+    bias: Tensor | None, scale: float | None, dropout_p: float,
+) -> Tensor:
     """The backend "triton" of `attention`: the kernels where they can serve, else `sdpa`.
 
     Its parameters are those of `sdpa`.
@@ -1285,7 +1359,10 @@ def flash_backend(q, k, v, mask, bias, scale, dropout_p):
 register_backend("triton", flash_backend)
 
 # %% ../nbs/51_flash.ipynb #compile-kernel
-def compile_kernel(function, capability, types, constants, aligned="", **launch_options):
+def compile_kernel(
+    function: Any, capability: int, types: dict[str, str], constants: dict[str, Any],
+    aligned: str = "", **launch_options,
+) -> dict:
     """Compile a Triton function for a GPU that need not be there, and say what it takes.
 
     Works in a process that was started with TRITON_INTERPRET=0.
@@ -1298,7 +1375,7 @@ def compile_kernel(function, capability, types, constants, aligned="", **launch_
     types : dict of str to str
         Triton's name for the type of each argument, such as ``"*bf16"`` or ``"i32"``.
     constants : dict of str to object
-        The arguments that are known when it compiles; their types are not looked at.
+        The arguments that are known when it compiles; they need no types.
     aligned : str
         A regular expression for the names of numbers that are divisible by 16. Addresses
         always are.
@@ -1312,20 +1389,27 @@ def compile_kernel(function, capability, types, constants, aligned="", **launch_
         ``registers`` of a thread; the instruction for a ``product`` in Triton's intermediate
         language, and in how many ``buffers`` a loop keeps the tiles that it fetches ahead.
     """
-    names = function.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    fixed = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
-    known = [i for i, name in enumerate(names) if signature[name][0] == "*"
-             or name not in constants and re.fullmatch(aligned, name)]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in known}
+    signature = {}  # name: type
+    fixed = {}  # place among the arguments: value
+    attributes = {}  # place: promises to the compiler
+    for i, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            fixed[(i,)] = constants[name]
+            continue
+        signature[name] = types[name]
+        is_pointer = types[name].startswith("*")
+        if is_pointer or re.fullmatch(aligned, name):
+            attributes[(i,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(function, signature, fixed, attributes)
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     made = triton.compile(source, target=target, options=launch_options)
-    return dict(shared=made.metadata.shared, **_resources(made.asm["cubin"]),
-                **_structure(made.asm["ttgir"]))
+    resources = _resources(made.asm["cubin"])
+    structure = _structure(made.asm["ttgir"])
+    return dict(shared=made.metadata.shared, **resources, **structure)
 
 
-def _resources(cubin):
+def _resources(cubin: bytes) -> dict[str, int]:
     """Registers and spilled bytes of a thread, by a tool that comes with Triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
@@ -1337,8 +1421,8 @@ def _resources(cubin):
     return dict(registers=int(used["REG"]), spilled=int(used["STACK"]))
 
 
-def _structure(text):
-    """How products are made and tiles are fetched, from Triton's language for GPUs."""
+def _structure(text: str) -> dict:
+    """Read from Triton's language for GPUs how products are made and tiles are fetched."""
     product = re.search(r"(warp_group_dot|tc_gen5_mma|tt\.dot) ", text)
     buffers = re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x", text)
     return dict(product=product and product[1], buffers=max(map(int, buffers), default=0))
@@ -1350,8 +1434,11 @@ KERNELS = dict(forward=_forward_kernel, query=_query_kernel, key=_key_kernel,
 _SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
-def compile_for(kernel, capability, dtype=torch.bfloat16, width=64, causal=False, mask=False,
-                bias=False, ranges=False, group=1):
+def compile_for(
+    kernel: Literal["forward", "query", "key", "bias", "decode"], capability: int,
+    dtype: torch.dtype = torch.bfloat16, width: int = 64, causal: bool = False,
+    mask: bool = False, bias: bool = False, ranges: bool = False, group: int = 1,
+) -> dict:
     """Compile a kernel for a GPU that need not be there, and say what it takes.
 
     Works in a process that was started with TRITON_INTERPRET=0, with strides as those of
@@ -1410,8 +1497,11 @@ CARDS = {
 }
 
 
-def predicted_times(card, batch, heads, n, d, causal=False, bias=False, backward=False):
-    """What the kernels' work takes of each resource of a GPU, in 16-bit numbers.
+def predicted_times(
+    card: str, batch: int, heads: int, n: int, d: int, causal: bool = False, bias: bool = False,
+    backward: bool = False,
+) -> list[dict]:
+    """Predict the time that the kernels take on each resource of a GPU, in 16-bit numbers.
 
     Parameters
     ----------
@@ -1446,7 +1536,9 @@ def predicted_times(card, batch, heads, n, d, causal=False, bias=False, backward
     return times
 
 # %% ../nbs/51_flash.ipynb #operator-decode
-def _decode(q, k, v, splits, scale):
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, splits: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Outputs (B, h, splits, N, d_v) of all parts of the keys, and log-sum-exp, in base 2."""
     batch, heads, n, _ = q.shape
     m = k.shape[2]
@@ -1460,7 +1552,7 @@ def _decode(q, k, v, splits, scale):
     return parts, lse
 
 
-def _decode_room(q, k, v, splits, *_):
+def _decode_room(q: Tensor, k: Tensor, v: Tensor, splits: int, *_) -> tuple[Tensor, Tensor]:
     batch, heads, n, _ = q.shape
     parts = q.new_empty(batch, heads, splits, n, v.shape[-1], dtype=torch.float32)
     lse = parts.new_empty(parts.shape[:-1])
@@ -1480,14 +1572,17 @@ def _decode_flops(q, k, v, *args, **kwargs):
 
 # %% ../nbs/51_flash.ipynb #decode
 @torch.no_grad()
-def flash_decode(q, k, v, *, splits=None, scale=None):
+def flash_decode(
+    q: Float[Tensor, "B h N d_k"], k: Float[Tensor, "B h_kv M d_k"],
+    v: Float[Tensor, "B h_kv M d_v"], *, splits: int | None = None, scale: float | None = None,
+) -> Float[Tensor, "B h N d_v"]:
     """Attention of a few queries to many keys, which are split among programs; no gradients.
 
     Parameters
     ----------
-    q : Tensor, shape (B, h, N, d_k)
+    q : Tensor
         N is small, and mostly 1.
-    k, v : Tensor, shapes (B, h_kv, M, d_k) and (B, h_kv, M, d_v)
+    k, v : Tensor
         A cache with h_kv heads, of which h is a multiple. It is read through its strides and
         never copied: a slice of a longer cache, or a transposed one, serves as it is.
     splits : int, optional
@@ -1497,7 +1592,7 @@ def flash_decode(q, k, v, *, splits=None, scale=None):
 
     Returns
     -------
-    Tensor, shape (B, h, N, d_v)
+    Tensor
 
     Raises
     ------

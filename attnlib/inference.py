@@ -8,13 +8,16 @@ __all__ = ['FUNCTIONS', 'packing_pays', 'PackedLinear', 'fast_attention', 'pack'
 
 # %% ../nbs/53_inference.ipynb #imports
 from functools import partial
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
 from torch.nn.utils import fuse_conv_bn_eval
 
-from .attention import attention, fastest_backend
+from .attention import attention, current_backend, fastest_backend
 from .backbone import DropPath, frozen_copy, guard, is_plain, is_unchanged, requires
 from .deit import DistilledVisionTransformer
 from .detr import FrozenBatchNorm2d, ResNet
@@ -23,8 +26,8 @@ from .vit_variants import QuickGELU, SwiGLU
 from .multihead import merge_heads, split_heads
 from .position import rotate_halves
 from attnlib.swin import (
-    WindowAttention, crop_map, cyclic_shift, pad_map, reverse_cyclic_shift, window_partition,
-    window_reverse,
+    WindowAttention, WindowLayout, crop_map, cyclic_shift, pad_map, reverse_cyclic_shift,
+    window_partition, window_reverse,
 )
 from .swinv2 import MAX_LOGIT_SCALE, WindowAttentionV2, normalize
 from .tnt import TNT, SplitAttention
@@ -46,20 +49,23 @@ FUNCTIONS = {
 _SMALL = 2**17  # weights of a matrix that is read in no time
 
 
-def _can_pack(dtype):
-    """Whether oneDNN multiplies matrices of a dtype on this processor."""
-    there = torch.backends.mkldnn.is_available() and all(hasattr(_onednn, x) for x in _NAMES)
-    if not there or dtype not in (torch.float32, torch.bfloat16):
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies matrices of a dtype on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if not all(hasattr(_onednn, name) for name in _NAMES):
+        return False
+    if dtype not in (torch.float32, torch.bfloat16):
         return False
     return dtype == torch.float32 or _onednn._is_mkldnn_bf16_supported()
 
 
-def packing_pays(dtype):
-    """Whether packed products of a `dtype` are faster here: float32 only with AVX-512."""
+def packing_pays(dtype: torch.dtype) -> bool:
+    """Return whether packed products of a `dtype` pay here: float32 only with AVX-512."""
     return dtype != torch.float32 or "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
-def _check_packed(x, weight, channels, axis):
+def _check_packed(x: Tensor, weight: Tensor, channels: int, axis: int) -> None:
     """Raise unless a layer with packed weights can take an input.
 
     Parameters
@@ -79,6 +85,10 @@ def _check_packed(x, weight, channels, axis):
     RuntimeError
         If x requires a gradient.
     """
+    if x.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"x of dtype {x.dtype} comes from torch.autocast, and a copy made by "
+                        f"optimize_for_inference has weights packed in {weight.dtype}: call it "
+                        "outside of autocast, or make the copy of a model in another dtype")
     shaped = x.ndim >= -axis and x.shape[axis] == channels
     if not shaped or x.dtype != weight.dtype or x.device != weight.device:
         raise TypeError(f"x of shape {tuple(x.shape)} on {x.device} and dtype {x.dtype} must "
@@ -111,7 +121,11 @@ class PackedLinear(nn.Module):
         When it is called, if x requires a gradient.
     """
 
-    def __init__(self, weight, bias=None, activation="none"):
+    def __init__(
+        self, weight: Float[Tensor, "out_features in_features"],
+        bias: Float[Tensor, "out_features"] | None = None,
+        activation: Literal["none", "relu", "gelu", "swish", "gelu_tanh"] = "none",
+    ):
         super().__init__()
         if activation not in FUNCTIONS:
             raise ValueError(f"activation ({activation!r}) must be one of {list(FUNCTIONS)}")
@@ -120,14 +134,14 @@ class PackedLinear(nn.Module):
         self.activation = activation
         self.pack()
 
-    def pack(self):
+    def pack(self) -> None:
         """Store the weights in oneDNN's order, where that pays."""
         weight = self.weight
         self.packed = None
         if _can_pack(weight.dtype) and packing_pays(weight.dtype) and weight.numel() > 0:
             self.packed = _onednn._reorder_linear_weight(weight.contiguous(), None)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "... in_features"]) -> Float[Tensor, "... out_features"]:
         """Tokens (..., in_features) to (..., out_features)."""
         width = self.weight.shape[1]
         _check_packed(x, self.weight, width, -1)
@@ -148,30 +162,44 @@ class PackedLinear(nn.Module):
         self.pack()
 
 # %% ../nbs/53_inference.ipynb #attend
-def fast_attention(q, k, v, mask=None, bias=None, scale=None):
+def _check_unrecorded() -> None:
+    """Raise a RuntimeError inside `record_attention`, which would miss some of the maps."""
+    if callable(current_backend()):  # a function in place of the kernels
+        raise RuntimeError("a copy made by optimize_for_inference keeps no attention maps: "
+                           "record_attention, or another function as a backend, would not see "
+                           "all of them; ask the model itself")
+
+
+def fast_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None = None,
+    bias: Tensor | None = None, scale: float | None = None,
+) -> Tensor:
     """`attention`, but that without a mask nothing is checked: no row of a bias may be -inf.
 
     The parameters are those of `attention`.
     """
+    _check_unrecorded()
     if mask is None and fastest_backend(q, k) == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
     return attention(q, k, v, mask=mask, bias=bias, scale=scale)
 
 
-def pack(layer, activation="none"):
+def pack(
+    layer: nn.Linear, activation: Literal["none", "relu", "gelu", "swish", "gelu_tanh"] = "none"
+) -> PackedLinear:
     """A `PackedLinear` with the weights of a `layer`, an nn.Linear, and an `activation`."""
     return PackedLinear(layer.weight, layer.bias, activation)
 
 # %% ../nbs/53_inference.ipynb #windows
 class FastWindowAttention(nn.Module):
-    """What takes the place of `WindowAttention` and `WindowAttentionV2`.
+    """Replacement for `WindowAttention` and `WindowAttentionV2`.
 
     Parameters
     ----------
     layer : WindowAttention or WindowAttentionV2
     """
 
-    def __init__(self, layer):
+    def __init__(self, layer: WindowAttention | WindowAttentionV2):
         super().__init__()
         vars(self)["layer"] = layer  # is asked for its layout and bias, and is no part of this
         self.proj = pack(layer.proj)
@@ -187,8 +215,8 @@ class FastWindowAttention(nn.Module):
             self.scale = 1.0
         self.qkv = PackedLinear(layer.qkv.weight, bias)
 
-    def bias(self, layout):
-        """What is added to the logits: (windows, h, N, N), or without a shift (1, h, N, N)."""
+    def bias(self, layout: WindowLayout) -> Float[Tensor, "_ h N N"]:
+        """Return the bias of the logits, (windows or 1, h, N, N): 1 without a shift."""
         known, bias = self.last  # read at once, since threads may share a model
         if known != layout:
             with torch.autocast(self.proj.weight.device.type, enabled=False):  # for all calls
@@ -197,12 +225,14 @@ class FastWindowAttention(nn.Module):
             self.last = (layout, bias)
         return bias
 
-    def set_window_size(self, window_size, shift_size=0):
+    def set_window_size(
+        self, window_size: int | tuple[int, int], shift_size: int | tuple[int, int] = 0
+    ) -> None:
         """Change window and shift, as the replaced layer does."""
         self.layer.set_window_size(window_size, shift_size)
         self.last = (None, None)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B H W C"]) -> Float[Tensor, "B H W C"]:
         """A map (B, H, W, C) to a map."""
         layout = self.layer.layout(x.shape[1:3])
         h = self.layer.num_heads
@@ -231,15 +261,18 @@ class FastWindowAttention(nn.Module):
 
 # %% ../nbs/53_inference.ipynb #decoder
 class _FastSelfAttention(nn.Module):
-    """What takes the place of a `layer`, a `SelfAttention` without rotary positions."""
+    """Replacement for a `layer`, a `SelfAttention` without rotary positions."""
 
-    def __init__(self, layer):
+    def __init__(self, layer: SelfAttention):
         super().__init__()
         self.num_heads = layer.num_heads
         self.out_proj = pack(layer.out_proj)
         self.qkv = PackedLinear(layer.in_proj_weight, layer.in_proj_bias)
 
-    def forward(self, x, mask=None, bias=None, cache=None, layer=0):
+    def forward(
+        self, x: Float[Tensor, "B N C"], mask: Tensor | Literal["causal"] | None = None,
+        bias: Tensor | None = None, cache: Any = None, layer: int = 0,
+    ) -> Float[Tensor, "B N C"]:
         """Tokens (B, N, C) to tokens; earlier ones are in the `cache`, if given."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, N, C) each
         q = split_heads(q, self.num_heads)  # -> (B, h, N, d)
@@ -252,9 +285,9 @@ class _FastSelfAttention(nn.Module):
 
 # %% ../nbs/53_inference.ipynb #cross
 class _FastCrossAttention(nn.Module):
-    """What takes the place of a `layer`, a Transformer's `CrossAttention`."""
+    """Replacement for a `layer`, a Transformer's `CrossAttention`."""
 
-    def __init__(self, layer):
+    def __init__(self, layer: CrossAttention):
         super().__init__()
         self.num_heads = layer.num_heads
         self.out_proj = pack(layer.out_proj)
@@ -267,7 +300,7 @@ class _FastCrossAttention(nn.Module):
         self.q = PackedLinear(q_weight, q_bias)
         self.kv = PackedLinear(kv_weight, kv_bias)
 
-    def read(self, memory, mask):
+    def read(self, memory: Tensor, mask: Tensor | Literal["causal"] | None) -> tuple:
         """Keys and values (B, h, M, d) of a memory, and its mask if that hides something."""
         k, v = self.kv(memory).chunk(2, dim=-1)  # (B, M, C) each
         k = split_heads(k, self.num_heads).contiguous()  # -> (B, h, M, d)
@@ -276,7 +309,10 @@ class _FastCrossAttention(nn.Module):
             mask = None
         return k, v, mask
 
-    def forward(self, x, memory, mask=None, cache=None, layer=0):
+    def forward(
+        self, x: Tensor, memory: Tensor, mask: Tensor | Literal["causal"] | None = None,
+        cache: Any = None, layer: int = 0,
+    ) -> Tensor:
         """Tokens (B, N, C) and memory (B, M, C) to tokens; a cache keeps what was read."""
         source = (memory, mask)
         old = None if cache is None else cache.sources.get(layer)
@@ -293,9 +329,9 @@ class _FastCrossAttention(nn.Module):
 
 # %% ../nbs/53_inference.ipynb #gpt
 class _FastCausalAttention(nn.Module):
-    """What takes the place of a `layer`, a GPT's `CausalSelfAttention`."""
+    """Replacement for a `layer`, a GPT's `CausalSelfAttention`."""
 
-    def __init__(self, layer):
+    def __init__(self, layer: CausalSelfAttention):
         super().__init__()
         self.config = layer.config
         self.n_head = layer.n_head
@@ -308,8 +344,12 @@ class _FastCausalAttention(nn.Module):
         no_k_norm = isinstance(layer.k_norm, nn.Identity)
         self.plain = no_q_norm and no_k_norm
 
-    def forward(self, x, rope=None, mask="causal", cache=None, layer=0):
+    def forward(
+        self, x: Float[Tensor, "B N n_embd"], rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Literal["causal"] | None = "causal", cache: Any = None, layer: int = 0,
+    ) -> Float[Tensor, "B N n_embd"]:
         """Tokens (B, N, n_embd) to tokens; earlier ones are in the `cache`, if given."""
+        _check_unrecorded()
         past = 0 if cache is None else cache.tokens_of(layer)
         rope, mask = layer_inputs(self.config, x, rope, mask, past)
         h = self.n_head
@@ -332,7 +372,7 @@ class _FastCausalAttention(nn.Module):
         return self.c_proj(merge_heads(heads))  # -> (B, N, C)
 
 
-def _pack_gpt_mlp(layer):
+def _pack_gpt_mlp(layer: MLP) -> nn.Sequential:
     """The `layer`, a GPT's `MLP`, as two calls, GELU inside the first."""
     return nn.Sequential(pack(layer.c_fc, "gelu_tanh"), pack(layer.c_proj))
 
@@ -358,7 +398,7 @@ class _PackedConv(nn.Module):
         When it is called, if x requires a gradient.
     """
 
-    def __init__(self, conv, norm, relu=True):
+    def __init__(self, conv: nn.Conv2d, norm: nn.Module, relu: bool = True):
         super().__init__()
         if conv.training or norm.training:
             raise ValueError("conv and norm must be in evaluation mode: call eval()")
@@ -368,7 +408,9 @@ class _PackedConv(nn.Module):
         self.where = (list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups)
         self.packs = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
 
-    def forward(self, x, shortcut=None):
+    def forward(
+        self, x: Float[Tensor, "B C H W"], shortcut: Tensor | None = None
+    ) -> Float[Tensor, "B _ _ _"]:
         """A map (B, C, H, W) to relu(norm(conv(x)) + shortcut), each if it is asked for."""
         weight = self.conv.weight
         bias = self.conv.bias
@@ -389,9 +431,9 @@ class _PackedConv(nn.Module):
 
 
 class _FastBlock(nn.Module):
-    """What takes the place of a block of a ResNet."""
+    """Replacement for a block of a ResNet."""
 
-    def __init__(self, block):
+    def __init__(self, block: nn.Module):
         super().__init__()
         self.convs = nn.ModuleList()
         for name, norm in block.named_children():
@@ -403,7 +445,7 @@ class _FastBlock(nn.Module):
             conv, norm = block.downsample
             self.downsample = _PackedConv(conv, norm, relu=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """A map (B, C, H, W) to the block's map."""
         shortcut = self.downsample(x)
         for conv in self.convs[:-1]:
@@ -412,14 +454,14 @@ class _FastBlock(nn.Module):
 
 
 class FastResNet(nn.Module):
-    """What takes the place of a `ResNet`.
+    """Replacement for a `ResNet`.
 
     Parameters
     ----------
     model : ResNet
     """
 
-    def __init__(self, model):
+    def __init__(self, model: ResNet):
         super().__init__()
         self.num_channels = model.num_channels
         self.stem = _PackedConv(model.conv1, model.bn1)
@@ -429,7 +471,7 @@ class FastResNet(nn.Module):
             blocks = [_FastBlock(block) for block in layer]
             self.layers.append(nn.Sequential(*blocks))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> list[Tensor]:
         """Images (B, 3, H, W) to four maps."""
         x = self.maxpool(self.stem(x))
         maps = []
@@ -439,7 +481,9 @@ class FastResNet(nn.Module):
         return maps
 
 # %% ../nbs/53_inference.ipynb #last
-def _first_tokens(attn, x, count):
+def _first_tokens(
+    attn: nn.Module, x: Float[Tensor, "B N dim"], count: int
+) -> Float[Tensor, "B count dim"]:
     """The first `count` tokens of ``attn(x)``, attention of ViT or TNT: (B, count, dim)."""
     of_tnt = hasattr(attn, "qk")
     if of_tnt:
@@ -457,12 +501,13 @@ def _first_tokens(attn, x, count):
     return attn.proj(merge_heads(heads))  # -> (B, count, dim)
 
 
-def forward_short(model, x):
+def forward_short(model: nn.Module, x: Tensor) -> Tensor:
     """Logits (B, classes) of images `x` (B, C, H, W), the `model` a ViT or a TNT.
 
     The last block computes the tokens alone that the head reads, unless `set_pool` has made it
     read others since.
     """
+    _check_unrecorded()  # the last block has no whole map
     if model.global_pool != "token":
         return type(model).forward(model, x)
     count = model.num_prefix_tokens
@@ -488,7 +533,7 @@ _EACH_TOKEN = {  # what the last block may hold: all but attention computes each
 }
 
 
-def _can_shorten(model):
+def _can_shorten(model: nn.Module) -> bool:
     """Return whether `forward_short` computes the logits of a model.
 
     Parameters
@@ -511,30 +556,30 @@ def _can_shorten(model):
     return all(is_plain(part, *_EACH_TOKEN) for part in parts)
 
 # %% ../nbs/53_inference.ipynb #replacements
-def _pack_mlp(layer):
+def _pack_mlp(layer: Mlp) -> nn.Sequential | None:
     """The `layer`, an `Mlp`, as two calls, GELU inside; None if its activation is another."""
     if layer.act.approximate == "none":
         return nn.Sequential(pack(layer.fc1, "gelu"), pack(layer.fc2))
 
 
-def _pack_feed_forward(layer):
+def _pack_feed_forward(layer: FeedForward) -> nn.Sequential | None:
     """The `layer`, a `FeedForward`, as two calls; None if oneDNN lacks its activation."""
     for name, function in FUNCTIONS.items():
         if layer.activation is function:
             return nn.Sequential(pack(layer.linear1, name), pack(layer.linear2))
 
 
-def _pack_self_attention(layer):
+def _pack_self_attention(layer: SelfAttention) -> _FastSelfAttention | None:
     """The `layer`, a `SelfAttention`, made faster; None if its positions are rotary."""
     return None if layer.rotary else _FastSelfAttention(layer)
 
 
-def _pack_cross_attention(layer):
+def _pack_cross_attention(layer: CrossAttention) -> _FastCrossAttention | None:
     """The `layer`, a `CrossAttention`, made faster; None if its projections are apart."""
     return _FastCrossAttention(layer) if layer.fused else None
 
 
-def _pack_window_attention(layer):
+def _pack_window_attention(layer: WindowAttentionV2) -> FastWindowAttention | None:
     """The `layer`, a `WindowAttentionV2`, made faster; None if it takes a few windows at once.
     """
     return FastWindowAttention(layer) if layer.windows_at_once is None else None
@@ -567,7 +612,7 @@ _PARTS = {  # class: its children, each of one of some classes
 }
 
 
-def _can_replace(module):
+def _can_replace(module: nn.Module) -> bool:
     """Return whether a module is one that the table replaces, and nobody has changed it.
 
     Parameters
@@ -588,7 +633,7 @@ def _can_replace(module):
     return known and all(is_plain(part, type(part)) for part in module.modules())
 
 
-def _can_pack_resnet(model):
+def _can_pack_resnet(model: nn.Module) -> bool:
     """Return whether a module is a `ResNet` whose convolutions and norms nobody has changed.
 
     Parameters
@@ -608,7 +653,7 @@ def _can_pack_resnet(model):
     return all(is_plain(part, *known) for part in model.modules())
 
 
-def replace_module(module):
+def replace_module(module: nn.Module) -> nn.Module:
     """The module, or what takes its place, with all that is in it replaced likewise."""
     new = None
     if _can_pack_resnet(module):
@@ -622,14 +667,16 @@ def replace_module(module):
     return module
 
 # %% ../nbs/53_inference.ipynb #pack-all
-def _has_global_hooks():
+def _has_global_hooks() -> bool:
     """Return whether a forward hook is registered for the modules of all models."""
-    shared = vars(torch.nn.modules.module)
-    return any(hooks for name, hooks in shared.items()
-               if name.startswith("_global_forward") and isinstance(hooks, dict))
+    for name, value in vars(torch.nn.modules.module).items():
+        is_registry = name.startswith("_global_forward") and isinstance(value, dict)
+        if is_registry and len(value) > 0:
+            return True
+    return False
 
 
-def _pack_all(model):
+def _pack_all(model: nn.Module) -> nn.Module:
     """A frozen model for the CPU: its layers replaced, and what is its own.
 
     Where a hook is registered for the modules of all models, the model stays as it is.
@@ -643,12 +690,12 @@ def _pack_all(model):
     return model
 
 # %% ../nbs/53_inference.ipynb #fuse
-def devices(model):
+def devices(model: nn.Module) -> list[str]:
     """The devices of a model's weights and buffers, as sorted strings."""
     return sorted({str(x.device) for x in (*model.parameters(), *model.buffers())})
 
 
-def fuse(model):
+def fuse(model: nn.Module) -> nn.Module:
     """`windows.fuse_swin` of a model; a ValueError says why the kernels do not serve it."""
     from attnlib.windows import fuse_swin, not_served  # not above: see the text
 
@@ -667,13 +714,13 @@ def fuse(model):
         raise ValueError(f"on {where}, {error}") from error
 
 # %% ../nbs/53_inference.ipynb #no-maps
-def _refuse_maps(*inputs, **options):
+def _refuse_maps(*inputs, **options) -> NoReturn:
     """`attention_maps` of an optimized copy: an error, for any `inputs` and `options`."""
     raise RuntimeError("a copy made by optimize_for_inference keeps no attention maps; "
                        "ask the model itself")
 
 # %% ../nbs/53_inference.ipynb #optimize
-def optimize_for_inference(model):
+def optimize_for_inference(model: nn.Module) -> nn.Module:
     """A frozen copy of a model that is faster and gives the same output.
 
     A layer that somebody has changed, by another class, a method, or a hook, is called as it
@@ -701,7 +748,8 @@ def optimize_for_inference(model):
     ImportError
         If it is on a GPU and Triton is missing.
     RuntimeError
-        When the copy is asked for gradients, training mode, other weights, or attention maps.
+        When the copy is asked for gradients, training mode, other weights, or attention maps,
+        also those of `record_attention`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model of type {type(model).__name__} must be an nn.Module")
@@ -713,8 +761,9 @@ def optimize_for_inference(model):
         model = fuse(model)
     else:
         model = guard(_pack_all(frozen_copy(model)))
-    if hasattr(model, "attention_maps"):
-        model.attention_maps = _refuse_maps
+    for part in model.modules():  # the copy may be of a model inside of another one
+        if hasattr(part, "attention_maps"):
+            part.attention_maps = _refuse_maps
     return model
 
 # %% ../nbs/53_inference.ipynb #former-names

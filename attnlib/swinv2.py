@@ -8,18 +8,22 @@ __all__ = ['MAX_LOGIT_SCALE', 'normalize', 'log_coordinates', 'WindowAttentionV2
 
 # %% ../nbs/33_swinv2.ipynb #imports
 import math
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn as nn
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from .attention import attention, checkpoint_block
 from .backbone import DropPath, check_rates, hidden_width, to_2tuple
 from .models import register_model
 from .multihead import check_heads
 from attnlib.swin import (
-    SIZES, SwinTransformer, check_window, crop_map, cyclic_shift, merge_patches, pad_map,
-    padded_size, reverse_cyclic_shift, shift_mask, stage_windows, window_bias, window_layout,
-    window_partition, window_reverse,
+    SIZES, ShiftedWindows, SwinTransformer, check_window, crop_map, cyclic_shift, merge_patches,
+    pad_map, padded_size, reverse_cyclic_shift, shift_mask, stage_windows, window_partition,
+    window_reverse,
 )
 from .vit import Mlp
 
@@ -27,17 +31,19 @@ from .vit import Mlp
 MAX_LOGIT_SCALE = math.log(100)  # no temperature below 0.01
 
 
-def normalize(x, length=1.0):
+def normalize(
+    x: Float[Tensor, "*batch d"], length: float | Tensor = 1.0
+) -> Float[Tensor, "*batch d"]:
     """Vectors of a given length; zero vectors stay zero.
 
     Parameters
     ----------
-    x : Tensor, shape (..., d)
+    x : Tensor
     length : float or Tensor, broadcastable to (..., 1)
 
     Returns
     -------
-    Tensor, shape (..., d)
+    Tensor
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     narrow = wide if x.dtype == torch.float16 else None  # in which float16's squares overflow
@@ -49,8 +55,10 @@ def normalize(x, length=1.0):
     return x * factor.to(x.dtype)
 
 # %% ../nbs/33_swinv2.ipynb #coordinates
-def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None,
-                    dtype=torch.float32):
+def log_coordinates(
+    window_size: tuple[int, int], pretrained_window_size: tuple[int, int] = (0, 0),
+    device: torch.device | str | None = None, dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "_ 2"]:
     """The offsets in a window as the bias network sees them (Liu et al. 2022, equation 4).
 
     Parameters
@@ -82,7 +90,7 @@ def log_coordinates(window_size, pretrained_window_size=(0, 0), device=None,
     return offsets.flatten(0, 1).to(dtype)  # -> ((2M - 1)², 2)
 
 # %% ../nbs/33_swinv2.ipynb #check-pretrained
-def _check_pretrained_window(window_size):
+def _check_pretrained_window(window_size: int | tuple[int, int]) -> tuple[int, int]:
     """The window that weights were trained with as (rows, columns); 0 is the model's own.
 
     Parameters
@@ -106,15 +114,19 @@ def _check_pretrained_window(window_size):
     return window_size
 
 # %% ../nbs/33_swinv2.ipynb #sequential
-def _sequential_attention(q, k, v, bias, mask, windows_at_once=1, dropout_p=0.0):
+def _sequential_attention(
+    q: Float[Tensor, "B _ N d"], k: Float[Tensor, "B _ N d"], v: Float[Tensor, "B _ N d"],
+    bias: Float[Tensor, "h N N"], mask: Bool[Tensor, "windows N N"], windows_at_once: int = 1,
+    dropout_p: float = 0.0,
+) -> Float[Tensor, "B _ N d"]:
     """Attention in windows, a few at a time: the same in less memory (Liu et al. 2022, 3.5).
 
     Parameters
     ----------
     q, k, v : Tensor, shape (B, windows·h, N, d)
         Queries with their scale.
-    bias : Tensor, shape (h, N, N)
-    mask : bool Tensor, shape (windows, N, N)
+    bias : Tensor
+    mask : bool Tensor
     windows_at_once : int
         In training each group of so many is computed again for the gradient, and only its
         inputs are kept.
@@ -122,7 +134,7 @@ def _sequential_attention(q, k, v, bias, mask, windows_at_once=1, dropout_p=0.0)
 
     Returns
     -------
-    Tensor, shape (B, windows·h, N, d)
+    Tensor
     """
     def attend(q, k, v, mask):  # (B, some h, N, d) each, (some, N, N)
         own = torch.where(mask[:, None], bias, -torch.inf)  # (some, h, N, N)
@@ -141,7 +153,9 @@ def _sequential_attention(q, k, v, bias, mask, windows_at_once=1, dropout_p=0.0)
     return torch.cat(outputs, dim=1)
 
 # %% ../nbs/33_swinv2.ipynb #attention-class
-def _store_trained_window(layer, state_dict, prefix, local_metadata):
+def _store_trained_window(
+    layer: "WindowAttentionV2", state_dict: dict[str, Tensor], prefix: str, local_metadata: dict
+) -> None:
     """Note, with a state dict, the window for which the bias network of a layer was trained.
 
     PyTorch calls it as a hook. The note does not show among the tensors; `torch.save` keeps it,
@@ -159,7 +173,10 @@ def _store_trained_window(layer, state_dict, prefix, local_metadata):
     local_metadata["trained_window"] = layer.trained_window()
 
 
-def _restore_trained_window(layer, state_dict, prefix, local_metadata, *others):
+def _restore_trained_window(
+    layer: "WindowAttentionV2", state_dict: dict[str, Tensor], prefix: str,
+    local_metadata: dict, *others,
+) -> None:
     """Adopt the window that `_store_trained_window` noted, if it did.
 
     Parameters
@@ -176,7 +193,7 @@ def _restore_trained_window(layer, state_dict, prefix, local_metadata, *others):
         layer.set_pretrained_window(window)
 
 
-class WindowAttentionV2(nn.Module):
+class WindowAttentionV2(ShiftedWindows):
     """Cosine attention in shifted windows, continuous bias (Liu et al. 2022, 3.2 and 3.3).
 
     Parameters
@@ -190,16 +207,18 @@ class WindowAttentionV2(nn.Module):
     windows_at_once = None  # all
     pretrained_window_size = (0, 0)  # that of the window
 
-    def __init__(self, dim, num_heads, window_size=8, shift_size=0, qkv_bias=True,
-                 attn_drop=0.0, proj_drop=0.0, small_maps="shrink", device=None, dtype=None):
-        super().__init__()
+    def __init__(
+        self, dim: int, num_heads: int, window_size: int | tuple[int, int] = 8,
+        shift_size: int | tuple[int, int] = 0, qkv_bias: bool = True, attn_drop: float = 0.0,
+        proj_drop: float = 0.0, small_maps: Literal["shrink", "pad"] = "shrink",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
+        super().__init__(window_size, shift_size, small_maps)
         check_heads(num_heads, dim=dim)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         options = dict(device=device, dtype=dtype)
         self.num_heads = num_heads
         self.attn_drop = attn_drop
-        self.small_maps = small_maps
-        self.window_size, self.shift_size = check_window(window_size, shift_size, small_maps)
         self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10), **options))
         self.q_bias = None
         self.v_bias = None
@@ -214,34 +233,25 @@ class WindowAttentionV2(nn.Module):
         self.register_state_dict_post_hook(_store_trained_window)
         self.register_load_state_dict_pre_hook(_restore_trained_window)
 
-    def layout(self, size):
-        """How a map of a size (rows, columns) is cut: a `WindowLayout`."""
-        shrink = self.small_maps == "shrink"
-        return window_layout(size, self.window_size, self.shift_size, shrink)
-
-    def bias_table(self):
-        """The bias of each offset and head, ((2M - 1)², h)."""
+    def bias_table(self) -> Float[Tensor, "_ h"]:
+        """Return the bias of each offset and head, ((2M - 1)², h): 16 σ(MLP), as published."""
         like = self.logit_scale
         offsets = log_coordinates(self.window_size, self.pretrained_window_size, like.device,
                                   like.dtype)  # ((2M - 1)², 2)
         return 16 * self.cpb_mlp(offsets).sigmoid()  # -> ((2M - 1)², h)
 
-    def bias(self, layout, masked=True):
-        """What is added to the logits, as `window_bias` lays it out."""
-        return window_bias(self.bias_table(), self.window_size, layout, masked)
-
-    def cosine_scale(self):
+    def cosine_scale(self) -> Float[Tensor, "h 1"]:
         """The factor 1/τ of each head's cosines, (h, 1)."""
         return self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp().flatten(1)
 
-    def project(self, x):
+    def project(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch 3*dim"]:
         """Queries, keys and values of tokens (..., dim), side by side: (..., 3 dim)."""
         qkv = self.qkv(x)
         if self.q_bias is not None:
             qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         return qkv
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map."""
         layout = self.layout(x.shape[1:3])
         # pad the map to whole windows, and shift it
@@ -271,17 +281,19 @@ class WindowAttentionV2(nn.Module):
         x = crop_map(x, layout.size)  # -> (B, H, W, dim)
         return self.proj_drop(self.proj(x))
 
-    def trained_window(self):
+    def trained_window(self) -> tuple[int, int]:
         """The window for which the bias network was trained, (rows, columns)."""
         if self.pretrained_window_size == (0, 0):
             return self.window_size
         return self.pretrained_window_size
 
-    def set_pretrained_window(self, window_size):
+    def set_pretrained_window(self, window_size: int | tuple[int, int]) -> None:
         """Say for which window the bias network was trained; (0, 0) if for the present one."""
         self.pretrained_window_size = _check_pretrained_window(window_size)
 
-    def set_window_size(self, window_size, shift_size=0):
+    def set_window_size(
+        self, window_size: int | tuple[int, int], shift_size: int | tuple[int, int] = 0
+    ) -> None:
         """Change window and shift; trained offsets keep their bias, others are extrapolated."""
         window_size, self.shift_size = check_window(window_size, shift_size)
         if window_size != self.window_size and self.pretrained_window_size == (0, 0):
@@ -302,9 +314,13 @@ class SwinBlockV2(nn.Module):
         Likewise.
     """
 
-    def __init__(self, dim, num_heads, window_size=8, shift_size=0, mlp_ratio=4.0,
-                 qkv_bias=True, proj_drop=0.0, attn_drop=0.0, drop_path=0.0,
-                 small_maps="shrink", device=None, dtype=None):
+    def __init__(
+        self, dim: int, num_heads: int, window_size: int | tuple[int, int] = 8,
+        shift_size: int | tuple[int, int] = 0, mlp_ratio: float = 4.0, qkv_bias: bool = True,
+        proj_drop: float = 0.0, attn_drop: float = 0.0, drop_path: float = 0.0,
+        small_maps: Literal["shrink", "pad"] = "shrink",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         options = dict(device=device, dtype=dtype)
         self.attn = WindowAttentionV2(dim, num_heads, window_size, shift_size,
@@ -317,7 +333,7 @@ class SwinBlockV2(nn.Module):
         nn.init.zeros_(self.norm1.weight)
         nn.init.zeros_(self.norm2.weight)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map."""
         x = x + self.drop_path(self.norm1(self.attn(x)))
         return x + self.drop_path(self.norm2(self.mlp(x)))
@@ -333,12 +349,15 @@ class PatchMergingV2(nn.Module):
         Width C of the tokens.
     """
 
-    def __init__(self, dim, device=None, dtype=None):
+    def __init__(
+        self, dim: int, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False, device=device, dtype=dtype)
         self.norm = nn.LayerNorm(2 * dim, device=device, dtype=dtype)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B H W C"]) -> Float[Tensor, "B _ _ 2*C"]:
         """A map (B, H, W, C) to a map (B, ⌈H/2⌉, ⌈W/2⌉, 2C)."""
         x = merge_patches(x)  # (B, H, W, C) -> (B, ⌈H/2⌉, ⌈W/2⌉, 4C)
         return self.norm(self.reduction(x))  # -> (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
@@ -365,7 +384,10 @@ class SwinTransformerV2(SwinTransformer):
     block_class = SwinBlockV2
     merging_class = PatchMergingV2
 
-    def __init__(self, *args, pretrained_window_sizes=0, **options):
+    def __init__(
+        self, *args, pretrained_window_sizes: int | Sequence[int | tuple[int, int]] = 0,
+        **options,
+    ):
         super().__init__(*args, **options)
         if isinstance(pretrained_window_sizes, int):
             windows = [pretrained_window_sizes] * len(self.layers)
@@ -378,7 +400,7 @@ class SwinTransformerV2(SwinTransformer):
             for block in stage.blocks:
                 block.attn.set_pretrained_window(window)
 
-    def set_trained_size(self, img_size):
+    def set_trained_size(self, img_size: int | tuple[int, int]) -> None:
         """Say for which size of images the weights were trained, with this model's window.
 
         Where a map of such an image was smaller or larger, so was the window. It changes
@@ -397,7 +419,7 @@ class SwinTransformerV2(SwinTransformer):
                 if block.attn.trained_window() == block.attn.window_size != window:
                     block.attn.set_pretrained_window(window)
 
-    def set_sequential_attention(self, windows_at_once=1):
+    def set_sequential_attention(self, windows_at_once: int | None = 1) -> None:
         """Compute attention in so many windows of an image at a time, which saves memory.
 
         None for all at once. `attention_maps` has an entry for each group of windows then.
@@ -408,27 +430,33 @@ class SwinTransformerV2(SwinTransformer):
         for block in self.blocks:
             block.attn.windows_at_once = windows_at_once
 
-    def no_weight_decay(self):
+    def no_weight_decay(self) -> set[str]:
         """Names of parameters that are not to decay: the bias's MLP's, and temperatures."""
         return {name for name, _ in self.named_parameters()
                 if "cpb_mlp" in name or "logit_scale" in name}
 
 # %% ../nbs/33_swinv2.ipynb #register
-for size, window, img_size, weights in (
-    ("tiny", "8", 256, "ms_in1k"), ("tiny", "16", 256, "ms_in1k"),
-    ("small", "8", 256, "ms_in1k"), ("small", "16", 256, "ms_in1k"),
-    ("base", "8", 256, "ms_in1k"), ("base", "16", 256, "ms_in1k"),
-    ("base", "12", 192, "ms_in22k"), ("base", "12to16", 256, "ms_in22k_ft_in1k"),
-    ("base", "12to24", 384, "ms_in22k_ft_in1k"), ("large", "12", 192, "ms_in22k"),
-    ("large", "12to16", 256, "ms_in22k_ft_in1k"), ("large", "12to24", 384, "ms_in22k_ft_in1k"),
+for name, size, window, img_size, weights in (
+    ("swinv2_tiny_window8_256", "tiny", 8, 256, "ms_in1k"),
+    ("swinv2_tiny_window16_256", "tiny", 16, 256, "ms_in1k"),
+    ("swinv2_small_window8_256", "small", 8, 256, "ms_in1k"),
+    ("swinv2_small_window16_256", "small", 16, 256, "ms_in1k"),
+    ("swinv2_base_window8_256", "base", 8, 256, "ms_in1k"),
+    ("swinv2_base_window16_256", "base", 16, 256, "ms_in1k"),
+    ("swinv2_base_window12_192", "base", 12, 192, "ms_in22k"),
+    ("swinv2_base_window12to16_192to256", "base", 16, 256, "ms_in22k_ft_in1k"),
+    ("swinv2_base_window12to24_192to384", "base", 24, 384, "ms_in22k_ft_in1k"),
+    ("swinv2_large_window12_192", "large", 12, 192, "ms_in22k"),
+    ("swinv2_large_window12to16_192to256", "large", 16, 256, "ms_in22k_ft_in1k"),
+    ("swinv2_large_window12to24_192to384", "large", 24, 384, "ms_in22k_ft_in1k"),
 ):
-    grown = "to" in window  # since it was trained
-    name = f"swinv2_{size}_window{window}_{'192to' * grown}{img_size}"
-    trained = dict(pretrained_window_sizes=(12, 12, 12, 6)) if grown else {}
+    trained = {}
+    if "12to" in name:  # the window has grown since it was trained
+        trained["pretrained_window_sizes"] = (12, 12, 12, 6)
     if weights == "ms_in22k":  # the classes of the weights
         trained["num_classes"] = 21841
     register_model(name, SwinTransformerV2, hub=f"timm/{name}.{weights}", img_size=img_size,
-                   window_size=int(window.split("to")[-1]), **SIZES[size], **trained)
+                   window_size=window, **SIZES[size], **trained)
 
 # %% ../nbs/33_swinv2.ipynb #former-names
 from typing import TYPE_CHECKING

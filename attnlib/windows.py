@@ -10,9 +10,13 @@ __all__ = ['jit', 'TILES', 'FUNCTIONS', 'tiling', 'passes', 'not_served', 'windo
 # %% ../nbs/52_windows.ipynb #imports
 import copy
 import functools
+from collections.abc import Sequence
+from typing import Literal, NoReturn
 
 import torch
 import torch.nn as nn
+from jaxtyping import Float
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .attention import current_backend
@@ -22,7 +26,8 @@ from attnlib.flash import (
 )
 from .backbone import DropPath, frozen_copy, guard, is_plain, is_unchanged
 from attnlib.swin import (
-    PatchMerging, SwinBlock, SwinTransformer, WindowAttention, crop_map, merge_patches, pad_map,
+    PatchMerging, SwinBlock, SwinTransformer, WindowAttention, WindowLayout, crop_map,
+    merge_patches, pad_map,
 )
 from .swinv2 import SwinTransformerV2, WindowAttentionV2
 from .vit import Mlp
@@ -301,8 +306,11 @@ FUNCTIONS = {
 
 
 @functools.cache
-def tiling(kernel, window, width, element_size):
-    """How a kernel cuts windows into blocks: the options of a launch.
+def tiling(
+    kernel: Literal["forward", "whole", "query", "key", "bias"], window: tuple[int, int],
+    width: int, element_size: int,
+) -> dict:
+    """Return the options of a launch, which say how a kernel cuts windows into blocks.
 
     Parameters
     ----------
@@ -325,7 +333,7 @@ def tiling(kernel, window, width, element_size):
                 BLOCKS=triton.cdiv(tokens, block), num_warps=warps, num_stages=stages)
 
 
-def passes(window, width, element_size):
+def passes(window: tuple[int, int], width: int, element_size: int) -> tuple[str, ...]:
     """The launches of the backward pass: one if a window is one tile, else three.
 
     Parameters
@@ -342,8 +350,11 @@ def passes(window, width, element_size):
 
 # %% ../nbs/52_windows.ipynb #plan
 @functools.lru_cache(maxsize=4096)
-def _plan(kernel, size, heads, window, shift, element_size, device):
-    """How many programs share the windows, how many parts a window has, and the options."""
+def _plan(
+    kernel: str, size: torch.Size, heads: int, window: tuple[int, int], shift: tuple[int, int],
+    element_size: int, device: torch.device,
+) -> tuple:
+    """Return how many programs share the windows, a window's parts, and the options."""
     batch, height, width, channels = size
     settings = tiling(kernel, window, channels // (3 * heads), element_size)
     down = triton.cdiv(height, window[0])  # windows of a map
@@ -362,12 +373,14 @@ def _plan(kernel, size, heads, window, shift, element_size, device):
     return programs, parts, numbers, settings | dict(PADDED=padded, SHIFTED=any(shift))
 
 
-def _plan_for(kernel, qkv, heads, window, shift):
+def _plan_for(
+    kernel: str, qkv: Tensor, heads: int, window: Sequence[int], shift: Sequence[int]
+) -> tuple:
     return _plan(kernel, size=qkv.shape, heads=heads, window=tuple(window), shift=tuple(shift),
                  element_size=qkv.element_size(), device=qkv.device)
 
 
-def _in_a_row(*tensors):
+def _in_a_row(*tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors, copied if they are not contiguous, because the kernels know no strides."""
     copies = []
     for x in tensors:
@@ -396,7 +409,7 @@ def _window_attention(qkv, bias, tau, pad, heads, window, shift, scale):
     return out, norms
 
 
-def _room(qkv, heads, window):
+def _room(qkv: Tensor, heads: int, window: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Empty tensors for the output and, if a window has several blocks, the log-sums."""
     batch, rows, columns, channels = qkv.shape
     launches = passes(tuple(window), int(channels) // (3 * heads), qkv.element_size())
@@ -413,7 +426,10 @@ def _(qkv, bias, tau, pad, heads, window, shift, scale):
     return _room(qkv, heads, window)
 
 # %% ../nbs/52_windows.ipynb #launch-backward
-def _launch_backward(kernel, tensors, heads, window, shift, scale, for_qkv, for_bias):
+def _launch_backward(
+    kernel: str, tensors: tuple, heads: int, window: Sequence[int], shift: Sequence[int],
+    scale: float, for_qkv: bool, for_bias: bool,
+) -> tuple[Tensor, Tensor] | None:
     """Launch a kernel; the gradients of bias and `cosine_scale`, summed over its programs."""
     qkv = tensors[0]
     tau = tensors[3]
@@ -527,7 +543,7 @@ class _WindowFunction(torch.autograd.Function):
         return dqkv, dbias, dtau, dpad, None, None, None, None
 
 # %% ../nbs/52_windows.ipynb #operator-flops
-def _product_flops(qkv, window):
+def _product_flops(qkv: Sequence[int], window: Sequence[int]) -> int:
     """The operations of one product of all queries with all keys of their windows."""
     batch, height, width, channels = qkv  # channels of queries, keys and values
     high = -(-height // window[0]) * window[0]  # rounded up to whole windows
@@ -548,7 +564,10 @@ def _backward_flops(grad, qkv, bias, tau, pad, out, norms, heads, window, shift,
     return (7 * for_qkv + 2 * for_bias) * _product_flops(qkv, window)  # each launch: S and dP
 
 # %% ../nbs/52_windows.ipynb #check
-def _check_arguments(qkv, bias, layout, num_heads, cosine_scale, pad):
+def _check_arguments(
+    qkv: Tensor, bias: Tensor, layout: WindowLayout, num_heads: int,
+    cosine_scale: Tensor | None, pad: Tensor | None,
+) -> None:
     """Raise if the arguments of `window_attention` do not fit together, naming the one."""
     if num_heads < 1 or qkv.ndim != 4 or qkv.shape[3] == 0 or qkv.shape[3] % (3 * num_heads):
         raise ValueError(f"qkv of shape {tuple(qkv.shape)} must be (B, H, W, 3C), {num_heads} "
@@ -580,8 +599,10 @@ def _check_arguments(qkv, bias, layout, num_heads, cosine_scale, pad):
                             f"device, {qkv.device}")
 
 
-def not_served(qkv, num_heads, window):
-    """Why the kernels do not take a projected map, in a line; None if they do.
+def not_served(
+    qkv: Float[Tensor, "B H W _"], num_heads: int, window: tuple[int, int]
+) -> str | None:
+    """Return why the kernels do not take a projected map, in a line; None if they do.
 
     Parameters
     ----------
@@ -605,7 +626,11 @@ def not_served(qkv, num_heads, window):
     return refusal(qkv, width)
 
 # %% ../nbs/52_windows.ipynb #window-attention
-def window_attention(qkv, bias, layout, num_heads, *, scale=None, cosine_scale=None, pad=None):
+def window_attention(
+    qkv: Float[Tensor, "B H W _"], bias: Float[Tensor, "num_heads N N"], layout: WindowLayout,
+    num_heads: int, *, scale: float | None = None,
+    cosine_scale: Float[Tensor, "num_heads"] | None = None, pad: Tensor | None = None,
+) -> Float[Tensor, "B H W C"]:
     """Attention in the windows of a map, from the projected map to the map of averages.
 
     Parameters
@@ -613,14 +638,14 @@ def window_attention(qkv, bias, layout, num_heads, *, scale=None, cosine_scale=N
     qkv : Tensor, shape (B, H, W, 3C)
         Queries, keys and values of the map, not rolled. In each third the heads side by side.
         The map may be padded to whole windows or not.
-    bias : Tensor, shape (num_heads, N, N)
+    bias : Tensor
         Added to the logits of the N tokens of every window.
     layout : attnlib.swin.WindowLayout
         How the map is cut, see `attnlib.swin.window_layout`; its `size` or `padded` is (H, W).
     num_heads : int
     scale : float, optional
         Factor of the dot products; 1/√d by default.
-    cosine_scale : float32 Tensor, shape (num_heads,), optional
+    cosine_scale : float32 Tensor, optional
         With it the logits are cosines times this factor (Swin V2) and not dot products.
     pad : Tensor, shape (3C,), optional
         Query, key and value of padding tokens, for a map that is not padded itself: the bias
@@ -628,7 +653,7 @@ def window_attention(qkv, bias, layout, num_heads, *, scale=None, cosine_scale=N
 
     Returns
     -------
-    Tensor, shape (B, H, W, C)
+    Tensor
 
     Raises
     ------
@@ -650,7 +675,7 @@ def window_attention(qkv, bias, layout, num_heads, *, scale=None, cosine_scale=N
     return out
 
 # %% ../nbs/52_windows.ipynb #backend
-def _uses_kernel(layer):
+def _uses_kernel(layer: "FusedWindowAttention | FusedWindowAttentionV2") -> bool:
     """Return whether a fused window attention is to ask the kernel.
 
     Parameters
@@ -675,7 +700,7 @@ class FusedWindowAttention(WindowAttention):
     makes one of a layer.
     """
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map."""
         if not _uses_kernel(self):
             return super().forward(x)
@@ -696,7 +721,7 @@ class FusedWindowAttentionV2(WindowAttentionV2):
     The kernel takes all windows at once, whatever `windows_at_once` is: it writes no logits.
     """
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map."""
         if not _uses_kernel(self):
             return super().forward(x)
@@ -715,7 +740,7 @@ class FusedWindowAttentionV2(WindowAttentionV2):
 _FUSED = {WindowAttention: FusedWindowAttention, WindowAttentionV2: FusedWindowAttentionV2}
 
 
-def _sharing_copy(module):
+def _sharing_copy(module: nn.Module) -> nn.Module:
     """A copy of a module, its settings and its hooks, that has the same tensors.
 
     Parameters
@@ -733,7 +758,9 @@ def _sharing_copy(module):
     return copy.deepcopy(module, known)
 
 
-def fuse_attention(layer):
+def fuse_attention(
+    layer: WindowAttention | WindowAttentionV2
+) -> FusedWindowAttention | FusedWindowAttentionV2:
     """A window attention that computes by the kernel, with the tensors of another one.
 
     Parameters
@@ -760,8 +787,11 @@ def fuse_attention(layer):
     return fused
 
 # %% ../nbs/52_windows.ipynb #compile-for
-def compile_for(kernel, capability, window, width, dtype=torch.bfloat16, shifted=True,
-                cosine=False, padded=False):
+def compile_for(
+    kernel: Literal["forward", "whole", "query", "key", "bias"], capability: int,
+    window: tuple[int, int], width: int, dtype: torch.dtype = torch.bfloat16,
+    shifted: bool = True, cosine: bool = False, padded: bool = False,
+) -> dict:
     """Compile a launch for a GPU that need not be there, and say what it takes.
 
     Works in a process that was started with TRITON_INTERPRET=0.
@@ -890,24 +920,28 @@ def _linear_flops(x, weight, *args, **kwargs):
     return 2 * x.numel() * weight[0]
 
 # %% ../nbs/52_windows.ipynb #fused-linear
-def fused_linear(x, layer, *, norm=None, gelu=False, residual=None):
+def fused_linear(
+    x: Float[Tensor, "*batch in_features"], layer: nn.Linear, *,
+    norm: nn.LayerNorm | None = None, gelu: bool = False,
+    residual: Float[Tensor, "*batch out_features"] | None = None,
+) -> Float[Tensor, "*batch out_features"]:
     """gelu(norm(x) Wᵀ + b) + residual, by one kernel and without tensors in between.
 
     Parameters
     ----------
-    x : Tensor, shape (..., in_features)
+    x : Tensor
         In float32, bfloat16 or float16.
     layer : nn.Linear
         In the dtype of x.
     norm : nn.LayerNorm, optional
         Of the last axis; its weight and bias may be None.
     gelu : bool
-    residual : Tensor, shape (..., out_features), optional
+    residual : Tensor, optional
         Added at the end.
 
     Returns
     -------
-    Tensor, shape (..., out_features)
+    Tensor
 
     Raises
     ------
@@ -958,8 +992,10 @@ def fused_linear(x, layer, *, norm=None, gelu=False, residual=None):
     return torch.ops.attnlib.fused_linear(x, weight, bias, gamma, beta, eps, gelu, residual)
 
 # %% ../nbs/52_windows.ipynb #compile-linear
-def _compile_linear(capability, dtype, in_features, out_features, norm=False, gelu=False,
-                    residual=False):
+def _compile_linear(
+    capability: int, dtype: torch.dtype, in_features: int, out_features: int,
+    norm: bool = False, gelu: bool = False, residual: bool = False,
+) -> dict:
     """Compile `fused_linear` for a GPU that need not be there: as `compile_for`.
 
     Parameters
@@ -997,7 +1033,7 @@ class FusedBlock(nn.Module):
     block : attnlib.swin.SwinBlock
     """
 
-    def __init__(self, block):
+    def __init__(self, block: SwinBlock):
         super().__init__()
         self.norm1 = block.norm1
         self.attn = block.attn
@@ -1005,7 +1041,7 @@ class FusedBlock(nn.Module):
         self.mlp = block.mlp
         self.last = (None, None, None)  # a layout, a table, and the bias of both
 
-    def bias(self, layout):
+    def bias(self, layout: WindowLayout) -> Float[Tensor, "h N N"]:
         """The bias of a layout (h, N, N), computed once, since the weights are frozen.
 
         Another window makes another table, and another device or dtype another bias.
@@ -1018,8 +1054,10 @@ class FusedBlock(nn.Module):
             self.last = (layout, table, bias)
         return bias
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B H W dim"]) -> Float[Tensor, "B H W dim"]:
         """A map (B, H, W, dim) to a map of the same shape, without padding it."""
+        if callable(current_backend()):  # a function in place of the kernels
+            _no_maps()
         attn = self.attn
         mlp = self.mlp
         layout = attn.layout(x.shape[1:3])
@@ -1030,7 +1068,7 @@ class FusedBlock(nn.Module):
         return fused_linear(y, mlp.fc2, residual=x)
 
 
-def _can_fuse(block):
+def _can_fuse(block: nn.Module) -> bool:
     """Return whether a module is a `SwinBlock` that `FusedBlock` computes.
 
     Parameters
@@ -1059,7 +1097,7 @@ def _can_fuse(block):
     return mlp.act.approximate == "none"
 
 
-def _can_fuse_merging(module):
+def _can_fuse_merging(module: nn.Module) -> bool:
     """Return whether a module is a `PatchMerging` that `FusedMerging` computes.
 
     Parameters
@@ -1083,18 +1121,20 @@ class FusedMerging(nn.Module):
     merging : PatchMerging
     """
 
-    def __init__(self, merging):
+    def __init__(self, merging: PatchMerging):
         super().__init__()
         self.norm = merging.norm
         self.reduction = merging.reduction
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B H W C"]) -> Float[Tensor, "B _ _ 2*C"]:
         """A map (B, H, W, C) to a map (B, ⌈H/2⌉, ⌈W/2⌉, 2C)."""
         x = merge_patches(x)  # (B, H, W, C) -> (B, ⌈H/2⌉, ⌈W/2⌉, 4C)
         return fused_linear(x, self.reduction, norm=self.norm)  # -> (B, ⌈H/2⌉, ⌈W/2⌉, 2C)
 
 
-def fuse_swin(model, trainable=False):
+def fuse_swin(
+    model: SwinTransformer | SwinTransformerV2, trainable: bool = False
+) -> SwinTransformer | SwinTransformerV2:
     """A copy of a Swin Transformer that computes with the kernels.
 
     Parameters
@@ -1143,10 +1183,9 @@ def fuse_swin(model, trainable=False):
     return guard(model)
 
 
-def _no_maps(*inputs, **options):
-    """`attention_maps` of a fused model, whose kernels keep no weights."""
-    raise RuntimeError("a fused model keeps no attention weights; call attention_maps of the "
-                       "model itself")
+def _no_maps(*inputs, **options) -> NoReturn:
+    """Refuse what asks a fused model for attention maps, which its kernels do not keep."""
+    raise RuntimeError("a fused model keeps no attention maps; ask the model itself")
 
 # %% ../nbs/52_windows.ipynb #former-names
 from typing import TYPE_CHECKING

@@ -578,33 +578,46 @@ def programs(capability, warps, registers, shared):
     return min(most, all_warps // warps, *fit)
 
 
-def floor(row):
-    """The registers below which a thread cannot hold its share of the sums.
+def least_registers(row, sums):
+    """The registers below which a thread cannot hold its share of a program's sums.
 
-    The sums of a program are its tile of O, dQ, dK and dV or dB, in float32. A thread that has
-    fewer registers keeps them in slow memory, whatever the stack says. On sm_100 the sums lie
-    in a memory of their own.
+    The sums are numbers in float32. A thread that has fewer registers keeps them in slow
+    memory, whatever the stack says. On sm_100 the sums lie in a memory of their own.
     """
-    rows = int(row["rows"])
-    cols = int(row["cols"])
-    width = max(16, triton.next_power_of_2(int(row["width"])))
-    sums = {"key": 2 * cols * width, "bias": rows * cols}
-    own = sums.get(row["kernel"], rows * width) // (32 * int(row["warps"]))
-    return COLLAPSED + 1 if row["gpu"] == "sm_100" else max(COLLAPSED + 1, own)
+    if row["gpu"] == "sm_100":
+        return COLLAPSED + 1
+    own = sums // (32 * int(row["warps"]))
+    return max(COLLAPSED + 1, own)
 
 
-def broken(row):
-    """What is wrong with a kernel, in words; nothing, if nothing is."""
+def shortages(row, sums):
+    """What a kernel lacks on its GPU, a list of words, if its program adds so many sums."""
     room = _SHARED_MEMORY[int(row["gpu"][3:])] << 10
+    least = least_registers(row, sums)
     wrong = []
     if int(row["stack"]) > STACK:
         wrong.append(f"a stack of {row['stack']} bytes, above {STACK}")
-    if int(row["registers"]) < floor(row):
-        wrong.append(f"{row['registers']} registers, below {floor(row)}")
+    if int(row["registers"]) < least:
+        wrong.append(f"{row['registers']} registers, below {least}")
     if int(row["shared"]) > room:
         wrong.append(f"{row['shared']} bytes of shared memory, above {room}")
     if int(row["programs"]) < 1:
         wrong.append("no program fits")
+    return wrong
+
+
+def sums_of(row):
+    """How many sums a program has: its tile of O, dQ, dK and dV or dB."""
+    rows = int(row["rows"])
+    cols = int(row["cols"])
+    width = max(16, triton.next_power_of_2(int(row["width"])))
+    sums = {"key": 2 * cols * width, "bias": rows * cols}
+    return sums.get(row["kernel"], rows * width)
+
+
+def broken(row):
+    """What is wrong with a kernel, in words; nothing, if nothing is."""
+    wrong = shortages(row, sums_of(row))
     if row["dtype"] != "float32" and row["gpu"] != "sm_100":
         large = int(row["rows" if row["kernel"] != "key" else "cols"]) >= 64
         if row["gpu"] == "sm_90" and large and row["product"] != "warp_group_dot":

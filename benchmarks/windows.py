@@ -33,7 +33,7 @@ from attnlib import (
     windows,  # first: without a GPU it has Triton interpreted
 )
 from attnlib.attention import attention, attention_backend
-from attnlib.flash import _SHARED_MEMORY, triton
+from attnlib.flash import triton
 from attnlib.inference import optimize_for_inference
 from attnlib.models import create_model
 from attnlib.swin import (
@@ -48,7 +48,7 @@ from attnlib.swin import (
 from attnlib.swinv2 import WindowAttentionV2, normalize
 from benchmarks import runner, timing
 from benchmarks.basics import ROOT
-from benchmarks.flash import COLLAPSED, GPUS, STACK, programs
+from benchmarks.flash import GPUS, programs, shortages
 from benchmarks.runner import Commands
 
 MODELS = {"swin_tiny_patch4_window7_224": 224, "swinv2_tiny_window8_256": 256}
@@ -491,9 +491,18 @@ def jobs(only=()):
 
 
 # --- what a row depends on --------------------------------------------------------------------
+def drop_types(function):
+    """Remove the annotations of a function's tree, except Triton's `tl.constexpr`."""
+    function.returns = None
+    for argument in ast.walk(function.args):
+        if isinstance(argument, ast.arg) and argument.annotation is not None:
+            if ast.unparse(argument.annotation) != "tl.constexpr":
+                argument.annotation = None
+
+
 @functools.cache
 def functions():
-    """{name: (source without docstring, names in it)} of both modules; windows come first."""
+    """{name: (source without words and types, names in it)}; that of `windows` comes first."""
     found = {}
     for module in (flash, windows):
         for node in ast.parse(Path(module.__file__).read_text()).body:
@@ -502,6 +511,7 @@ def functions():
             if isinstance(node, ast.FunctionDef):
                 node.body = node.body[ast.get_docstring(node) is not None :]
                 node.decorator_list = []
+                drop_types(node)
             names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} - {"_"}
             found[name] = ast.unparse(node), names
     return found
@@ -566,31 +576,20 @@ def compiled(job):
     return {name: str(x) for name, x in zip(COLUMNS, row, strict=True)}
 
 
-def floor(row):
-    """The registers below which a thread cannot hold its share of the sums in float32."""
+def sums_of(row):
+    """How many sums a program has: its tiles of O, dQ, dK and dV, dB, or of a product."""
     if row["kernel"] in PRODUCTS:
         block, lanes, *_ = windows._PRODUCT_TILES[getattr(torch, row["dtype"]).itemsize]
     else:
         block = int(row["block"])
         lanes = max(16, triton.next_power_of_2(int(row["width"])))
     tiles = {"forward": 1, "query": 1, "key": 2, "whole": 3, "bias": 0}.get(row["kernel"], 1)
-    sums = tiles * block * lanes + (row["kernel"] in ("whole", "bias")) * block**2
-    own = sums // (32 * int(row["warps"]))
-    return COLLAPSED + 1 if row["gpu"] == "sm_100" else max(COLLAPSED + 1, own)
+    return tiles * block * lanes + (row["kernel"] in ("whole", "bias")) * block**2
 
 
 def broken(row):
     """What is wrong with a kernel, in words; nothing, if nothing is."""
-    room = _SHARED_MEMORY[int(row["gpu"][3:])] << 10
-    wrong = []
-    if int(row["stack"]) > STACK:
-        wrong.append(f"a stack of {row['stack']} bytes, above {STACK}")
-    if int(row["registers"]) < floor(row):
-        wrong.append(f"{row['registers']} registers, below {floor(row)}")
-    if int(row["shared"]) > room:
-        wrong.append(f"{row['shared']} bytes of shared memory, above {room}")
-    if int(row["programs"]) < 1:
-        wrong.append("no program fits")
+    wrong = shortages(row, sums_of(row))
     group = row["product"] == "warp_group_dot"
     if row["gpu"] == "sm_90" and row["dtype"] != "float32" and int(row["block"]) >= 64:
         if not group:

@@ -307,6 +307,11 @@ VISION = {
     ),
     "swin.PatchMerging": Row(dict(dim=12), dict(dim=24) | META, ON_MAP),
     "swinv2.PatchMergingV2": Row(dict(dim=12), dict(dim=24) | META, ON_MAP),
+    "swin.ShiftedWindows": Row(
+        dict(window_size=4, shift_size=0, small_maps="shrink"),
+        dict(window_size=5, shift_size=2, small_maps="pad"),
+        lambda windows: windows.layout((3, 9)),
+    ),
     "swin.WindowAttention": Row(WINDOW | dict(window_size=12), WINDOW_OTHERS, ON_MAP),
     "swinv2.WindowAttentionV2": Row(WINDOW | dict(window_size=12), WINDOW_OTHERS, ON_MAP),
     "swin.SwinBlock": Row(

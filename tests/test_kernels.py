@@ -76,7 +76,7 @@ def test_programs_of_a_multiprocessor():
     assert kernels.programs(80, 1, 32, 0) == 32
 
 
-@pytest.mark.parametrize("table, extra", [("TILES", "plain"), ("WITH_EXTRA", "m")])
+@pytest.mark.parametrize("table, extra", [("TILES", "plain"), ("_WITH_EXTRA", "m")])
 def test_rows_of_another_tile_are_dropped(monkeypatch, table, extra):
     before = kernels.read(RECORD)
     changed = {"forward": getattr(kernels.flash, table)["forward"] | {(2, 64): (64, 64, 4, 2)}}

@@ -439,7 +439,7 @@ def test_a_pixel_looks_with_the_weights_of_its_token(
         for stage, weights in zip(range(4), token_maps, strict=True):
             block = model.blocks[stage]
             scale = 4 * 2 ** (stage // 2)
-            own = [-(-side // scale) for side in img_size]
+            own = tuple(-(-side // scale) for side in img_size)
             layout = block.attn.layout(own)
             token = tuple(place // scale for place in pixel)
             windows = weights.unflatten(1, (-1, block.attn.num_heads))
@@ -472,6 +472,7 @@ ORACLES = {
     "resize_rel_pos_bias_table": test_tables_are_resized_as_timm_does,
     "window_bias": test_masks_and_biases_are_those_of_each_pair,
     "check_window": test_a_shift_is_less_than_its_window,
+    "ShiftedWindows": test_window_attention_is_torchvisions,
     "WindowAttention": test_window_attention_is_torchvisions,
     "SwinBlock": test_a_block_and_a_stage_add_their_branches,
     "_block_shift": test_a_block_and_a_stage_add_their_branches,
