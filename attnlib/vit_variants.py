@@ -11,13 +11,15 @@ from functools import partial
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor
 
 from .attention import attention
 from .backbone import check_counts, check_rates, is_plain
 from .models import register_model
 from .multihead import merge_heads, split_heads
 from .position import apply_rotary
-from .vit import SIZES, Attention, Mlp, VisionTransformer
+from .vit import SIZES, Attention, Mlp, PatchEmbed, VisionTransformer
 
 # %% ../nbs/35_vit_variants.ipynb #swiglu
 class SwiGLU(nn.Module):
@@ -42,8 +44,11 @@ class SwiGLU(nn.Module):
         in [0, 1).
     """
 
-    def __init__(self, in_features, hidden_features=None, drop=0.0, bias=True, device=None,
-                 dtype=None):
+    def __init__(
+        self, in_features: int, hidden_features: int | None = None, drop: float = 0.0,
+        bias: bool = True, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         if hidden_features is None:
             hidden_features = in_features
@@ -57,7 +62,7 @@ class SwiGLU(nn.Module):
         self.fc2 = nn.Linear(hidden_features // 2, in_features, **options)
         self.drop = nn.Dropout(drop)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "... in_features"]) -> Float[Tensor, "... in_features"]:
         """Tokens (..., in_features) to tokens."""
         gate, value = self.fc1(x).chunk(2, dim=-1)  # (..., in) -> twice (..., hidden / 2)
         x = F.silu(gate) * value  # (..., hidden / 2)
@@ -66,21 +71,24 @@ class SwiGLU(nn.Module):
         return self.drop(x)
 
 # %% ../nbs/35_vit_variants.ipynb #rotary-2d
-def apply_rotary_2d(x, rows, columns, *, base=100.0):
+def apply_rotary_2d(
+    x: Float[Tensor, "*batch N d"], rows: Shaped[Tensor, "N"], columns: Shaped[Tensor, "N"],
+    *, base: float = 100.0,
+) -> Float[Tensor, "*batch N d"]:
     """Turn half of each query's or key's pairs by its row, the other half by its column.
 
     Parameters
     ----------
-    x : Tensor, shape (..., N, d)
+    x : Tensor
         Queries or keys; 4 divides d.
-    rows, columns : Tensor, shape (N,)
+    rows, columns : Tensor
         Where each token's patch stands; any numbers.
     base : float
         As of `apply_rotary`; grids are small, and so is the base.
 
     Returns
     -------
-    Tensor, shape (..., N, d)
+    Tensor
 
     Raises
     ------
@@ -109,13 +117,13 @@ class RotaryAttention(Attention):
         As of `vit.Attention`.
     """
 
-    def __init__(self, patch_embed, num_prefix_tokens, *args, **options):
+    def __init__(self, patch_embed: PatchEmbed, num_prefix_tokens: int, *args, **options):
         super().__init__(*args, **options)
         # it is asked for the grid, but is a part of the model, not of this module
         object.__setattr__(self, "patch_embed", patch_embed)
         self.num_prefix_tokens = num_prefix_tokens
 
-    def turn(self, x):
+    def turn(self, x: Float[Tensor, "B h L d"]) -> Float[Tensor, "B h L d"]:
         """Queries or keys (B, h, k + N, d), those of the N patches turned."""
         prefix, patches = x.tensor_split([self.num_prefix_tokens], dim=2)  # (B, h, k or N, d)
         height, width = self.patch_embed.grid_size
@@ -125,7 +133,7 @@ class RotaryAttention(Attention):
         patches = apply_rotary_2d(patches, rows.flatten(), columns.flatten())  # (B, h, N, d)
         return torch.cat([prefix, patches], dim=2)  # -> (B, h, k + N, d)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B L dim"]) -> Float[Tensor, "B L dim"]:
         """Tokens (B, k + N, dim) to tokens."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, k + N, dim) each
         q = split_heads(q, self.num_heads)  # (B, k + N, dim) -> (B, h, k + N, d)
@@ -140,7 +148,7 @@ class RotaryAttention(Attention):
         return self.proj_drop(x)
 
 # %% ../nbs/35_vit_variants.ipynb #use-rotary
-def use_rotary(model):
+def use_rotary(model: VisionTransformer) -> VisionTransformer:
     """Give a ViT rotary positions in place of its learned ones, which become zero; in place.
 
     The layers stay the same objects: an optimizer may hold their parameters, and frozen ones
@@ -190,7 +198,7 @@ def use_rotary(model):
 class QuickGELU(nn.Module):
     """CLIP's approximation of GELU, x σ(1.702 x) (Radford et al. 2021)."""
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """x · sigmoid(1.702 x), element by element."""
         return x * torch.sigmoid(1.702 * x)
 
