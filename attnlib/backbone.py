@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -41,8 +41,8 @@ def to_2tuple(x: int | Sequence[int]) -> tuple[int, int]:
 
 
 def _is_integer(x: object) -> bool:
-    """Whether x is an integer, and not True or False."""
-    return isinstance(x, int) and not isinstance(x, bool)
+    """Whether x is an integer, of Python or NumPy, and not True or False."""
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def check_counts(**counts) -> None:
@@ -101,7 +101,6 @@ def check_rates(**rates) -> None:
             raise ValueError(f"{name} ({rate!r}) must be in [0, 1)")
 
 
-
 def check_numbers(**numbers) -> None:
     """Raise a TypeError, with the name, unless all `numbers` are real."""
     for name, number in numbers.items():
@@ -150,7 +149,7 @@ def requires(extra: str) -> Iterator[None]:
         ) from error
 
 # %% ../nbs/94_backbone.ipynb #plain
-_FORWARD_HOOKS = [name for name in vars(nn.Module()) if "forward" in name and "hook" in name]
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @functools.cache
@@ -181,7 +180,8 @@ def is_plain(module: nn.Module, *classes: type) -> bool:
 
     Code that reads the weights of a layer computes the same as the layer only if nobody has
     changed what a call does: by a subclass, a parametrization, a method of the object's own,
-    or a hook. Pruning, `torch.nn.utils.weight_norm`, and some adapters are such hooks.
+    or a hook, be it of this module or of all modules, forward or backward. Pruning,
+    `torch.nn.utils.weight_norm`, and some adapters are such hooks.
 
     Parameters
     ----------
@@ -194,8 +194,10 @@ def is_plain(module: nn.Module, *classes: type) -> bool:
     -------
     bool
     """
-    hooked = any(vars(module).get(name) for name in _FORWARD_HOOKS)
-    return is_unchanged(module, *classes) and not hooked
+    for name in _HOOKS:
+        if vars(module).get(name) or getattr(nn.modules.module, f"_global{name}"):
+            return False
+    return is_unchanged(module, *classes)
 
 # %% ../nbs/94_backbone.ipynb #drop-path
 class DropPath(nn.Module):
@@ -297,12 +299,13 @@ def feature_take_indices(indices: int | Sequence[int] | None, depth: int) -> lis
     """
     if indices is None:
         return list(range(depth))
-    if isinstance(indices, int):
+    if isinstance(indices, Integral):
         if not 1 <= indices <= depth:
             raise ValueError(f"indices ({indices}) must be from 1 to {depth}, all the stages")
         return list(range(depth - indices, depth))
     indices = list(indices)
-    if not indices or any(not isinstance(i, int) or not -depth <= i < depth for i in indices):
+    exist = all(isinstance(i, Integral) and -depth <= i < depth for i in indices)
+    if not indices or not exist:
         raise ValueError(f"indices {indices} must be at least one integer from {-depth} to "
                          f"{depth - 1}; there are {depth} stages")
     return [i % depth for i in indices]

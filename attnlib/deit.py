@@ -171,14 +171,23 @@ def soft_distillation_loss(
     return (1 - weight) * own + weight * divergence
 
 # %% ../nbs/31_deit.ipynb #register
-SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # table 1: width and heads
-for size, (width, heads) in SIZES.items():
-    name = f"deit_{size}_patch16_224"
-    register_model(name, VisionTransformer, hub=f"timm/{name}.fb_in1k", patch_size=16,
-                   embed_dim=width, depth=12, num_heads=heads)
-    name = f"deit_{size}_distilled_patch16_224"
-    register_model(name, DistilledVisionTransformer, hub=f"timm/{name}.fb_in1k", patch_size=16,
-                   embed_dim=width, depth=12, num_heads=heads)
+SIZES = {  # table 1
+    "tiny": dict(embed_dim=192, depth=12, num_heads=3),
+    "small": dict(embed_dim=384, depth=12, num_heads=6),
+    "base": dict(embed_dim=768, depth=12, num_heads=12),
+}
+register_model("deit_tiny_patch16_224", VisionTransformer, patch_size=16, **SIZES["tiny"],
+               hub="timm/deit_tiny_patch16_224.fb_in1k")
+register_model("deit_small_patch16_224", VisionTransformer, patch_size=16, **SIZES["small"],
+               hub="timm/deit_small_patch16_224.fb_in1k")
+register_model("deit_base_patch16_224", VisionTransformer, patch_size=16, **SIZES["base"],
+               hub="timm/deit_base_patch16_224.fb_in1k")
+register_model("deit_tiny_distilled_patch16_224", DistilledVisionTransformer, patch_size=16,
+               **SIZES["tiny"], hub="timm/deit_tiny_distilled_patch16_224.fb_in1k")
+register_model("deit_small_distilled_patch16_224", DistilledVisionTransformer, patch_size=16,
+               **SIZES["small"], hub="timm/deit_small_distilled_patch16_224.fb_in1k")
+register_model("deit_base_distilled_patch16_224", DistilledVisionTransformer, patch_size=16,
+               **SIZES["base"], hub="timm/deit_base_distilled_patch16_224.fb_in1k")
 
 # %% ../nbs/31_deit.ipynb #former-names
 from typing import TYPE_CHECKING

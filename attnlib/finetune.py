@@ -9,6 +9,7 @@ __all__ = ['fold_normalization', 'mask_patches', 'rollout_map', 'gradient_map', 
 # %% ../nbs/36_finetune.ipynb #imports
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.nn as nn
@@ -22,7 +23,7 @@ from .backbone import is_plain
 from .models import create_model, data_config
 from .train import (adamw, frozen_in_evaluation, learning_rate, modes_restored, seeded,
                            shuffled_batches)
-from .vit import patch_shares
+from .vit import check_divides, patch_shares
 
 # %% ../nbs/36_finetune.ipynb #fold
 def fold_normalization(
@@ -142,8 +143,14 @@ def mask_patches(
     Returns
     -------
     Tensor
+
+    Raises
+    ------
+    ValueError
+        If the patch does not divide the image.
     """
     b, _, h, w = x.shape
+    check_divides((patch_size, patch_size), (h, w))
     shown = x.new_ones(b, h * w // patch_size**2).scatter(1, rows, 0)
     shown = shown.view(b, 1, h // patch_size, w // patch_size)  # (B, N) -> (B, 1, H', W')
     return x * F.interpolate(shown, scale_factor=patch_size)  # nearest: each value P × P times
@@ -187,12 +194,18 @@ def gradient_map(
         A `Backbone`; it is put into evaluation mode.
     x : Tensor
     patch_size : int
-        Height and width of a patch.
+        Height and width of a patch; it divides the image.
 
     Returns
     -------
     Tensor
+
+    Raises
+    ------
+    ValueError
+        If the patch does not divide the image.
     """
+    check_divides((patch_size, patch_size), tuple(x.shape[2:]))
     with torch.inference_mode(False), torch.enable_grad():
         x = x.detach().clone().requires_grad_()
         largest = model.eval()(x).max(-1).values.sum()  # images do not influence each other
@@ -213,12 +226,18 @@ def occlusion_map(
         A `Backbone`; it is put into evaluation mode.
     x : Tensor
     patch_size : int
-        Height and width of a patch.
+        Height and width of a patch; it divides the image.
 
     Returns
     -------
     Tensor
+
+    Raises
+    ------
+    ValueError
+        If the patch does not divide the image.
     """
+    check_divides((patch_size, patch_size), tuple(x.shape[2:]))
     model.eval()
     count = x.shape[2] * x.shape[3] // patch_size**2
     every = torch.arange(count, device=x.device)[:, None]
@@ -329,7 +348,7 @@ def fine_tune(
     """Train a classifier with AdamW, rates by layer, mixup and a moving average of the weights.
 
     Afterwards, PyTorch's random number generators are in the state in which they were, and so
-    is each module's training or evaluation mode.
+    is each module's training or evaluation mode; the parameters have no gradients.
 
     Parameters
     ----------
@@ -367,7 +386,8 @@ def fine_tune(
     batches = shuffled_batches(images, labels, batch_size=batch_size, seed=seed)
     device = next(model.parameters()).device
     frozen = frozen_in_evaluation(model)
-    with seeded(seed), modes_restored(model):
+    with seeded(seed), modes_restored(model), ExitStack() as stack:
+        stack.callback(optimizer.zero_grad)  # or the last gradients would stay
         for step in range(1, steps + 1):
             x, y = batches(step - 1)
             x = x.to(device)

@@ -14,6 +14,7 @@ import copy
 import difflib
 import fnmatch
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -22,6 +23,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.resources import files
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -113,7 +115,7 @@ DATA_CONFIGS = (  # patterns of names, and differences from _IMAGENET; the last 
 def _check_size(name: str, size: int | Sequence[int]) -> None:
     """Raise a ValueError, with the name, unless this is one integer of at least 1, or two."""
     sides = list(size) if isinstance(size, (tuple, list)) else [size, size]
-    if len(sides) != 2 or any(not isinstance(side, int) or side < 1 for side in sides):
+    if len(sides) != 2 or any(not isinstance(side, Integral) or side < 1 for side in sides):
         raise ValueError(f"{name} ({size!r}) must be an integer of at least 1, or two of them, "
                          "height and width")
 
@@ -256,8 +258,8 @@ def create_model(
     Raises
     ------
     ValueError
-        If there is no such name (the message has the nearest ones), there are no weights for
-        it, or they do not fit.
+        If there is no such name (the message has the nearest ones), its model takes no such
+        argument, or there are no weights for it, or they do not fit.
     ConnectionError
         If the weights are neither in the hub's cache nor can be fetched; the message says how
         to pass a file.
@@ -268,6 +270,7 @@ def create_model(
                          "False or a file's path")
     given = dict(num_classes=num_classes, img_size=img_size)
     given = {key: value for key, value in given.items() if value is not None}
+    _check_takes(name, cls, given | kwargs)
     model = cls(**config | dict(in_chans=in_chans) | given | kwargs)
     model.data_config = data_config(name, img_size, in_chans)
     model.pretrained_cfg = pretrained_cfg(name, num_classes, img_size, in_chans)
@@ -277,8 +280,19 @@ def create_model(
         load_pretrained(model, source, trained_size)
     return model
 
+
+def _check_takes(name: str, cls: Callable, given: dict[str, Any]) -> None:
+    """Raise a ValueError, with their names, if a model does not take all arguments `given`."""
+    parameters = inspect.signature(cls).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = [key for key in given if key not in parameters]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} cannot be given for {name!r}: "
+                         f"{cls.__name__} takes {', '.join(parameters)}")
+
 # %% ../nbs/93_models.ipynb #read-weights
-def read_weights(path: str | Path) -> dict[str, Tensor]:
+def read_weights(path: str | Path) -> Any:
     """The tensors of a local file, without running anything that is in it.
 
     Parameters
@@ -303,8 +317,15 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
     if path.suffix == ".json":
-        return _model_part(_read_safetensors(_tensors_of(path)))
-    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+        file = _tensors_of(path)
+        weights = _model_part(_read_safetensors(file))
+        if not weights:
+            raise ValueError(f"{path} holds no weights: none of the tensors in {file} is named "
+                             "model.NAME, as train.fit names those of a model")
+        return weights
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    return _read_pickle(path)
 
 
 def _tensors_of(path: Path) -> Path:
@@ -862,7 +883,7 @@ def classify(
         has another number of classes than there are names, or `k` is not an integer of at least
         1.
     """
-    if not isinstance(k, int) or k < 1:
+    if not isinstance(k, Integral) or k < 1:
         raise ValueError(f"k ({k!r}) must be an integer of at least 1")
     config = getattr(model, "data_config", None)
     if config is None or model.training:

@@ -6,6 +6,7 @@
 __all__ = ['SIZES', 'patchify', 'unpatchify', 'PixelEmbed', 'SplitAttention', 'Block', 'TNT']
 
 # %% ../nbs/34_tnt.ipynb #imports
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -81,7 +82,7 @@ class PixelEmbed(PatchEmbed):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):
         super().__init__(img_size, patch_size, in_chans, in_dim, device=device, dtype=dtype)
-        whole = isinstance(stride, int) and stride >= 1
+        whole = isinstance(stride, Integral) and stride >= 1
         if not whole or any(p % stride for p in self.patch_size):
             raise ValueError(f"first_stride ({stride}) must be at least 1 and divide "
                              f"patch_size {self.patch_size}")
@@ -147,8 +148,9 @@ class SplitAttention(nn.Module):
         k = split_heads(k, self.num_heads)
         v = split_heads(v, self.num_heads)
         dropout_p = self.attn_drop if self.training else 0.0
-        x = attention(q, k, v, dropout_p=dropout_p)  # (B, h, N, d)
-        x = self.proj(merge_heads(x))  # -> (B, N, dim)
+        x = attention(q, k, v, dropout_p=dropout_p)  # softmax(q kᵀ / √d) v, (B, h, N, d)
+        x = merge_heads(x)  # -> (B, N, dim)
+        x = self.proj(x)
         return self.proj_drop(x)
 
 # %% ../nbs/34_tnt.ipynb #block
@@ -267,15 +269,14 @@ class TNT(Backbone):
         would be given.
     global_pool : {"token", "avg", ""}
         What the head sees: the class token, the mean of the sentences, or all of them.
-    embed_dim, inner_dim : int
-        Widths d of the sentences and c of the words.
-    depth : int
-        Number of blocks, each an inner and an outer one.
-    num_heads_inner, num_heads_outer : int
-        Heads among words, and among sentences.
+    embed_dim, depth, num_heads_outer : int
+        Width d of the sentences, number of blocks (each an inner and an outer one), heads among
+        sentences.
     mlp_ratio : float
         Width of the sentences' MLPs, in units of `embed_dim`; the words' have 4 · `inner_dim`.
     qkv_bias : bool
+    inner_dim, num_heads_inner : int
+        Width c of the words, and heads among them.
     drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate : float
         Dropout before the head, after the positions, after each dense layer of the blocks, of
         the attention's weights.
@@ -302,8 +303,8 @@ class TNT(Backbone):
         self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,
         in_chans: int = 3, num_classes: int = 1000,
         global_pool: Literal["token", "avg", ""] = "token", embed_dim: int = 768,
-        inner_dim: int = 48, depth: int = 12, num_heads_inner: int = 4,
-        num_heads_outer: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = False, *,
+        depth: int = 12, num_heads_outer: int = 12, mlp_ratio: float = 4.0,
+        qkv_bias: bool = False, *, inner_dim: int = 48, num_heads_inner: int = 4,
         drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, first_stride: int = 4,
         legacy: bool = False, device: torch.device | str | None = None,
@@ -369,11 +370,13 @@ class TNT(Backbone):
     def forward_head(
         self, x: Float[Tensor, "B L d"], pre_logits: bool = False
     ) -> Float[Tensor, "B ... num_classes"]:
-        """Logits (B, num_classes) of the sentences; with `pre_logits`
-        what the head is given."""
+        """Logits (B, num_classes) of the sentences, or with `pre_logits` the head's input."""
+        # Backbone's: x[:, 0] for "token", x[:, 1:].mean(1) for "avg", and all of x for ""
         x = self.pool(x)  # (B, 1 + n, d) -> (B, d)
         x = self.head_drop(x)
-        return x if pre_logits else self.head(x)
+        if pre_logits:
+            return x
+        return self.head(x)  # -> (B, num_classes)
 
     def forward(
         self, x: Float[Tensor, "B in_chans H W"]

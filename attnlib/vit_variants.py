@@ -142,7 +142,7 @@ class RotaryAttention(Attention):
         q = self.turn(self.q_norm(q))
         k = self.turn(self.k_norm(k))
         dropout_p = self.attn_drop if self.training else 0.0
-        x = attention(q, k, v, dropout_p=dropout_p)  # (B, h, k + N, d)
+        x = attention(q, k, v, dropout_p=dropout_p)  # softmax(q kᵀ / √d) v
         x = merge_heads(x)  # -> (B, k + N, dim)
         x = self.proj(x)
         return self.proj_drop(x)
@@ -152,7 +152,8 @@ def use_rotary(model: VisionTransformer) -> VisionTransformer:
     """Give a ViT rotary positions in place of its learned ones, which become zero; in place.
 
     The layers stay the same objects: an optimizer may hold their parameters, and frozen ones
-    stay frozen. The new attention is in the mode (training or evaluation) of the old one.
+    stay frozen. The new attention is in the mode (training or evaluation) of the old one. The
+    learned positions stay zero when other weights are loaded.
 
     Parameters
     ----------
@@ -171,7 +172,7 @@ def use_rotary(model: VisionTransformer) -> VisionTransformer:
         width of its heads, or if an attention has a hook or is of another class, since its
         place is taken.
     """
-    if not model.patch_embed.strict_img_size:
+    if model.dynamic_img_size:
         raise ValueError("model has dynamic_img_size; it must have one img_size, which gives "
                          "the rows and columns (set_input_size changes it)")
     for i, block in enumerate(model.blocks):
@@ -192,7 +193,17 @@ def use_rotary(model: VisionTransformer) -> VisionTransformer:
         block.attn = new
     model.pos_embed.requires_grad_(False)
     nn.init.zeros_(model.pos_embed)
+    model.register_load_state_dict_pre_hook(_without_positions)
     return model
+
+
+def _without_positions(
+    model: VisionTransformer, state_dict: dict[str, Tensor], prefix: str, *others
+) -> None:
+    """Replace learned positions that are about to be loaded by zeros: a hook."""
+    key = f"{prefix}pos_embed"
+    if key in state_dict:
+        state_dict[key] = torch.zeros_like(state_dict[key])
 
 # %% ../nbs/35_vit_variants.ipynb #quick-gelu
 class QuickGELU(nn.Module):
@@ -205,24 +216,39 @@ class QuickGELU(nn.Module):
 # %% ../nbs/35_vit_variants.ipynb #register
 _DINOV2 = dict(img_size=518, patch_size=14, num_classes=0, init_values=1e-5)
 _GIANT = dict(embed_dim=1536, depth=40, num_heads=24, mlp_ratio=2 * 2.66667, mlp_layer=SwiGLU)
-for size in ("small", "base", "large", "giant"):
-    shape = _GIANT if size == "giant" else SIZES[size]
-    options = _DINOV2 | shape
-    name = f"vit_{size}_patch14_dinov2"
-    register_model(name, VisionTransformer, hub=f"timm/{name}.lvd142m", **options)
-    name = f"vit_{size}_patch14_reg4_dinov2"
-    register_model(name, VisionTransformer, hub=f"timm/{name}.lvd142m", reg_tokens=4,
-                   no_embed_class=True, **options)
+register_model("vit_small_patch14_dinov2", VisionTransformer, **_DINOV2, **SIZES["small"],
+               hub="timm/vit_small_patch14_dinov2.lvd142m")
+register_model("vit_base_patch14_dinov2", VisionTransformer, **_DINOV2, **SIZES["base"],
+               hub="timm/vit_base_patch14_dinov2.lvd142m")
+register_model("vit_large_patch14_dinov2", VisionTransformer, **_DINOV2, **SIZES["large"],
+               hub="timm/vit_large_patch14_dinov2.lvd142m")
+register_model("vit_giant_patch14_dinov2", VisionTransformer, **_DINOV2, **_GIANT,
+               hub="timm/vit_giant_patch14_dinov2.lvd142m")
+
+_REGISTERS = dict(reg_tokens=4, no_embed_class=True, **_DINOV2)
+register_model("vit_small_patch14_reg4_dinov2", VisionTransformer, **_REGISTERS,
+               **SIZES["small"], hub="timm/vit_small_patch14_reg4_dinov2.lvd142m")
+register_model("vit_base_patch14_reg4_dinov2", VisionTransformer, **_REGISTERS,
+               **SIZES["base"], hub="timm/vit_base_patch14_reg4_dinov2.lvd142m")
+register_model("vit_large_patch14_reg4_dinov2", VisionTransformer, **_REGISTERS,
+               **SIZES["large"], hub="timm/vit_large_patch14_reg4_dinov2.lvd142m")
+register_model("vit_giant_patch14_reg4_dinov2", VisionTransformer, **_REGISTERS,
+               **_GIANT, hub="timm/vit_giant_patch14_reg4_dinov2.lvd142m")
 
 CLIP = dict(pre_norm=True, norm_layer=nn.LayerNorm)  # ε is PyTorch's 1e-5
-_QUICK = dict(mlp_layer=partial(Mlp, act_layer=QuickGELU))
-for size, patch, width in (("base", 32, 512), ("base", 16, 512), ("large", 14, 768)):
-    name = f"vit_{size}_patch{patch}_clip"  # the head leads to the space shared with texts
-    register_model(f"{name}_quickgelu_224", VisionTransformer, hub=f"timm/{name}_224.openai",
-                   patch_size=patch, num_classes=width, **CLIP | _QUICK | SIZES[size])
-register_model("vit_base_patch32_clip_224", VisionTransformer, patch_size=32,
-               hub="timm/vit_base_patch32_clip_224.laion2b_ft_in12k_in1k",
-               **CLIP | SIZES["base"])
+_OPENAI = dict(mlp_layer=partial(Mlp, act_layer=QuickGELU), **CLIP)
+# their heads lead to the space shared with texts
+register_model("vit_base_patch32_clip_quickgelu_224", VisionTransformer, patch_size=32,
+               num_classes=512, **_OPENAI, **SIZES["base"],
+               hub="timm/vit_base_patch32_clip_224.openai")
+register_model("vit_base_patch16_clip_quickgelu_224", VisionTransformer, patch_size=16,
+               num_classes=512, **_OPENAI, **SIZES["base"],
+               hub="timm/vit_base_patch16_clip_224.openai")
+register_model("vit_large_patch14_clip_quickgelu_224", VisionTransformer, patch_size=14,
+               num_classes=768, **_OPENAI, **SIZES["large"],
+               hub="timm/vit_large_patch14_clip_224.openai")
+register_model("vit_base_patch32_clip_224", VisionTransformer, patch_size=32, **CLIP,
+               **SIZES["base"], hub="timm/vit_base_patch32_clip_224.laion2b_ft_in12k_in1k")
 
 # %% ../nbs/35_vit_variants.ipynb #former-names
 from typing import TYPE_CHECKING
