@@ -319,7 +319,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         options = dict(device=device, dtype=dtype)
-        hidden = hidden_width(dim, mlp_ratio)
+        hidden = hidden_width(dim, mlp_ratio)  # dim · mlp_ratio, rounded down
         self.norm1 = norm_layer(dim, **options)
         self.attn = Attention(dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop,
                               proj_drop=proj_drop, qk_norm=qk_norm, norm_layer=norm_layer,
@@ -331,7 +331,7 @@ class Block(nn.Module):
         if init_values is not None:
             self.ls1 = LayerScale(dim, init_values, **options)
             self.ls2 = LayerScale(dim, init_values, **options)
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = DropPath(drop_path)  # in training, zeros for some of the images
 
     def forward(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B N dim"]:
         """Tokens (B, N, dim) to tokens."""
@@ -409,15 +409,14 @@ class VisionTransformer(Backbone):
         self.num_classes = num_classes
         self.patch_size = to_2tuple(patch_size)
         self.embed_dim = embed_dim
-        self.num_features = embed_dim
+        self.num_features = embed_dim  # what the head reads, in every model of the book
         self.dynamic_img_size = dynamic_img_size
         num_class_tokens = 1 if class_token else 0
         self.num_prefix_tokens = num_class_tokens + reg_tokens  # k, before the patches' N
         self.no_embed_class = no_embed_class
         if not class_token:
-            self.pools = ("avg", "")  # there is no token to choose
+            self.pools = ("avg", "")  # what `global_pool` may be: there is no "token"
 
-        # (B, C, H, W) -> (B, H', W', D)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim,
                                       bias=not pre_norm, flatten=False,
                                       strict_img_size=not dynamic_img_size, **options)
@@ -431,7 +430,7 @@ class VisionTransformer(Backbone):
             self.norm_pre = norm_layer(embed_dim, **options)
 
         self.blocks = nn.Sequential()
-        for rate in drop_path_rates(drop_path_rate, depth):
+        for rate in drop_path_rates(drop_path_rate, depth):  # 0, ..., drop_path_rate
             block = Block(embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
                           proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, drop_path=rate,
                           qk_norm=qk_norm, init_values=init_values, norm_layer=norm_layer,
@@ -439,11 +438,11 @@ class VisionTransformer(Backbone):
             self.blocks.append(block)
 
         self.norm = norm_layer(embed_dim, **options)  # of all tokens, before pooling
-        self.fc_norm = nn.Identity()  # of what pooling leaves
-        self.set_pool(global_pool)  # Backbone's: notes it, and with "avg" swaps the two
+        self.fc_norm = nn.Identity()  # of their mean, after pooling
+        self.set_pool(global_pool)  # Backbone's: stores it, and for "avg" swaps these two norms
         self.head_drop = nn.Dropout(drop_rate)
         self.head = classifier(embed_dim, num_classes, **options)
-        self.apply(init_weights)
+        self.apply(init_weights)  # of linear layers: normal, deviation 0.02; biases zero
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     @property
@@ -481,7 +480,7 @@ class VisionTransformer(Backbone):
         x = self.embed(x)  # (B, C, H, W) -> (B, k + N, D)
         for block in self.blocks:
             x = self.checkpointed(block, x)  # Backbone's: block(x), and may save memory
-        return self.norm(x)  # equation (4); an identity if "avg" is pooled, see `fc_norm`
+        return self.norm(x)  # equation (4); with "avg" an identity, and `fc_norm` the norm
 
     def forward_head(
         self, x: Float[Tensor, "B L D"], pre_logits: bool = False
@@ -489,7 +488,7 @@ class VisionTransformer(Backbone):
         """Logits (B, num_classes) of the tokens; with `pre_logits` what the head is given."""
         # Backbone's: x[:, 0] for "token", x[:, k:].mean(1) for "avg", and all of x for ""
         x = self.pool(x)  # (B, k + N, D) -> (B, D)
-        x = self.fc_norm(x)  # an identity unless "avg" is pooled
+        x = self.fc_norm(x)  # an identity unless `global_pool` is "avg"
         x = self.head_drop(x)
         if pre_logits:
             return x
