@@ -14,7 +14,6 @@ import copy
 import difflib
 import fnmatch
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -258,8 +257,8 @@ def create_model(
     Raises
     ------
     ValueError
-        If there is no such name (the message has the nearest ones), its model takes no such
-        argument, or there are no weights for it, or they do not fit.
+        If there is no such name (the message has the nearest ones), its model takes no
+        `num_classes` or `img_size`, or there are no weights for it, or they do not fit.
     ConnectionError
         If the weights are neither in the hub's cache nor can be fetched; the message says how
         to pass a file.
@@ -270,8 +269,13 @@ def create_model(
                          "False or a file's path")
     given = dict(num_classes=num_classes, img_size=img_size)
     given = {key: value for key, value in given.items() if value is not None}
-    _check_takes(name, cls, given | kwargs)
-    model = cls(**config | dict(in_chans=in_chans) | given | kwargs)
+    try:
+        model = cls(**config | dict(in_chans=in_chans) | given | kwargs)
+    except TypeError as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if found is None or found[1] not in given:
+            raise
+        raise ValueError(f"{found[1]} cannot be given for {name!r}: {error}") from error
     model.data_config = data_config(name, img_size, in_chans)
     model.pretrained_cfg = pretrained_cfg(name, num_classes, img_size, in_chans)
     if pretrained is not False:
@@ -279,17 +283,6 @@ def create_model(
         source = hub if pretrained is True else pretrained
         load_pretrained(model, source, trained_size)
     return model
-
-
-def _check_takes(name: str, cls: Callable, given: dict[str, Any]) -> None:
-    """Raise a ValueError, with their names, if a model does not take all arguments `given`."""
-    parameters = inspect.signature(cls).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    unknown = [key for key in given if key not in parameters]
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)} cannot be given for {name!r}: "
-                         f"{cls.__name__} takes {', '.join(parameters)}")
 
 # %% ../nbs/93_models.ipynb #read-weights
 def read_weights(path: str | Path) -> Any:
