@@ -312,7 +312,7 @@ def feature_take_indices(indices: int | Sequence[int] | None, depth: int) -> lis
 
 # %% ../nbs/94_backbone.ipynb #format
 def as_map(
-    x: Float[Tensor, "B _ D"] | Float[Tensor, "B H W D"], grid: Sequence[int],
+    x: Float[Tensor, "B _ D"] | Float[Tensor, "B H W D"], grid: Sequence[int] | None,
     num_prefix_tokens: int = 0, output_fmt: Literal["NCHW", "NHWC", "NLC"] = "NCHW",
 ) -> tuple[Tensor, Float[Tensor, "B k D"] | None]:
     """Tokens or a map in a format, and the prefix tokens in front.
@@ -320,7 +320,7 @@ def as_map(
     Parameters
     ----------
     x : Tensor
-    grid : (int, int)
+    grid : (int, int), or None for a map
         Rows H and columns W.
     num_prefix_tokens : int
         The k tokens that belong to no patch.

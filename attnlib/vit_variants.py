@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 from .attention import attention
@@ -72,8 +72,7 @@ class SwiGLU(nn.Module):
 
 # %% ../nbs/35_vit_variants.ipynb #rotary-2d
 def apply_rotary_2d(
-    x: Float[Tensor, "*batch N d"], rows: Shaped[Tensor, "N"], columns: Shaped[Tensor, "N"],
-    *, base: float = 100.0,
+    x: Float[Tensor, "*batch N d"], rows: Tensor, columns: Tensor, *, base: float = 100.0,
 ) -> Float[Tensor, "*batch N d"]:
     """Turn half of each query's or key's pairs by its row, the other half by its column.
 
@@ -81,7 +80,7 @@ def apply_rotary_2d(
     ----------
     x : Tensor
         Queries or keys; 4 divides d.
-    rows, columns : Tensor
+    rows, columns : Tensor, shape (N,)
         Where each token's patch stands; any numbers.
     base : float
         As of `apply_rotary`; grids are small, and so is the base.
@@ -236,16 +235,16 @@ register_model("vit_giant_patch14_reg4_dinov2", VisionTransformer, **_REGISTERS,
                **_GIANT, hub="timm/vit_giant_patch14_reg4_dinov2.lvd142m")
 
 CLIP = dict(pre_norm=True, norm_layer=nn.LayerNorm)  # ε is PyTorch's 1e-5
-_OPENAI = dict(mlp_layer=partial(Mlp, act_layer=QuickGELU), **CLIP)
+_QUICK = dict(mlp_layer=partial(Mlp, act_layer=QuickGELU), **CLIP)
 # their heads lead to the space shared with texts
 register_model("vit_base_patch32_clip_quickgelu_224", VisionTransformer, patch_size=32,
-               num_classes=512, **_OPENAI, **SIZES["base"],
+               num_classes=512, **_QUICK, **SIZES["base"],
                hub="timm/vit_base_patch32_clip_224.openai")
 register_model("vit_base_patch16_clip_quickgelu_224", VisionTransformer, patch_size=16,
-               num_classes=512, **_OPENAI, **SIZES["base"],
+               num_classes=512, **_QUICK, **SIZES["base"],
                hub="timm/vit_base_patch16_clip_224.openai")
 register_model("vit_large_patch14_clip_quickgelu_224", VisionTransformer, patch_size=14,
-               num_classes=768, **_OPENAI, **SIZES["large"],
+               num_classes=768, **_QUICK, **SIZES["large"],
                hub="timm/vit_large_patch14_clip_224.openai")
 register_model("vit_base_patch32_clip_224", VisionTransformer, patch_size=32, **CLIP,
                **SIZES["base"], hub="timm/vit_base_patch32_clip_224.laion2b_ft_in12k_in1k")
