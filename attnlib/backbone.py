@@ -45,21 +45,21 @@ def _is_integer(x: object) -> bool:
     return isinstance(x, Integral) and not isinstance(x, bool)
 
 
-def check_counts(**counts) -> None:
+def check_counts(**counts: object) -> None:
     """Raise a ValueError, with the name, unless all `counts` are integers of at least 1."""
     for name, count in counts.items():
         if not _is_integer(count) or count < 1:
             raise ValueError(f"{name} ({count!r}) must be an integer of at least 1")
 
 
-def check_naturals(**counts) -> None:
+def check_naturals(**counts: object) -> None:
     """Raise a ValueError, with the name, unless all `counts` are integers of at least 0."""
     for name, count in counts.items():
         if not _is_integer(count) or count < 0:
             raise ValueError(f"{name} ({count!r}) must be an integer of at least 0")
 
 
-def check_sizes(**sizes) -> None:
+def check_sizes(**sizes: object) -> None:
     """Raise a ValueError, with the name, unless each of the `sizes` is an integer of at least 1
     or a pair of them.
     """
@@ -94,21 +94,21 @@ def hidden_width(dim: int, mlp_ratio: float) -> int:
     return int(dim * mlp_ratio)
 
 
-def check_rates(**rates) -> None:
+def check_rates(**rates: object) -> None:
     """Raise a ValueError, with the name, unless all `rates` are numbers in [0, 1)."""
     for name, rate in rates.items():
         if not isinstance(rate, Real) or not 0 <= rate < 1:
             raise ValueError(f"{name} ({rate!r}) must be in [0, 1)")
 
 
-def check_numbers(**numbers) -> None:
+def check_numbers(**numbers: object) -> None:
     """Raise a TypeError, with the name, unless all `numbers` are real."""
     for name, number in numbers.items():
         if not isinstance(number, Real):
             raise TypeError(f"{name} ({number!r}) must be a number")
 
 
-def check_positive(**numbers) -> None:
+def check_positive(**numbers: object) -> None:
     """Raise a ValueError, with the name, unless all `numbers` are positive and finite."""
     for name, number in numbers.items():
         if not isinstance(number, Real) or not 0 < number < math.inf:
