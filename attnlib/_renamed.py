@@ -34,7 +34,7 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "search": "evolutionary_search",
     },
     "backbone": {
-        "FORWARD_HOOKS": "_FORWARD_HOOKS",
+        "FORWARD_HOOKS": "_HOOKS",
         "SameParameters": "_SameParameters",
         "keep_evaluation": "_keep_evaluation",
         "refuse_weights": "_refuse_weights",

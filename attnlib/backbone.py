@@ -12,20 +12,21 @@ __all__ = ['to_2tuple', 'check_counts', 'check_naturals', 'check_sizes', 'hidden
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Real
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
 from .attention import checkpoint_block, record_attention
 
 # %% ../nbs/94_backbone.ipynb #checks
-def to_2tuple(x):
+def to_2tuple(x: int | Sequence[int]) -> tuple[int, int]:
     """Height and width: a pair as it is, one number for both.
 
     Parameters
@@ -39,26 +40,26 @@ def to_2tuple(x):
     return tuple(x) if isinstance(x, (tuple, list)) else (x, x)
 
 
-def _is_integer(x):
-    """Whether x is an integer, and not True or False."""
-    return isinstance(x, int) and not isinstance(x, bool)
+def _is_integer(x: object) -> bool:
+    """Whether x is an integer, of Python or NumPy, and not True or False."""
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
-def check_counts(**counts):
+def check_counts(**counts: object) -> None:
     """Raise a ValueError, with the name, unless all `counts` are integers of at least 1."""
     for name, count in counts.items():
         if not _is_integer(count) or count < 1:
             raise ValueError(f"{name} ({count!r}) must be an integer of at least 1")
 
 
-def check_naturals(**counts):
+def check_naturals(**counts: object) -> None:
     """Raise a ValueError, with the name, unless all `counts` are integers of at least 0."""
     for name, count in counts.items():
         if not _is_integer(count) or count < 0:
             raise ValueError(f"{name} ({count!r}) must be an integer of at least 0")
 
 
-def check_sizes(**sizes):
+def check_sizes(**sizes: object) -> None:
     """Raise a ValueError, with the name, unless each of the `sizes` is an integer of at least 1
     or a pair of them.
     """
@@ -69,7 +70,7 @@ def check_sizes(**sizes):
                              "them, height and width")
 
 
-def hidden_width(dim, mlp_ratio):
+def hidden_width(dim: int, mlp_ratio: float) -> int:
     """Return the width of an MLP's hidden layer, `mlp_ratio` times `dim`, rounded down.
 
     Parameters
@@ -93,22 +94,21 @@ def hidden_width(dim, mlp_ratio):
     return int(dim * mlp_ratio)
 
 
-def check_rates(**rates):
+def check_rates(**rates: object) -> None:
     """Raise a ValueError, with the name, unless all `rates` are numbers in [0, 1)."""
     for name, rate in rates.items():
         if not isinstance(rate, Real) or not 0 <= rate < 1:
             raise ValueError(f"{name} ({rate!r}) must be in [0, 1)")
 
 
-
-def check_numbers(**numbers):
+def check_numbers(**numbers: object) -> None:
     """Raise a TypeError, with the name, unless all `numbers` are real."""
     for name, number in numbers.items():
         if not isinstance(number, Real):
             raise TypeError(f"{name} ({number!r}) must be a number")
 
 
-def check_positive(**numbers):
+def check_positive(**numbers: object) -> None:
     """Raise a ValueError, with the name, unless all `numbers` are positive and finite."""
     for name, number in numbers.items():
         if not isinstance(number, Real) or not 0 < number < math.inf:
@@ -116,7 +116,7 @@ def check_positive(**numbers):
 
 # %% ../nbs/94_backbone.ipynb #torchvision-import
 @contextmanager
-def requires(extra):
+def requires(extra: str) -> Iterator[None]:
     """Let imports in this context fail with the name of what is to be installed.
 
     Parameters
@@ -149,16 +149,16 @@ def requires(extra):
         ) from error
 
 # %% ../nbs/94_backbone.ipynb #plain
-_FORWARD_HOOKS = [name for name in vars(nn.Module()) if "forward" in name and "hook" in name]
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @functools.cache
-def _methods(cls):
+def _methods(cls: type) -> frozenset[str]:
     """The names of all methods of a class `cls`, a frozenset."""
     return frozenset(name for name in dir(cls) if callable(getattr(cls, name, None)))
 
 
-def is_unchanged(module, *classes):
+def is_unchanged(module: nn.Module, *classes: type) -> bool:
     """Return whether a module is of exactly one of some classes, with the methods of its class.
 
     A subclass is another class, as is the class that `torch.nn.utils.parametrize` makes.
@@ -175,12 +175,13 @@ def is_unchanged(module, *classes):
     return type(module) in classes and _methods(type(module)).isdisjoint(vars(module))
 
 
-def is_plain(module, *classes):
+def is_plain(module: nn.Module, *classes: type) -> bool:
     """Return whether a module may be read instead of called.
 
     Code that reads the weights of a layer computes the same as the layer only if nobody has
     changed what a call does: by a subclass, a parametrization, a method of the object's own,
-    or a hook. Pruning, `torch.nn.utils.weight_norm`, and some adapters are such hooks.
+    or a hook, be it of this module or of all modules, forward or backward. Pruning,
+    `torch.nn.utils.weight_norm`, and some adapters are such hooks.
 
     Parameters
     ----------
@@ -193,8 +194,10 @@ def is_plain(module, *classes):
     -------
     bool
     """
-    hooked = any(vars(module).get(name) for name in _FORWARD_HOOKS)
-    return is_unchanged(module, *classes) and not hooked
+    for name in _HOOKS:
+        if vars(module).get(name) or getattr(nn.modules.module, f"_global{name}"):
+            return False
+    return is_unchanged(module, *classes)
 
 # %% ../nbs/94_backbone.ipynb #drop-path
 class DropPath(nn.Module):
@@ -206,12 +209,12 @@ class DropPath(nn.Module):
         Probability p; what is kept is divided by 1 - p.
     """
 
-    def __init__(self, drop_prob=0.0):
+    def __init__(self, drop_prob: float = 0.0):
         super().__init__()
         check_rates(drop_prob=drop_prob)
         self.drop_prob = drop_prob
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """x (B, ...), in training with zeros for some of the B examples."""
         if self.drop_prob == 0 or not self.training:
             return x
@@ -219,12 +222,12 @@ class DropPath(nn.Module):
         kept = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(keep_prob)  # (B, 1, ...)
         return x * (kept / keep_prob)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         """What ``print(model)`` says of it."""
         return f"drop_prob={self.drop_prob:.3g}"
 
 
-def drop_path_rates(rate, depth):
+def drop_path_rates(rate: float, depth: int) -> list[float]:
     """Stochastic depth that rises linearly from 0 in the first of `depth` blocks to `rate`.
 
     Returns
@@ -236,7 +239,7 @@ def drop_path_rates(rate, depth):
     return [rate * i / max(1, depth - 1) for i in range(depth)]
 
 # %% ../nbs/94_backbone.ipynb #heads
-def init_weights(module):
+def init_weights(module: nn.Module) -> None:
     """As timm initializes a `module`: linear layers normal with deviation 0.02, biases zero.
 
     Modules of other kinds stay as they are; ``model.apply(init_weights)`` goes through all.
@@ -247,7 +250,10 @@ def init_weights(module):
             nn.init.zeros_(module.bias)
 
 
-def classifier(num_features, num_classes, device=None, dtype=None):
+def classifier(
+    num_features: int, num_classes: int, device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Linear | nn.Identity:
     """The last layer of a model, from features to logits.
 
     Parameters
@@ -272,7 +278,7 @@ def classifier(num_features, num_classes, device=None, dtype=None):
     return head
 
 # %% ../nbs/94_backbone.ipynb #indices
-def feature_take_indices(indices, depth):
+def feature_take_indices(indices: int | Sequence[int] | None, depth: int) -> list[int]:
     """The numbers of stages that `forward_intermediates` is asked for.
 
     Parameters
@@ -293,24 +299,28 @@ def feature_take_indices(indices, depth):
     """
     if indices is None:
         return list(range(depth))
-    if isinstance(indices, int):
+    if isinstance(indices, Integral):
         if not 1 <= indices <= depth:
             raise ValueError(f"indices ({indices}) must be from 1 to {depth}, all the stages")
         return list(range(depth - indices, depth))
     indices = list(indices)
-    if not indices or any(not isinstance(i, int) or not -depth <= i < depth for i in indices):
+    exist = all(isinstance(i, Integral) and -depth <= i < depth for i in indices)
+    if not indices or not exist:
         raise ValueError(f"indices {indices} must be at least one integer from {-depth} to "
                          f"{depth - 1}; there are {depth} stages")
     return [i % depth for i in indices]
 
 # %% ../nbs/94_backbone.ipynb #format
-def as_map(x, grid, num_prefix_tokens=0, output_fmt="NCHW"):
+def as_map(
+    x: Float[Tensor, "B _ D"] | Float[Tensor, "B H W D"], grid: Sequence[int] | None,
+    num_prefix_tokens: int = 0, output_fmt: Literal["NCHW", "NHWC", "NLC"] = "NCHW",
+) -> tuple[Tensor, Float[Tensor, "B k D"] | None]:
     """Tokens or a map in a format, and the prefix tokens in front.
 
     Parameters
     ----------
-    x : Tensor, shape (B, k + H·W, D) or (B, H, W, D)
-    grid : (int, int)
+    x : Tensor
+    grid : (int, int), or None for a map
         Rows H and columns W.
     num_prefix_tokens : int
         The k tokens that belong to no patch.
@@ -320,7 +330,7 @@ def as_map(x, grid, num_prefix_tokens=0, output_fmt="NCHW"):
     Returns
     -------
     x : Tensor
-    prefix : Tensor, shape (B, k, D), or None
+    prefix : Tensor, or None
         None if x was a map.
     """
     prefix = None
@@ -334,7 +344,7 @@ def as_map(x, grid, num_prefix_tokens=0, output_fmt="NCHW"):
     return x, prefix
 
 # %% ../nbs/94_backbone.ipynb #resample
-def _source_grid(count, new_size):
+def _source_grid(count: int, new_size: tuple[int, int]) -> tuple[int, int]:
     """Return the grid to which a number of positions most likely belongs.
 
     Parameters
@@ -364,7 +374,7 @@ def _source_grid(count, new_size):
     return side, side
 
 
-def _check_grid(name, size):
+def _check_grid(name: str, size: tuple[int, int]) -> None:
     """Raise a ValueError unless this is two integers of at least 1, or symbols of a graph."""
     pair = tuple(size) if isinstance(size, (tuple, list)) else ()
     wrong = [s for s in pair
@@ -374,7 +384,10 @@ def _check_grid(name, size):
                          "columns")
 
 
-def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens=1):
+def resample_abs_pos_embed(
+    pos_embed: Float[Tensor, "1 _ D"], new_size: tuple[int, int],
+    old_size: tuple[int, int] | None = None, num_prefix_tokens: int = 1,
+) -> Float[Tensor, "1 _ D"]:
     """Learned positions of one grid, interpolated for another (Dosovitskiy et al. 2021, 3.2).
 
     Parameters
@@ -427,7 +440,10 @@ def resample_abs_pos_embed(pos_embed, new_size, old_size=None, num_prefix_tokens
     return torch.cat([prefix, grid.to(prefix.dtype)], dim=1)
 
 # %% ../nbs/94_backbone.ipynb #resample-stored
-def resample_parameter(pos_embed, new_size, old_size, num_prefix_tokens=1):
+def resample_parameter(
+    pos_embed: nn.Parameter, new_size: tuple[int, int], old_size: tuple[int, int],
+    num_prefix_tokens: int = 1,
+) -> nn.Parameter:
     """Positions for another grid, as a parameter.
 
     It is the same one, which an optimizer may hold, if the grid stays.
@@ -448,7 +464,10 @@ def resample_parameter(pos_embed, new_size, old_size, num_prefix_tokens=1):
     return nn.Parameter(new, requires_grad=pos_embed.requires_grad)
 
 
-def resample_stored(state_dict, key, grid_size, num_prefix_tokens=1, old_size=None):
+def resample_stored(
+    state_dict: dict[str, Tensor], key: str, grid_size: tuple[int, int],
+    num_prefix_tokens: int = 1, old_size: tuple[int, int] | None = None,
+) -> dict[str, Tensor]:
     """A copy of a state dict with the position embeddings under `key` interpolated for a grid.
 
     Position embeddings that fit the grid stay as they are, unless `old_size` says that they
@@ -505,16 +524,18 @@ class Backbone(nn.Module):
     classifiers = ("head",)  # names of the layers that make logits
     grad_checkpointing = False
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B in_chans H W"]) -> Tensor | tuple[Tensor, Tensor]:
         """Logits (B, num_classes) of images (B, in_chans, H, W)."""
         return self.forward_head(self.forward_features(x))
 
     @property
-    def stages(self):
+    def stages(self) -> list[Sequence[nn.Module]]:
         """Lists of blocks, after each of which `forward_intermediates` may look."""
         return [[block] for block in self.blocks]
 
-    def checkpointed(self, block, x, **options):
+    def checkpointed(
+        self, block: nn.Module, x: Tensor | tuple[Tensor, ...], **options
+    ) -> Tensor | tuple[Tensor, ...]:
         """``block(x, **options)``; with gradient checkpointing it is computed again for the
         gradient.
 
@@ -530,11 +551,11 @@ class Backbone(nn.Module):
             return checkpoint_block(block, x, **options)
         return block(x, **options)
 
-    def set_grad_checkpointing(self, enable=True):
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Trade time for memory in training: store each block's input only."""
         self.grad_checkpointing = enable
 
-    def pool(self, x):
+    def pool(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B ... D"]:
         """What the head sees of tokens (B, k + N, D): (B, D), or all if `global_pool` is ""."""
         if self.global_pool == "token":
             return x[:, 0]
@@ -542,7 +563,7 @@ class Backbone(nn.Module):
             return x[:, self.num_prefix_tokens :].mean(dim=1)
         return x
 
-    def set_pool(self, global_pool):
+    def set_pool(self, global_pool: str) -> None:
         """Choose what the head sees.
 
         A model with `fc_norm` normalizes the mean of the tokens ("avg") after pooling and
@@ -555,13 +576,13 @@ class Backbone(nn.Module):
         if hasattr(self, "fc_norm"):
             self.place_norm()
 
-    def place_norm(self):
+    def place_norm(self) -> None:
         """Move the last norm to `fc_norm` if the head sees a mean, and otherwise to `norm`."""
         is_after = isinstance(self.norm, nn.Identity)
         if is_after != (self.global_pool == "avg"):
             self.norm, self.fc_norm = self.fc_norm, self.norm
 
-    def reset_classifier(self, num_classes, global_pool=None):
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Make a new head for `num_classes` classes (none if 0), and possibly another pooling.
 
         The model is then the one that its class makes with these two arguments. This includes
@@ -583,7 +604,7 @@ class Backbone(nn.Module):
             setattr(self.get_submodule(parent), own, head.train(self.training))
         self.update_config(num_classes=num_classes)
 
-    def update_config(self, **changes):
+    def update_config(self, **changes) -> None:
         """Enter changes in the descriptions of a model that `create_model` made, if it did.
 
         Parameters
@@ -597,23 +618,26 @@ class Backbone(nn.Module):
                 known = {key: value for key, value in changes.items() if key in config}
                 setattr(self, name, config | known)
 
-    def no_weight_decay(self):
+    def no_weight_decay(self) -> set[str]:
         """Names of parameters that are not to decay: the model's own, tokens and positions."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
-    def attention_maps(self, x):
+    def attention_maps(self, x: Float[Tensor, "B in_chans H W"]) -> list[Tensor]:
         """The weights of every call of `attention` for images x: a list of (B, h, N, N)."""
         with record_attention() as maps:
             self.forward_features(x)
         return maps
 
-    def forward_intermediates(self, x, indices=None, *, norm=False, output_fmt="NCHW",
-                              intermediates_only=False, return_prefix_tokens=False):
+    def forward_intermediates(
+        self, x: Float[Tensor, "B in_chans H W"], indices: int | Sequence[int] | None = None, *,
+        norm: bool = False, output_fmt: Literal["NCHW", "NHWC", "NLC"] = "NCHW",
+        intermediates_only: bool = False, return_prefix_tokens: bool = False,
+    ) -> list | tuple[Tensor, list]:
         """The maps after some of the stages, as timm returns them.
 
         Parameters
         ----------
-        x : Tensor, shape (B, in_chans, H, W)
+        x : Tensor
         indices : int or sequence of int, optional
             The last so many stages, or these; all by default. Most models have a block a stage.
         norm : bool
@@ -651,7 +675,7 @@ class Backbone(nn.Module):
         return self.norm(tokens), found
 
 # %% ../nbs/94_backbone.ipynb #guards
-def frozen_copy(model):
+def frozen_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model in evaluation mode, whose parameters have no gradients.
 
     Parameters
@@ -667,14 +691,14 @@ def frozen_copy(model):
     return copy.deepcopy(model, known).eval().requires_grad_(False)
 
 
-def _refuse_weights(*inputs):
+def _refuse_weights(*inputs) -> None:
     """A hook that refuses other weights for an optimized copy, whatever its `inputs`."""
     raise RuntimeError("state_dict cannot be loaded into an optimized copy, which keeps "
                        "results computed from its weights; load it into the model and "
                        "optimize that")
 
 
-def _keep_evaluation(model, mode=True):
+def _keep_evaluation(model: nn.Module, mode: bool = True) -> nn.Module:
     """`train` of an optimized copy: an error unless `mode`, of `model`, is False."""
     if mode:
         raise RuntimeError(f"mode ({mode}) must be False: a copy made for inference has no "
@@ -693,17 +717,17 @@ class _SameParameters:
     model : Module
     """
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module):
         self.renew(model)
 
-    def renew(self, model):
+    def renew(self, model: nn.Module) -> None:
         """From now on, the parameters that the model has now are its own."""
         self.owners = []
         for part in model.modules():
             for name, parameter in part.named_parameters(recurse=False):
                 self.owners.append((part, name, parameter))
 
-    def __call__(self, model, inputs):
+    def __call__(self, model: nn.Module, inputs: tuple) -> None:
         """Raise a RuntimeError if a parameter was replaced."""
         for part, name, parameter in self.owners:
             if getattr(part, name) is not parameter:
@@ -712,7 +736,7 @@ class _SameParameters:
                                    "the model itself with other parameters")
 
 
-def resize(model, hook, *size, **options):
+def resize(model: Backbone, hook: _SameParameters, *size, **options) -> None:
     """`set_input_size` of an optimized copy, whose positions are then other parameters.
 
     Parameters
@@ -727,7 +751,7 @@ def resize(model, hook, *size, **options):
     hook.renew(model)
 
 
-def guard(model):
+def guard(model: nn.Module) -> nn.Module:
     """Make an optimized copy refuse other weights and training mode; return it.
 
     Parameters

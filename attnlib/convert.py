@@ -8,11 +8,13 @@ __all__ = ['BLOCK', 'VIT', 'MAE', 'SWIN', 'SWINV2', 'BEIT', 'TNT', 'DETR', 'DETR
 
 # %% ../nbs/95_convert.ipynb #imports
 import re
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 # %% ../nbs/95_convert.ipynb #rename
-def rename_keys(state_dict, table):
+def rename_keys(state_dict: dict[str, Tensor], table: Sequence[tuple]) -> dict[str, Tensor]:
     """The tensors of a state dict under other names.
 
     Parameters
@@ -49,8 +51,10 @@ def rename_keys(state_dict, table):
     return renamed
 
 # %% ../nbs/95_convert.ipynb #fuse
-def fuse_qkv(state_dict, pattern=r"(.*\.attn)\.([qkv])\.(weight|bias)", fused="{}.qkv.{}",
-             parts=("q", "k", "v")):
+def fuse_qkv(
+    state_dict: dict[str, Tensor], pattern: str = r"(.*\.attn)\.([qkv])\.(weight|bias)",
+    fused: str = "{}.qkv.{}", parts: Sequence[str] = ("q", "k", "v"),
+) -> dict[str, Tensor]:
     """Put queries', keys' and values' matrices, or other parts, below each other, as one layer
     has them.
 
@@ -265,7 +269,7 @@ FUSED = {  # of families whose attention has torch's names: the arguments of `fu
 FUSED["detr_panoptic"] = FUSED["detr"]
 
 # %% ../nbs/95_convert.ipynb #convert
-def convert_state_dict(state_dict, family):
+def convert_state_dict(state_dict: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """Weights of another library under timm's names; timm's own stay as they are.
 
     Parameters
@@ -299,7 +303,7 @@ def convert_state_dict(state_dict, family):
     return named
 
 
-def _drop_key_bias(named):
+def _drop_key_bias(named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of a bias for queries, keys and values, two: that of the keys has no effect.
 
     Parameters

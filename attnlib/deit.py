@@ -9,6 +9,8 @@ __all__ = ['SIZES', 'DistilledVisionTransformer', 'hard_distillation_loss', 'sof
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
 
 from .backbone import classifier
 from .models import register_model
@@ -41,15 +43,17 @@ class DistilledVisionTransformer(VisionTransformer):
         self.pos_embed = nn.Parameter(torch.cat([own, self.pos_embed.detach()], dim=1))
         self.head_dist = classifier(self.embed_dim, self.num_classes, own.device, own.dtype)
 
-    def prefix_tokens(self):
+    def prefix_tokens(self) -> list[Tensor]:
         """The two tokens before those of the patches, (1, 1, D) each."""
         return [self.cls_token, self.dist_token]
 
-    def set_distilled_training(self, enable=True):
+    def set_distilled_training(self, enable: bool = True) -> None:
         """In training mode return the logits of both heads, and not their average."""
         self.distilled_training = enable
 
-    def forward_head(self, x, pre_logits=False):
+    def forward_head(
+        self, x: Float[Tensor, "B L D"], pre_logits: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The average (B, num_classes) of both heads' logits for the tokens (B, 2 + N, D).
 
         After `set_distilled_training`, in training mode, a tuple of both; with `pre_logits` the
@@ -65,18 +69,23 @@ class DistilledVisionTransformer(VisionTransformer):
             return logits, dist_logits
         return (logits + dist_logits) / 2
 
-    def forward(self, x):
+    def forward(
+        self, x: Float[Tensor, "B in_chans H W"]
+    ) -> Float[Tensor, "B num_classes"] | tuple[Tensor, Tensor]:
         """Logits (B, num_classes) of images (B, in_chans, H, W), or a tuple of both heads'."""
         x = self.forward_features(x)
         return self.forward_head(x)
 
 # %% ../nbs/31_deit.ipynb #losses
-def _check_losses(logits, dist_logits, teacher_logits, weight):
+def _check_losses(
+    logits: Float[Tensor, "B C"], dist_logits: Float[Tensor, "B C"],
+    teacher_logits: Float[Tensor, "B C"], weight: float,
+) -> None:
     """Raise unless the logits have one shape and the weight is from 0 to 1.
 
     Parameters
     ----------
-    logits, dist_logits, teacher_logits : Tensor, shape (B, C)
+    logits, dist_logits, teacher_logits : Tensor
     weight : float
 
     Raises
@@ -94,15 +103,18 @@ def _check_losses(logits, dist_logits, teacher_logits, weight):
         raise ValueError(f"weight ({weight}) must be from 0 to 1")
 
 
-def hard_distillation_loss(logits, dist_logits, teacher_logits, labels, *, weight=0.5):
+def hard_distillation_loss(
+    logits: Float[Tensor, "B C"], dist_logits: Float[Tensor, "B C"],
+    teacher_logits: Float[Tensor, "B C"], labels: Tensor, *, weight: float = 0.5,
+) -> Float[Tensor, ""]:
     """Cross-entropy with the labels and with the teacher's decisions (Touvron et al. 2021,
     equation 3).
 
     Parameters
     ----------
-    logits, dist_logits : Tensor, shape (B, C)
+    logits, dist_logits : Tensor
         Of the student's two heads; a student with one head gives the same twice.
-    teacher_logits : Tensor, shape (B, C)
+    teacher_logits : Tensor
     labels : Tensor, int64 of shape (B,) or probabilities of shape (B, C)
     weight : float
         Of the teacher's part, from 0 to 1; the labels' part has the rest.
@@ -119,8 +131,11 @@ def hard_distillation_loss(logits, dist_logits, teacher_logits, labels, *, weigh
     return (1 - weight) * own + weight * taught
 
 # %% ../nbs/31_deit.ipynb #soft-loss
-def soft_distillation_loss(logits, dist_logits, teacher_logits, labels, *, weight=0.5,
-                           temperature=3.0):
+def soft_distillation_loss(
+    logits: Float[Tensor, "B C"], dist_logits: Float[Tensor, "B C"],
+    teacher_logits: Float[Tensor, "B C"], labels: Tensor, *, weight: float = 0.5,
+    temperature: float = 3.0,
+) -> Float[Tensor, ""]:
     """Cross-entropy with the labels and τ² KL(teacher ‖ student) at temperature τ (Touvron et
     al. 2021, equation 2).
 
@@ -156,14 +171,23 @@ def soft_distillation_loss(logits, dist_logits, teacher_logits, labels, *, weigh
     return (1 - weight) * own + weight * divergence
 
 # %% ../nbs/31_deit.ipynb #register
-SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # table 1: width and heads
-for size, (width, heads) in SIZES.items():
-    name = f"deit_{size}_patch16_224"
-    register_model(name, VisionTransformer, hub=f"timm/{name}.fb_in1k", patch_size=16,
-                   embed_dim=width, depth=12, num_heads=heads)
-    name = f"deit_{size}_distilled_patch16_224"
-    register_model(name, DistilledVisionTransformer, hub=f"timm/{name}.fb_in1k", patch_size=16,
-                   embed_dim=width, depth=12, num_heads=heads)
+SIZES = {  # table 1
+    "tiny": dict(embed_dim=192, depth=12, num_heads=3),
+    "small": dict(embed_dim=384, depth=12, num_heads=6),
+    "base": dict(embed_dim=768, depth=12, num_heads=12),
+}
+register_model("deit_tiny_patch16_224", VisionTransformer, patch_size=16, **SIZES["tiny"],
+               hub="timm/deit_tiny_patch16_224.fb_in1k")
+register_model("deit_small_patch16_224", VisionTransformer, patch_size=16, **SIZES["small"],
+               hub="timm/deit_small_patch16_224.fb_in1k")
+register_model("deit_base_patch16_224", VisionTransformer, patch_size=16, **SIZES["base"],
+               hub="timm/deit_base_patch16_224.fb_in1k")
+register_model("deit_tiny_distilled_patch16_224", DistilledVisionTransformer, patch_size=16,
+               **SIZES["tiny"], hub="timm/deit_tiny_distilled_patch16_224.fb_in1k")
+register_model("deit_small_distilled_patch16_224", DistilledVisionTransformer, patch_size=16,
+               **SIZES["small"], hub="timm/deit_small_distilled_patch16_224.fb_in1k")
+register_model("deit_base_distilled_patch16_224", DistilledVisionTransformer, patch_size=16,
+               **SIZES["base"], hub="timm/deit_base_distilled_patch16_224.fb_in1k")
 
 # %% ../nbs/31_deit.ipynb #former-names
 from typing import TYPE_CHECKING

@@ -8,10 +8,14 @@ __all__ = ['fold_normalization', 'mask_patches', 'rollout_map', 'gradient_map', 
 
 # %% ../nbs/36_finetune.ipynb #imports
 import copy
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ._renamed import former_arguments
@@ -19,10 +23,12 @@ from .backbone import is_plain
 from .models import create_model, data_config
 from .train import (adamw, frozen_in_evaluation, learning_rate, modes_restored, seeded,
                            shuffled_batches)
-from .vit import patch_shares
+from .vit import check_divides, patch_shares
 
 # %% ../nbs/36_finetune.ipynb #fold
-def fold_normalization(model, mean, std):
+def fold_normalization(
+    model: nn.Module, mean: Sequence[float], std: Sequence[float]
+) -> nn.Module:
     """A copy of a model that takes pixels from 0 to 1 in place of standardized ones.
 
     Parameters
@@ -70,7 +76,7 @@ def fold_normalization(model, mean, std):
     return model
 
 
-def _check_folding(model, mean, std):
+def _check_folding(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
     """Raise unless `fold_normalization` can fold a normalization into a model.
 
     Parameters
@@ -100,7 +106,7 @@ def _check_folding(model, mean, std):
         raise ValueError(f"std ({std}) must be positive")
 
 
-def _folded_config(config, mean, std):
+def _folded_config(config: dict, mean: Sequence[float], std: Sequence[float]) -> dict:
     """The mean and deviation that a model expects after a normalization was folded into it.
 
     Parameters
@@ -121,28 +127,38 @@ def _folded_config(config, mean, std):
     return dict(mean=tuple(shifts), std=tuple(scales))
 
 # %% ../nbs/36_finetune.ipynb #explanations
-def mask_patches(x, rows, patch_size):
+def mask_patches(
+    x: Float[Tensor, "B C H W"], rows: Int[Tensor, "B k"], patch_size: int
+) -> Float[Tensor, "B C H W"]:
     """Images some of whose patches are set to 0.
 
     Parameters
     ----------
-    x : Tensor, shape (B, C, H, W)
-    rows : int64 Tensor, shape (B, k)
+    x : Tensor
+    rows : int64 Tensor
         The numbers of the patches.
     patch_size : int
         Height and width of a patch; it divides the image.
 
     Returns
     -------
-    Tensor, shape (B, C, H, W)
+    Tensor
+
+    Raises
+    ------
+    ValueError
+        If the patch does not divide the image.
     """
     b, _, h, w = x.shape
+    check_divides((patch_size, patch_size), (h, w))
     shown = x.new_ones(b, h * w // patch_size**2).scatter(1, rows, 0)
     shown = shown.view(b, 1, h // patch_size, w // patch_size)  # (B, N) -> (B, 1, H', W')
     return x * F.interpolate(shown, scale_factor=patch_size)  # nearest: each value P × P times
 
 
-def rollout_map(model, x, patch_size):
+def rollout_map(
+    model: nn.Module, x: Float[Tensor, "B C H W"], patch_size: int
+) -> Float[Tensor, "B N"]:
     """Shares of the patches in what the classifier reads, from the weights of all blocks.
 
     That is the class token, or the mean of the patches' tokens if the model pools those.
@@ -151,13 +167,13 @@ def rollout_map(model, x, patch_size):
     ----------
     model : Module
         A `Backbone`; it is put into evaluation mode.
-    x : Tensor, shape (B, C, H, W)
+    x : Tensor
     patch_size : int
         Not used here; all maps are called alike.
 
     Returns
     -------
-    Tensor, shape (B, N)
+    Tensor
 
     Raises
     ------
@@ -167,21 +183,29 @@ def rollout_map(model, x, patch_size):
     return patch_shares(model.eval(), x)
 
 
-def gradient_map(model, x, patch_size):
+def gradient_map(
+    model: nn.Module, x: Float[Tensor, "B C H W"], patch_size: int
+) -> Float[Tensor, "B N"]:
     """Sums over each patch of the absolute slopes of the largest logit.
 
     Parameters
     ----------
     model : Module
         A `Backbone`; it is put into evaluation mode.
-    x : Tensor, shape (B, C, H, W)
+    x : Tensor
     patch_size : int
-        Height and width of a patch.
+        Height and width of a patch; it divides the image.
 
     Returns
     -------
-    Tensor, shape (B, N)
+    Tensor
+
+    Raises
+    ------
+    ValueError
+        If the patch does not divide the image.
     """
+    check_divides((patch_size, patch_size), tuple(x.shape[2:]))
     with torch.inference_mode(False), torch.enable_grad():
         x = x.detach().clone().requires_grad_()
         largest = model.eval()(x).max(-1).values.sum()  # images do not influence each other
@@ -191,21 +215,29 @@ def gradient_map(model, x, patch_size):
 
 
 @torch.no_grad()
-def occlusion_map(model, x, patch_size):
+def occlusion_map(
+    model: nn.Module, x: Float[Tensor, "B C H W"], patch_size: int
+) -> Float[Tensor, "B N"]:
     """By how much the largest logit falls if one patch is hidden, for each of them.
 
     Parameters
     ----------
     model : Module
         A `Backbone`; it is put into evaluation mode.
-    x : Tensor, shape (B, C, H, W)
+    x : Tensor
     patch_size : int
-        Height and width of a patch.
+        Height and width of a patch; it divides the image.
 
     Returns
     -------
-    Tensor, shape (B, N)
+    Tensor
+
+    Raises
+    ------
+    ValueError
+        If the patch does not divide the image.
     """
+    check_divides((patch_size, patch_size), tuple(x.shape[2:]))
     model.eval()
     count = x.shape[2] * x.shape[3] // patch_size**2
     every = torch.arange(count, device=x.device)[:, None]
@@ -218,7 +250,7 @@ def occlusion_map(model, x, patch_size):
     return falls
 
 # %% ../nbs/36_finetune.ipynb #layer-decay
-def layer_numbers(model):
+def layer_numbers(model: nn.Module) -> dict[str, int]:
     """The layer of each parameter of a `model`: 0 before the blocks, 1 to L in them, L + 1 the
     head.
 
@@ -244,7 +276,7 @@ def layer_numbers(model):
             for name, p in model.named_parameters()}
 
 
-def layer_scales(model, decay=0.75):
+def layer_scales(model: nn.Module, decay: float = 0.75) -> dict[str, float]:
     """How many times the head's rate each parameter learns with: `decay` times that of the
     layer above it (Bao et al. 2022).
 
@@ -266,13 +298,15 @@ def layer_scales(model, decay=0.75):
     return {name: decay ** (last - layer) for name, layer in numbers.items()}
 
 # %% ../nbs/36_finetune.ipynb #mixup
-def mixup(images, targets, alpha=0.2):
+def mixup(
+    images: Float[Tensor, "B C H W"], targets: Float[Tensor, "B K"], alpha: float = 0.2
+) -> tuple[Tensor, Tensor]:
     """Blend each image of a batch, and its target, with another's (Zhang et al. 2018).
 
     Parameters
     ----------
-    images : Tensor, shape (B, C, H, W)
-    targets : Tensor, shape (B, K)
+    images : Tensor
+    targets : Tensor
         Probabilities of the classes, such as ``F.one_hot(labels, K).float()``.
     alpha : float
         The share λ is drawn from Beta(α, α); 0 changes nothing.
@@ -289,7 +323,7 @@ def mixup(images, targets, alpha=0.2):
     return tuple(torch.lerp(x[order], x, share) for x in (images, targets))
 
 
-def moving_average(model, decay=0.99):
+def moving_average(model: nn.Module, decay: float = 0.99) -> AveragedModel:
     """The moving average of a model's weights; call `update_parameters(model)` each step.
 
     Parameters
@@ -306,19 +340,22 @@ def moving_average(model, decay=0.99):
 
 # %% ../nbs/36_finetune.ipynb #fine-tune
 @former_arguments(every="log_every")
-def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, average=0.9,
-              batch_size=16, seed=0, evaluate=None, log_every=50):
+def fine_tune(
+    model: nn.Module, images: Float[Tensor, "n C H W"], labels: Int[Tensor, "n"], *, steps: int,
+    lr: float, decay: float = 0.75, alpha: float = 0.0, average: float = 0.9,
+    batch_size: int = 16, seed: int = 0, evaluate: Callable | None = None, log_every: int = 50,
+) -> tuple[nn.Module, list[tuple]]:
     """Train a classifier with AdamW, rates by layer, mixup and a moving average of the weights.
 
     Afterwards, PyTorch's random number generators are in the state in which they were, and so
-    is each module's training or evaluation mode.
+    is each module's training or evaluation mode; the parameters have no gradients.
 
     Parameters
     ----------
     model : Module
         A `Backbone`, trained in place. Frozen modules stay in evaluation mode if they are in
         it, as in `train.fit`.
-    images, labels : Tensor, shapes (n, C, H, W) and (n,)
+    images, labels : Tensor
     steps : int
     lr : float
         The rate of the head rises over a tenth of the steps and falls to 0 by a cosine.
@@ -349,7 +386,8 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
     batches = shuffled_batches(images, labels, batch_size=batch_size, seed=seed)
     device = next(model.parameters()).device
     frozen = frozen_in_evaluation(model)
-    with seeded(seed), modes_restored(model):
+    with seeded(seed), modes_restored(model), ExitStack() as stack:
+        stack.callback(optimizer.zero_grad)  # or the last gradients would stay
         for step in range(1, steps + 1):
             x, y = batches(step - 1)
             x = x.to(device)
@@ -371,14 +409,14 @@ def fine_tune(model, images, labels, *, steps, lr, decay=0.75, alpha=0.0, averag
     return averaged.module.eval(), history
 
 # %% ../nbs/36_finetune.ipynb #prepared
-def _check_pixels(name, images):
+def _check_pixels(name: str, images: Float[Tensor, "n C H W"]) -> None:
     """Raise unless images hold floating-point numbers from 0, black, to 1, white.
 
     Parameters
     ----------
     name : str
         What an error calls the images.
-    images : Tensor, shape (n, C, H, W)
+    images : Tensor
 
     Raises
     ------
@@ -398,14 +436,16 @@ def _check_pixels(name, images):
                          "from 0 to 1, not yet standardized")
 
 
-def normalize_for(images, name, img_size=None):
+def normalize_for(
+    images: Float[Tensor, "n 3 H W"], name: str, img_size: int | tuple[int, int] | None = None
+) -> Float[Tensor, "n 3 height width"]:
     """Images as the weights of a name want them.
 
     The whole image is scaled, and nothing is cut off.
 
     Parameters
     ----------
-    images : Tensor, shape (n, 3, H, W)
+    images : Tensor
         From 0 to 1.
     name : str
         Of a model.
@@ -414,7 +454,7 @@ def normalize_for(images, name, img_size=None):
 
     Returns
     -------
-    Tensor, shape (n, 3, height, width)
+    Tensor
 
     Raises
     ------
@@ -435,7 +475,11 @@ def normalize_for(images, name, img_size=None):
     return scaled.to(images.dtype)
 
 
-def transfer(name, train, test, *, img_size=None, pretrained=True, device="cpu", **options):
+def transfer(
+    name: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *,
+    img_size: int | tuple[int, int] | None = None, pretrained: bool = True,
+    device: torch.device | str = "cpu", **options,
+) -> tuple[nn.Module, float]:
     """Fine-tune the weights of a name for images of one's own.
 
     Parameters

@@ -20,13 +20,16 @@ import os
 import pickle
 import re
 import warnings
+from collections.abc import Callable, Sequence
 from importlib.resources import files
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 import torch.nn as nn
+from jaxtyping import Float
 from torch import Tensor
 
 from .backbone import Backbone, requires
@@ -36,7 +39,7 @@ from .convert import convert_state_dict
 MODELS = {}  # name: (class, hub repository, arguments)
 
 
-def register_model(name, cls, hub=None, **config):
+def register_model(name: str, cls: Callable, hub: str | None = None, **config) -> None:
     """Enter a model under a name.
 
     A name that is registered again replaces the older entry, as happens when a notebook defines
@@ -68,7 +71,7 @@ def register_model(name, cls, hub=None, **config):
     MODELS[name] = (cls, hub, config)
 
 
-def _registered(name):
+def _registered(name: str) -> tuple[Callable, str | None, dict[str, Any]]:
     """The entry of a name, or an error with the nearest ones."""
     if name not in MODELS:
         word = str(name).lower()
@@ -79,7 +82,7 @@ def _registered(name):
     return MODELS[name]
 
 
-def list_models(pattern="*"):
+def list_models(pattern: str = "*") -> list[str]:
     """The names that fit a pattern with a shell's wildcards, such as "vit_*_224".
 
     Numbers in them sort as numbers.
@@ -88,7 +91,7 @@ def list_models(pattern="*"):
     -------
     list of str
     """
-    def natural(name):
+    def natural(name: str) -> list[int | str]:
         return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
     return sorted(fnmatch.filter(MODELS, pattern), key=natural)
@@ -108,15 +111,17 @@ DATA_CONFIGS = (  # patterns of names, and differences from _IMAGENET; the last 
 )
 
 
-def _check_size(name, size):
+def _check_size(name: str, size: int | Sequence[int]) -> None:
     """Raise a ValueError, with the name, unless this is one integer of at least 1, or two."""
     sides = list(size) if isinstance(size, (tuple, list)) else [size, size]
-    if len(sides) != 2 or any(not isinstance(side, int) or side < 1 for side in sides):
+    if len(sides) != 2 or any(not isinstance(side, Integral) or side < 1 for side in sides):
         raise ValueError(f"{name} ({size!r}) must be an integer of at least 1, or two of them, "
                          "height and width")
 
 
-def data_config(name, img_size=None, in_chans=3):
+def data_config(
+    name: str, img_size: int | tuple[int, int] | None = None, in_chans: int = 3
+) -> dict[str, Any]:
     """Describe the images that the weights of a name were trained on, with timm's keys.
 
     The result can be passed on to ``timm.data.create_transform`` as keywords.
@@ -158,14 +163,17 @@ def data_config(name, img_size=None, in_chans=3):
     return config
 
 
-def _for_channels(values, in_chans):
+def _for_channels(values: Sequence[float], in_chans: int) -> tuple[float, ...]:
     """Means or deviations of red, green and blue for another number of channels."""
     if in_chans == 1:
         return (sum(values) / len(values),)
     return tuple(values[i % len(values)] for i in range(in_chans))
 
 
-def pretrained_cfg(name, num_classes=None, img_size=None, in_chans=3):
+def pretrained_cfg(
+    name: str, num_classes: int | None = None, img_size: int | tuple[int, int] | None = None,
+    in_chans: int = 3,
+) -> dict[str, Any]:
     """Describe a model of a name as timm does, for timm's tools.
 
     Parameters
@@ -249,8 +257,8 @@ def create_model(
     Raises
     ------
     ValueError
-        If there is no such name (the message has the nearest ones), there are no weights for
-        it, or they do not fit.
+        If there is no such name (the message has the nearest ones), its model takes no
+        `num_classes` or `img_size`, or there are no weights for it, or they do not fit.
     ConnectionError
         If the weights are neither in the hub's cache nor can be fetched; the message says how
         to pass a file.
@@ -261,7 +269,13 @@ def create_model(
                          "False or a file's path")
     given = dict(num_classes=num_classes, img_size=img_size)
     given = {key: value for key, value in given.items() if value is not None}
-    model = cls(**config | dict(in_chans=in_chans) | given | kwargs)
+    try:
+        model = cls(**config | dict(in_chans=in_chans) | given | kwargs)
+    except TypeError as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if found is None or found[1] not in given:
+            raise
+        raise ValueError(f"{found[1]} cannot be given for {name!r}: {error}") from error
     model.data_config = data_config(name, img_size, in_chans)
     model.pretrained_cfg = pretrained_cfg(name, num_classes, img_size, in_chans)
     if pretrained is not False:
@@ -271,7 +285,7 @@ def create_model(
     return model
 
 # %% ../nbs/93_models.ipynb #read-weights
-def read_weights(path):
+def read_weights(path: str | Path) -> Any:
     """The tensors of a local file, without running anything that is in it.
 
     Parameters
@@ -296,11 +310,18 @@ def read_weights(path):
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
     if path.suffix == ".json":
-        return _model_part(_read_safetensors(_tensors_of(path)))
-    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+        file = _tensors_of(path)
+        weights = _model_part(_read_safetensors(file))
+        if not weights:
+            raise ValueError(f"{path} holds no weights: none of the tensors in {file} is named "
+                             "model.NAME, as train.fit names those of a model")
+        return weights
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    return _read_pickle(path)
 
 
-def _tensors_of(path):
+def _tensors_of(path: Path) -> Path:
     """The file of tensors to which a checkpoint's JSON file belongs."""
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -316,7 +337,7 @@ def _tensors_of(path):
     return file
 
 
-def _read_safetensors(path):
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
     with requires("hub"):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -326,7 +347,7 @@ def _read_safetensors(path):
         raise ValueError(f"{path} is truncated or no safetensors file ({error})") from None
 
 
-def _read_pickle(path):
+def _read_pickle(path: Path) -> Any:
     try:  # training scripts store their arguments, a Namespace
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -343,7 +364,7 @@ def _read_pickle(path):
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that there is counts
 
 
-def fetch_weights(repository):
+def fetch_weights(repository: str) -> Path:
     """The path of a hub repository's weights, from its cache or downloaded into it.
 
     Where there is no "model.safetensors", it is that of "pytorch_model.bin". Without a network
@@ -391,7 +412,7 @@ def fetch_weights(repository):
                             f"{' nor '.join(_WEIGHT_FILES)}")
 
 
-def _download(name, repository, **options):
+def _download(name: str, repository: str, **options) -> Path:
     """The path of one file of a repository in the hub's cache."""
     with requires("hub"):
         from huggingface_hub import hf_hub_download
@@ -402,7 +423,7 @@ def _download(name, repository, **options):
         raise _not_fetched(name, repository, error) from error
 
 
-def _in_cache(repository):
+def _in_cache(repository: str) -> Path | None:
     """The first of the weights' files that the hub's cache holds, or None."""
     for name in _WEIGHT_FILES:
         try:
@@ -412,7 +433,7 @@ def _in_cache(repository):
     return None
 
 
-def _not_fetched(name, repository, error):
+def _not_fetched(name: str, repository: str, error: Exception) -> ConnectionError:
     """A ConnectionError that says what was wanted, why it failed, and what to do."""
     reason = f"{type(error).__name__}: " + str(error).strip().split("\n")[0]
     return ConnectionError(
@@ -421,7 +442,7 @@ def _not_fetched(name, repository, error):
         "load_pretrained(model, path)")
 
 # %% ../nbs/93_models.ipynb #check-sum
-def _check_sum(path):
+def _check_sum(path: Path) -> None:
     """Compare a file in the hub's cache with its name there, which is its SHA-256."""
     name = Path(os.readlink(path)).name if path.is_symlink() else ""  # else it is no cache
     if re.fullmatch("[0-9a-f]{64}", name):
@@ -434,7 +455,9 @@ def _check_sum(path):
                              f"delete {path.resolve()}")
 
 # %% ../nbs/93_models.ipynb #state-dict-of
-def _with_tensors(state_dict, tensors):
+def _with_tensors(
+    state_dict: dict[str, Tensor], tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """A copy of a state dict, with the notes that PyTorch made about its modules, and other
     tensors in it."""
     changed = copy.copy(state_dict)
@@ -443,7 +466,7 @@ def _with_tensors(state_dict, tensors):
     return changed
 
 
-def unwrap_state_dict(source):
+def unwrap_state_dict(source: str | Path | dict) -> dict[str, Tensor]:
     """The tensors of a file, a repository or a dictionary, by name.
 
     Training scripts wrap the weights: what is stored under "state_dict_ema", "model_ema",
@@ -496,18 +519,18 @@ def unwrap_state_dict(source):
     return found
 
 
-def _unwrapped(key):
+def _unwrapped(key: str) -> str:
     """A key without the prefixes that data-parallel and compiled models add."""
     return re.sub(r"^((_orig_mod|module)\.)+", "", key)
 
 
-def _model_part(tensors):
+def _model_part(tensors: dict[str, Any]) -> dict[str, Any]:
     """The weights "model.NAME" of a checkpoint, under their own names."""
     return {key.removeprefix("model."): x for key, x in tensors.items()
             if key.startswith("model.")}
 
 
-def _path_of(source):
+def _path_of(source: str | Path) -> Path:
     path = Path(source)
     if path.parts[:1] == ("attnlib",) and len(path.parts) == 2:  # comes with the library
         here = Path(files("attnlib"))
@@ -527,7 +550,9 @@ def _path_of(source):
 state_dict_of = unwrap_state_dict  # deprecated: the older name, for one more version
 
 # %% ../nbs/93_models.ipynb #adapt-channels
-def adapt_input_conv(weight, in_chans):
+def adapt_input_conv(
+    weight: Float[Tensor, "D C p q"], in_chans: int
+) -> Float[Tensor, "D in_chans p q"]:
     """A first layer's `weight` (D, C, p, q) for `in_chans` channels, as timm computes it.
 
     For one channel the weights are summed over all; for others they are repeated (red, green,
@@ -535,7 +560,7 @@ def adapt_input_conv(weight, in_chans):
 
     Returns
     -------
-    Tensor, shape (D, in_chans, p, q)
+    Tensor
 
     Raises
     ------
@@ -563,7 +588,9 @@ _FIRST_LAYER = re.compile(r"(patch|pixel)_embed\.proj\.weight")  # timm's names 
 _CLASSIFIER = re.compile(r"head(_dist)?\..*")  # ... and of the last layer
 
 
-def load_pretrained(model, source, img_size=None):
+def load_pretrained(
+    model: nn.Module, source: str | Path | dict, img_size: int | tuple[int, int] | None = None
+) -> list[str]:
     """Load published weights into a model, adapted to it; all of them or nothing.
 
     Parameters
@@ -627,12 +654,12 @@ def load_pretrained(model, source, img_size=None):
     return kept
 
 # %% ../nbs/93_models.ipynb #compare
-def _numbers_of_classes(tensors):
+def _numbers_of_classes(tensors: dict[str, Tensor]) -> dict[str, int]:
     """{key: number of rows} of the tensors of a classifier."""
     return {key: x.shape[0] for key, x in tensors.items() if _CLASSIFIER.fullmatch(key)}
 
 
-def _other_classifier(found, wanted):
+def _other_classifier(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     """Whether the source's classifier cannot be loaded into the model's."""
     theirs = _numbers_of_classes(found)
     ours = _numbers_of_classes(wanted)
@@ -643,9 +670,11 @@ def _other_classifier(found, wanted):
     return bool(ours) != bool(theirs) or any(ours[key] != theirs[key] for key in common)
 
 
-def _compare(found, wanted, kept, model):
+def _compare(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], kept: list[str], model: str
+) -> None:
     """Raise with a line for each key that does not fit."""
-    def shape(x):
+    def shape(x: Tensor) -> str:
         return f"{tuple(x.shape)}" + ("" if x.is_floating_point() else f" of {x.dtype}")
 
     lines = [f"missing: {key} {shape(x)}" for key, x in wanted.items()
@@ -659,7 +688,7 @@ def _compare(found, wanted, kept, model):
                                       *lines]))
 
 # %% ../nbs/93_models.ipynb #preprocess
-def preprocess(config):
+def preprocess(config: str | dict) -> Callable:
     """What makes a model's input of a picture, as timm does in evaluation.
 
     Parameters
@@ -702,7 +731,7 @@ def preprocess(config):
 _RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 
 
-def _check_config(config):
+def _check_config(config: dict[str, Any]) -> None:
     """Raise unless a config describes images that a picture can become."""
     if not isinstance(config, dict):
         raise TypeError(f"config of type {type(config).__name__} must be the name of a model, "
@@ -726,7 +755,7 @@ def _check_config(config):
                          f"of {list(_RESAMPLING)}")
 
 
-def _scale(image, height, width, config):
+def _scale(image: Any, height: int, width: int, config: dict[str, Any]) -> Any:
     """An image of which the middle, `crop_pct` of the shorter side, is height by width."""
     wanted = [math.floor(side / config["crop_pct"]) for side in (width, height)]
     sides = image.width, image.height
@@ -738,7 +767,7 @@ def _scale(image, height, width, config):
     return image.resize(size, _RESAMPLING[config["interpolation"]])
 
 
-def open_picture(picture):
+def open_picture(picture: Any) -> Any:
     """A picture as an RGB image of Pillow's, upright as its EXIF orientation says.
 
     Gray values of 16 bits, from 0 to 65,535, are divided by 257, so that white stays white.
@@ -782,7 +811,7 @@ def open_picture(picture):
     return picture.convert("RGB")
 
 # %% ../nbs/93_models.ipynb #labels
-def class_names(name):
+def class_names(name: str) -> list[str]:
     """The names of a model's classes, in the order of its logits.
 
     Parameters
@@ -808,7 +837,7 @@ def class_names(name):
     return text.splitlines()
 
 # %% ../nbs/93_models.ipynb #classify
-def check_classifies(model):
+def check_classifies(model: nn.Module) -> None:
     """Raise a ValueError unless a `model` has a classifier of images.
 
     A model that detects objects or predicts pixels has none, and neither has one that was made
@@ -819,7 +848,9 @@ def check_classifies(model):
                          "with num_classes of at least 1, by a class that classifies images")
 
 
-def classify(model, picture, k=5, names=None):
+def classify(
+    model: nn.Module, picture: Any, k: int = 5, names: Sequence[str] | None = None
+) -> list[tuple[str, float]]:
     """The most probable classes of a picture.
 
     Parameters
@@ -845,7 +876,7 @@ def classify(model, picture, k=5, names=None):
         has another number of classes than there are names, or `k` is not an integer of at least
         1.
     """
-    if not isinstance(k, int) or k < 1:
+    if not isinstance(k, Integral) or k < 1:
         raise ValueError(f"k ({k!r}) must be an integer of at least 1")
     config = getattr(model, "data_config", None)
     if config is None or model.training:

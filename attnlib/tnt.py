@@ -6,8 +6,13 @@
 __all__ = ['SIZES', 'patchify', 'unpatchify', 'PixelEmbed', 'SplitAttention', 'Block', 'TNT']
 
 # %% ../nbs/34_tnt.ipynb #imports
+from numbers import Integral
+from typing import Literal
+
 import torch
 import torch.nn as nn
+from jaxtyping import Float
+from torch import Tensor
 
 from .attention import attention
 from attnlib.backbone import (
@@ -19,7 +24,7 @@ from .multihead import check_heads, merge_heads, split_heads
 from .vit import Mlp, PatchEmbed, check_images
 
 # %% ../nbs/34_tnt.ipynb #cut
-def patchify(x, size):
+def patchify(x: Float[Tensor, "B C H W"], size: tuple[int, int]) -> Float[Tensor, "_ C p q"]:
     """Cut images x (B, C, H, W) into patches of a size (p, q), row by row: (B·n, C, p, q)."""
     x = x.unflatten(3, (-1, size[1]))  # (B, C, H, W) -> (B, C, H, W', q)
     x = x.unflatten(2, (-1, size[0]))  # -> (B, C, H', p, W', q)
@@ -27,7 +32,9 @@ def patchify(x, size):
     return x.flatten(0, 2)  # -> (B H' W', C, p, q)
 
 
-def unpatchify(x, grid_size):
+def unpatchify(
+    x: Float[Tensor, "_ C p q"], grid_size: tuple[int, int]
+) -> Float[Tensor, "B C _ _"]:
     """Put the patches of images together again, the inverse of `patchify`.
 
     Parameters
@@ -69,10 +76,13 @@ class PixelEmbed(PatchEmbed):
         If the patch does not divide the image, or `stride` not the patch.
     """
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, in_dim=48, stride=4,
-                 legacy=False, *, device=None, dtype=None):
+    def __init__(
+        self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3, in_dim: int = 48, stride: int = 4, legacy: bool = False, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):
         super().__init__(img_size, patch_size, in_chans, in_dim, device=device, dtype=dtype)
-        whole = isinstance(stride, int) and stride >= 1
+        whole = isinstance(stride, Integral) and stride >= 1
         if not whole or any(p % stride for p in self.patch_size):
             raise ValueError(f"first_stride ({stride}) must be at least 1 and divide "
                              f"patch_size {self.patch_size}")
@@ -81,7 +91,7 @@ class PixelEmbed(PatchEmbed):
         self.proj = nn.Conv2d(in_chans, in_dim, kernel_size=7, stride=stride, padding=3,
                               device=device, dtype=dtype)
 
-    def forward(self, x, pixel_pos):
+    def forward(self, x: Float[Tensor, "B C H W"], pixel_pos: Tensor) -> Float[Tensor, "_ m c"]:
         """Images (B, C, H, W) to words (B·n, m, c), m for each patch, with their positions."""
         check_images(x, self.in_chans, self.img_size)
         if self.legacy:
@@ -94,7 +104,7 @@ class PixelEmbed(PatchEmbed):
         x = x.flatten(2)  # -> (B n, c, m)
         return x.transpose(1, 2).contiguous()  # -> (B n, m, c)
 
-    def word_map(self, words):
+    def word_map(self, words: Float[Tensor, "_ m c"]) -> Float[Tensor, "B c _ _"]:
         """Words (B·n, m, c) as a map (B, c, H'·h, W'·w), each where its sub-patch is."""
         words = words.transpose(1, 2)  # (B n, m, c) -> (B n, c, m)
         words = words.unflatten(2, self.word_grid)  # -> (B n, c, h, w)
@@ -114,8 +124,11 @@ class SplitAttention(nn.Module):
         Dropout of the weights and of the output.
     """
 
-    def __init__(self, dim, num_heads, qkv_bias=False, attn_drop=0.0, proj_drop=0.0,
-                 device=None, dtype=None):
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0,
+        proj_drop: float = 0.0, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_heads(num_heads, embed_dim=dim)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
@@ -127,7 +140,7 @@ class SplitAttention(nn.Module):
         self.proj = nn.Linear(dim, dim, **options)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B N dim"]:
         """Tokens (B, N, dim) to tokens."""
         q, k = self.qk(x).chunk(2, dim=-1)  # (B, N, 2 dim) -> twice (B, N, dim)
         v = self.v(x)  # (B, N, dim)
@@ -135,8 +148,9 @@ class SplitAttention(nn.Module):
         k = split_heads(k, self.num_heads)
         v = split_heads(v, self.num_heads)
         dropout_p = self.attn_drop if self.training else 0.0
-        x = attention(q, k, v, dropout_p=dropout_p)  # (B, h, N, d)
-        x = self.proj(merge_heads(x))  # -> (B, N, dim)
+        x = attention(q, k, v, dropout_p=dropout_p)  # softmax(q kᵀ / √d) v, (B, h, N, d)
+        x = merge_heads(x)  # -> (B, N, dim)
+        x = self.proj(x)
         return self.proj_drop(x)
 
 # %% ../nbs/34_tnt.ipynb #block
@@ -162,9 +176,13 @@ class Block(nn.Module):
         and their sum behind it.
     """
 
-    def __init__(self, dim, dim_out, num_pixel, num_heads_in=4, num_heads_out=12, mlp_ratio=4.0,
-                 qkv_bias=False, proj_drop=0.0, attn_drop=0.0, drop_path=0.0, legacy=False,
-                 device=None, dtype=None):
+    def __init__(
+        self, dim: int, dim_out: int, num_pixel: int, num_heads_in: int = 4,
+        num_heads_out: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = False,
+        proj_drop: float = 0.0, attn_drop: float = 0.0, drop_path: float = 0.0,
+        legacy: bool = False, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_heads(num_heads_in, inner_dim=dim)
         options = dict(device=device, dtype=dtype)
@@ -191,12 +209,14 @@ class Block(nn.Module):
         hidden = hidden_width(dim_out, mlp_ratio)
         self.mlp = Mlp(dim_out, hidden, drop=proj_drop, **options)
 
-    def inner(self, words):
+    def inner(self, words: Float[Tensor, "_ m c"]) -> Float[Tensor, "_ m c"]:
         """The words (B·n, m, c) of each sentence read each other."""
         words = words + self.drop_path(self.attn_in(self.norm_in(words)))
         return words + self.drop_path(self.mlp_in(self.norm_mlp_in(words)))
 
-    def add_words(self, words, sentences):
+    def add_words(
+        self, words: Float[Tensor, "_ m c"], sentences: Float[Tensor, "B N d"]
+    ) -> Float[Tensor, "B N d"]:
         """Sentences (B, 1 + n, d) with what their words say; the class token has no words."""
         if self.legacy:
             words = self.norm1_proj(words)
@@ -212,12 +232,12 @@ class Block(nn.Module):
         added = added.unflatten(0, (-1, sentences.shape[1]))  # (B n, d) -> (B, n, d)
         return torch.cat([cls_token, sentences + added], dim=1)
 
-    def outer(self, sentences):
+    def outer(self, sentences: Float[Tensor, "B N d"]) -> Float[Tensor, "B N d"]:
         """The sentences (B, 1 + n, d) read each other."""
         sentences = sentences + self.drop_path(self.attn_out(self.norm_out(sentences)))
         return sentences + self.drop_path(self.mlp(self.norm_mlp(sentences)))
 
-    def forward(self, x):
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Words and sentences read each other.
 
         Parameters
@@ -249,15 +269,14 @@ class TNT(Backbone):
         would be given.
     global_pool : {"token", "avg", ""}
         What the head sees: the class token, the mean of the sentences, or all of them.
-    embed_dim, inner_dim : int
-        Widths d of the sentences and c of the words.
-    depth : int
-        Number of blocks, each an inner and an outer one.
-    num_heads_inner, num_heads_outer : int
-        Heads among words, and among sentences.
+    embed_dim, depth, num_heads_outer : int
+        Width d of the sentences, number of blocks (each an inner and an outer one), heads among
+        sentences.
     mlp_ratio : float
         Width of the sentences' MLPs, in units of `embed_dim`; the words' have 4 · `inner_dim`.
     qkv_bias : bool
+    inner_dim, num_heads_inner : int
+        Width c of the words, and heads among them.
     drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate : float
         Dropout before the head, after the positions, after each dense layer of the blocks, of
         the attention's weights.
@@ -280,11 +299,17 @@ class TNT(Backbone):
     family = "tnt"
     num_prefix_tokens = 1
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, num_classes=1000,
-                 global_pool="token", embed_dim=768, inner_dim=48, depth=12, num_heads_inner=4,
-                 num_heads_outer=12, mlp_ratio=4.0, qkv_bias=False, *, drop_rate=0.0,
-                 pos_drop_rate=0.0, proj_drop_rate=0.0, attn_drop_rate=0.0, drop_path_rate=0.0,
-                 first_stride=4, legacy=False, device=None, dtype=None):
+    def __init__(
+        self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3, num_classes: int = 1000,
+        global_pool: Literal["token", "avg", ""] = "token", embed_dim: int = 768,
+        depth: int = 12, num_heads_outer: int = 12, mlp_ratio: float = 4.0,
+        qkv_bias: bool = False, *, inner_dim: int = 48, num_heads_inner: int = 4,
+        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, first_stride: int = 4,
+        legacy: bool = False, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_counts(embed_dim=embed_dim, inner_dim=inner_dim, num_heads_inner=num_heads_inner,
                      num_heads_outer=num_heads_outer)
@@ -322,7 +347,7 @@ class TNT(Backbone):
         self.head = classifier(embed_dim, num_classes, **options)
         self.apply(init_weights)
 
-    def embed(self, x):
+    def embed(self, x: Float[Tensor, "B C H W"]) -> tuple[Tensor, Tensor]:
         """Images (B, C, H, W) to words (B·n, m, c) and sentences (B, 1 + n, d), a pair."""
         words = self.pixel_embed(x, self.pixel_pos)  # (B, C, H, W) -> (B n, m, c)
         sentences = words.flatten(1)  # -> (B n, m c)
@@ -335,31 +360,39 @@ class TNT(Backbone):
         sentences = self.pos_drop(sentences + self.patch_pos)
         return words, sentences
 
-    def forward_features(self, x):
+    def forward_features(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L d"]:
         """All sentences (B, 1 + n, d) after the last norm, the class token first."""
         words, sentences = self.embed(x)
         for block in self.blocks:
             words, sentences = self.checkpointed(block, (words, sentences))
         return self.norm(sentences)
 
-    def forward_head(self, x, pre_logits=False):
-        """Logits (B, num_classes) of the sentences; with `pre_logits`
-        what the head is given."""
+    def forward_head(
+        self, x: Float[Tensor, "B L d"], pre_logits: bool = False
+    ) -> Float[Tensor, "B ... num_classes"]:
+        """Logits (B, num_classes) of the sentences, or with `pre_logits` the head's input."""
+        # Backbone's: x[:, 0] for "token", x[:, 1:].mean(1) for "avg", and all of x for ""
         x = self.pool(x)  # (B, 1 + n, d) -> (B, d)
         x = self.head_drop(x)
-        return x if pre_logits else self.head(x)
+        if pre_logits:
+            return x
+        return self.head(x)  # -> (B, num_classes)
 
-    def forward(self, x):
+    def forward(
+        self, x: Float[Tensor, "B in_chans H W"]
+    ) -> Float[Tensor, "B ... num_classes"]:
         """Logits (B, num_classes) of images (B, in_chans, H, W)."""
         x = self.forward_features(x)
         return self.forward_head(x)
 
-    def attention_maps(self, x, level="sentence"):
+    def attention_maps(
+        self, x: Float[Tensor, "B C H W"], level: Literal["sentence", "word"] = "sentence"
+    ) -> list[Tensor]:
         """The weights of every block for images (B, C, H, W).
 
         Parameters
         ----------
-        x : Tensor, shape (B, C, H, W)
+        x : Tensor
         level : {"sentence", "word"}
 
         Returns
@@ -380,7 +413,7 @@ class TNT(Backbone):
             word_maps.append(weights.unflatten(0, (-1, n)))  # (B n, h, m, m) -> (B, n, h, m, m)
         return word_maps
 
-    def set_input_size(self, img_size):
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Accept images of another size: the sentences' positions are interpolated, once."""
         embed = self.pixel_embed
         old_grid = embed.grid_size
@@ -388,7 +421,9 @@ class TNT(Backbone):
         self.patch_pos = resample_parameter(self.patch_pos, embed.grid_size, old_grid)
         self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
-    def resample_state_dict(self, state_dict, img_size=None):
+    def resample_state_dict(
+        self, state_dict: dict[str, Tensor], img_size: int | tuple[int, int] | None = None
+    ) -> dict[str, Tensor]:
         """Weights with the sentences' positions for this grid, and the words' as a map.
 
         `img_size` is the size of the images that the weights belong to, as in

@@ -35,6 +35,8 @@ class PatchEmbed(nn.Module):
         Height and width in pixels; the patch must divide the image.
     in_chans, embed_dim : int
         Channels of the image, width of the tokens.
+    bias : bool
+        Add a learned vector to all tokens.
     norm_layer : callable, optional
         Called as ``norm_layer(embed_dim, device=..., dtype=...)``; normalizes the tokens.
     flatten : bool
@@ -45,8 +47,8 @@ class PatchEmbed(nn.Module):
 
     def __init__(
         self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,
-        in_chans: int = 3, embed_dim: int = 768, *, norm_layer: Callable | None = None,
-        flatten: bool = True, strict_img_size: bool = True,
+        in_chans: int = 3, embed_dim: int = 768, *, bias: bool = True,
+        norm_layer: Callable | None = None, flatten: bool = True, strict_img_size: bool = True,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):
         super().__init__()
@@ -59,7 +61,7 @@ class PatchEmbed(nn.Module):
         self.set_input_size(img_size)
         options = dict(device=device, dtype=dtype)
         self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=self.patch_size,
-                              stride=self.patch_size, **options)
+                              stride=self.patch_size, bias=bias, **options)
         self.norm = nn.Identity()
         if norm_layer is not None:
             self.norm = norm_layer(embed_dim, **options)
@@ -166,8 +168,10 @@ class Mlp(nn.Module):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        hidden_features = in_features if hidden_features is None else hidden_features
-        out_features = in_features if out_features is None else out_features
+        if hidden_features is None:
+            hidden_features = in_features
+        if out_features is None:
+            out_features = in_features
         check_counts(in_features=in_features, hidden_features=hidden_features,
                      out_features=out_features)
         check_rates(drop=drop)
@@ -234,12 +238,15 @@ class Attention(nn.Module):
     def forward(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B N dim"]:
         """Tokens (B, N, dim) to tokens."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, N, 3 dim) -> three times (B, N, dim)
-        q = self.q_norm(split_heads(q, self.num_heads))  # -> (B, h, N, d)
-        k = self.k_norm(split_heads(k, self.num_heads))
+        q = split_heads(q, self.num_heads)  # (B, N, dim) -> (B, h, N, d), d = dim / h
+        k = split_heads(k, self.num_heads)
         v = split_heads(v, self.num_heads)
+        q = self.q_norm(q)  # without `qk_norm` they stay as they are
+        k = self.k_norm(k)
         dropout_p = self.attn_drop if self.training else 0.0
-        x = attention(q, k, v, dropout_p=dropout_p)  # (B, h, N, d)
-        x = self.proj(merge_heads(x))  # -> (B, N, dim)
+        x = attention(q, k, v, dropout_p=dropout_p)  # softmax(q kᵀ / √d) v, (B, h, N, d)
+        x = merge_heads(x)  # -> (B, N, dim)
+        x = self.proj(x)
         return self.proj_drop(x)
 
 # %% ../nbs/30_vit.ipynb #block
@@ -312,7 +319,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         options = dict(device=device, dtype=dtype)
-        hidden = hidden_width(dim, mlp_ratio)
+        hidden = hidden_width(dim, mlp_ratio)  # dim · mlp_ratio, rounded down
         self.norm1 = norm_layer(dim, **options)
         self.attn = Attention(dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop,
                               proj_drop=proj_drop, qk_norm=qk_norm, norm_layer=norm_layer,
@@ -324,7 +331,7 @@ class Block(nn.Module):
         if init_values is not None:
             self.ls1 = LayerScale(dim, init_values, **options)
             self.ls2 = LayerScale(dim, init_values, **options)
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = DropPath(drop_path)  # in training, zeros for some of the images
 
     def forward(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B N dim"]:
         """Tokens (B, N, dim) to tokens."""
@@ -335,9 +342,9 @@ class Block(nn.Module):
 class VisionTransformer(Backbone):
     """The Vision Transformer (Dosovitskiy et al. 2021); names, also of the weights, are timm's.
 
-    `Backbone` brings pooling (`pool`, `set_pool`), checkpoints (`checkpointed`), attention maps
-    and the maps on the way. The plain model needs no keyword after `dynamic_img_size`; the
-    others make it what DINOv2 and CLIP are.
+    `Backbone` brings what is named where it is used below, attention maps, and the maps on the
+    way. The plain model needs no keyword after `dynamic_img_size`; the others make it what
+    DINOv2 and CLIP are.
 
     Parameters
     ----------
@@ -367,10 +374,12 @@ class VisionTransformer(Backbone):
         Class token and registers have no positions.
     pre_norm : bool
         Normalize the tokens before the first block; the patch projection has no bias then.
+    qk_norm, init_values, mlp_layer
+        As of each `Block`.
     norm_layer : callable
         Makes all norms.
-    **block_options
-        `qk_norm`, `init_values` and `mlp_layer` of each `Block`, `device` and `dtype`.
+    device, dtype
+        Of the parameters.
 
     Raises
     ------
@@ -388,9 +397,9 @@ class VisionTransformer(Backbone):
         class_token: bool = True, drop_rate: float = 0.0, pos_drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0, attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0,
         dynamic_img_size: bool = False, reg_tokens: int = 0, no_embed_class: bool = False,
-        pre_norm: bool = False, norm_layer: Callable = LayerNorm,
+        pre_norm: bool = False, qk_norm: bool = False, init_values: float | None = None,
+        norm_layer: Callable = LayerNorm, mlp_layer: Callable = Mlp,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        **block_options,
     ):
         super().__init__()
         check_naturals(num_classes=num_classes, reg_tokens=reg_tokens)
@@ -400,85 +409,97 @@ class VisionTransformer(Backbone):
         self.num_classes = num_classes
         self.patch_size = to_2tuple(patch_size)
         self.embed_dim = embed_dim
-        self.num_features = embed_dim
-        self.num_prefix_tokens = int(class_token) + reg_tokens
+        self.num_features = embed_dim  # what the head reads, in every model of the book
+        self.dynamic_img_size = dynamic_img_size
+        num_class_tokens = 1 if class_token else 0
+        self.num_prefix_tokens = num_class_tokens + reg_tokens  # k, before the patches' N
         self.no_embed_class = no_embed_class
         if not class_token:
-            self.pools = ("avg", "")  # there is no token to choose
+            self.pools = ("avg", "")  # what `global_pool` may be: there is no "token"
 
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, flatten=False,
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim,
+                                      bias=not pre_norm, flatten=False,
                                       strict_img_size=not dynamic_img_size, **options)
-        if pre_norm:
-            self.patch_embed.proj.bias = None  # as in CLIP
-        self.cls_token = _learned_tokens(int(class_token), embed_dim, **options)
+        self.cls_token = _learned_tokens(num_class_tokens, embed_dim, **options)
         self.reg_token = _learned_tokens(reg_tokens, embed_dim, **options)
-        length = self.patch_embed.num_patches + self.num_placed_tokens
+        length = self.num_placed_tokens + self.patch_embed.num_patches
         self.pos_embed = nn.Parameter(torch.zeros(1, length, embed_dim, **options))
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.norm_pre = nn.Identity()
-        if pre_norm:
+        if pre_norm:  # as in CLIP
             self.norm_pre = norm_layer(embed_dim, **options)
 
         self.blocks = nn.Sequential()
-        for rate in drop_path_rates(drop_path_rate, depth):
+        for rate in drop_path_rates(drop_path_rate, depth):  # 0, ..., drop_path_rate
             block = Block(embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
                           proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, drop_path=rate,
-                          norm_layer=norm_layer, **block_options, **options)
+                          qk_norm=qk_norm, init_values=init_values, norm_layer=norm_layer,
+                          mlp_layer=mlp_layer, **options)
             self.blocks.append(block)
 
-        self.norm = norm_layer(embed_dim, **options)
-        self.fc_norm = nn.Identity()
-        self.set_pool(global_pool)  # "avg" makes the norm `fc_norm`, after the mean
+        self.norm = norm_layer(embed_dim, **options)  # of all tokens, before pooling
+        self.fc_norm = nn.Identity()  # of their mean, after pooling
+        self.set_pool(global_pool)  # Backbone's: stores it, and for "avg" swaps these two norms
         self.head_drop = nn.Dropout(drop_rate)
         self.head = classifier(embed_dim, num_classes, **options)
-        self.apply(init_weights)
+        self.apply(init_weights)  # of linear layers: normal, deviation 0.02; biases zero
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     @property
     def num_placed_tokens(self) -> int:
-        """The number of prefix tokens that have positions: all or none of them."""
-        return 0 if self.no_embed_class else self.num_prefix_tokens
+        """The number of prefix tokens that have learned positions: all or none of them."""
+        if self.no_embed_class:
+            return 0
+        return self.num_prefix_tokens
 
     def prefix_tokens(self) -> list[Tensor]:
         """The learned tokens before those of the patches, (1, n, D) each; DeiT has two."""
-        return [x for x in (self.cls_token, self.reg_token) if x is not None]
+        tokens = [self.cls_token, self.reg_token]
+        return [token for token in tokens if token is not None]
 
     def embed(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L D"]:
         """Images (B, C, H, W) to the tokens z₀ (B, k + N, D) of equation (1), mostly k = 1."""
-        x = self.patch_embed(x)  # (B, H', W', D)
-        pos_embed = self.pos_embed  # (1, k + N, D); (1, N, D) if no_embed_class
-        if not self.patch_embed.strict_img_size:
-            pos_embed = resample_abs_pos_embed(
-                pos_embed, x.shape[1:3], self.patch_embed.grid_size, self.num_placed_tokens)
-        x = x.flatten(1, 2)  # (B, H', W', D) -> (B, N, D)
+        x = self.patch_embed(x)  # (B, C, H, W) -> (B, H', W', D)
+        grid_size = x.shape[1:3]
+        x = x.flatten(1, 2)  # -> (B, N, D)
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
-        if self.no_embed_class:
-            x = torch.cat([*prefix, x + pos_embed], dim=1)
-        else:
-            x = torch.cat([*prefix, x], dim=1) + pos_embed
-        return self.norm_pre(self.pos_drop(x))  # (B, k + N, D)
+        x = torch.cat([*prefix, x], dim=1)  # -> (B, k + N, D)
+
+        pos_embed = self.pos_embed  # (1, k + N, D)
+        if self.dynamic_img_size:
+            pos_embed = resample_abs_pos_embed(
+                pos_embed, grid_size, self.patch_embed.grid_size, self.num_placed_tokens)
+        if self.no_embed_class:  # there are N positions, and prefix tokens get zeros
+            zeros = pos_embed.new_zeros(1, self.num_prefix_tokens, self.embed_dim)
+            pos_embed = torch.cat([zeros, pos_embed], dim=1)  # (1, N, D) -> (1, k + N, D)
+        x = self.pos_drop(x + pos_embed)  # equation (1)
+        return self.norm_pre(x)
 
     def forward_features(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L D"]:
         """All tokens (B, k + N, D) after the last norm."""
-        x = self.embed(x)
+        x = self.embed(x)  # (B, C, H, W) -> (B, k + N, D)
         for block in self.blocks:
-            x = self.checkpointed(block, x)
-        return self.norm(x)
+            x = self.checkpointed(block, x)  # Backbone's: block(x), and may save memory
+        return self.norm(x)  # equation (4); with "avg" an identity, and `fc_norm` the norm
 
     def forward_head(
         self, x: Float[Tensor, "B L D"], pre_logits: bool = False
     ) -> Float[Tensor, "B ... num_classes"]:
         """Logits (B, num_classes) of the tokens; with `pre_logits` what the head is given."""
+        # Backbone's: x[:, 0] for "token", x[:, k:].mean(1) for "avg", and all of x for ""
         x = self.pool(x)  # (B, k + N, D) -> (B, D)
-        x = self.head_drop(self.fc_norm(x))
-        return x if pre_logits else self.head(x)
+        x = self.fc_norm(x)  # an identity unless `global_pool` is "avg"
+        x = self.head_drop(x)
+        if pre_logits:
+            return x
+        return self.head(x)  # -> (B, num_classes)
 
     def forward(
         self, x: Float[Tensor, "B in_chans H W"]
     ) -> Float[Tensor, "B ... num_classes"]:
         """Logits (B, num_classes) of images (B, in_chans, H, W)."""
-        x = self.forward_features(x)
-        return self.forward_head(x)
+        x = self.forward_features(x)  # (B, C, H, W) -> (B, k + N, D)
+        return self.forward_head(x)  # -> (B, num_classes)
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Accept images of another size from now on: positions are interpolated, once."""
@@ -511,14 +532,18 @@ SIZES = {  # B, L and H: table 1 of the paper; Ti and S: table 1 of Touvron et a
     "large": dict(embed_dim=1024, depth=24, num_heads=16),
     "huge": dict(embed_dim=1280, depth=32, num_heads=16),
 }
-for size, patch, weights in (
-    ("tiny", 16, "augreg_in21k_ft_in1k"), ("small", 16, "augreg_in21k_ft_in1k"),
-    ("base", 16, "augreg2_in21k_ft_in1k"), ("base", 32, "augreg_in21k_ft_in1k"),
-    ("large", 16, "augreg_in21k_ft_in1k"), ("huge", 14, "orig_in21k"),
-):
-    name = f"vit_{size}_patch{patch}_224"
-    register_model(name, VisionTransformer, hub=f"timm/{name}.{weights}", patch_size=patch,
-                   **SIZES[size])
+register_model("vit_tiny_patch16_224", VisionTransformer, patch_size=16, **SIZES["tiny"],
+               hub="timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k")
+register_model("vit_small_patch16_224", VisionTransformer, patch_size=16, **SIZES["small"],
+               hub="timm/vit_small_patch16_224.augreg_in21k_ft_in1k")
+register_model("vit_base_patch16_224", VisionTransformer, patch_size=16, **SIZES["base"],
+               hub="timm/vit_base_patch16_224.augreg2_in21k_ft_in1k")
+register_model("vit_base_patch32_224", VisionTransformer, patch_size=32, **SIZES["base"],
+               hub="timm/vit_base_patch32_224.augreg_in21k_ft_in1k")
+register_model("vit_large_patch16_224", VisionTransformer, patch_size=16, **SIZES["large"],
+               hub="timm/vit_large_patch16_224.augreg_in21k_ft_in1k")
+register_model("vit_huge_patch14_224", VisionTransformer, patch_size=14, **SIZES["huge"],
+               num_classes=0, hub="timm/vit_huge_patch14_224.orig_in21k")  # without a head
 register_model("vit_collages", VisionTransformer, hub="attnlib/vit_collages", num_classes=10,
                img_size=64, patch_size=8, embed_dim=64, depth=6, num_heads=4)
 

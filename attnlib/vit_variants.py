@@ -11,13 +11,15 @@ from functools import partial
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
 
 from .attention import attention
 from .backbone import check_counts, check_rates, is_plain
 from .models import register_model
 from .multihead import merge_heads, split_heads
 from .position import apply_rotary
-from .vit import SIZES, Attention, Mlp, VisionTransformer
+from .vit import SIZES, Attention, Mlp, PatchEmbed, VisionTransformer
 
 # %% ../nbs/35_vit_variants.ipynb #swiglu
 class SwiGLU(nn.Module):
@@ -42,8 +44,11 @@ class SwiGLU(nn.Module):
         in [0, 1).
     """
 
-    def __init__(self, in_features, hidden_features=None, drop=0.0, bias=True, device=None,
-                 dtype=None):
+    def __init__(
+        self, in_features: int, hidden_features: int | None = None, drop: float = 0.0,
+        bias: bool = True, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         if hidden_features is None:
             hidden_features = in_features
@@ -57,7 +62,7 @@ class SwiGLU(nn.Module):
         self.fc2 = nn.Linear(hidden_features // 2, in_features, **options)
         self.drop = nn.Dropout(drop)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "... in_features"]) -> Float[Tensor, "... in_features"]:
         """Tokens (..., in_features) to tokens."""
         gate, value = self.fc1(x).chunk(2, dim=-1)  # (..., in) -> twice (..., hidden / 2)
         x = F.silu(gate) * value  # (..., hidden / 2)
@@ -66,12 +71,14 @@ class SwiGLU(nn.Module):
         return self.drop(x)
 
 # %% ../nbs/35_vit_variants.ipynb #rotary-2d
-def apply_rotary_2d(x, rows, columns, *, base=100.0):
+def apply_rotary_2d(
+    x: Float[Tensor, "*batch N d"], rows: Tensor, columns: Tensor, *, base: float = 100.0,
+) -> Float[Tensor, "*batch N d"]:
     """Turn half of each query's or key's pairs by its row, the other half by its column.
 
     Parameters
     ----------
-    x : Tensor, shape (..., N, d)
+    x : Tensor
         Queries or keys; 4 divides d.
     rows, columns : Tensor, shape (N,)
         Where each token's patch stands; any numbers.
@@ -80,7 +87,7 @@ def apply_rotary_2d(x, rows, columns, *, base=100.0):
 
     Returns
     -------
-    Tensor, shape (..., N, d)
+    Tensor
 
     Raises
     ------
@@ -109,13 +116,13 @@ class RotaryAttention(Attention):
         As of `vit.Attention`.
     """
 
-    def __init__(self, patch_embed, num_prefix_tokens, *args, **options):
+    def __init__(self, patch_embed: PatchEmbed, num_prefix_tokens: int, *args, **options):
         super().__init__(*args, **options)
         # it is asked for the grid, but is a part of the model, not of this module
         object.__setattr__(self, "patch_embed", patch_embed)
         self.num_prefix_tokens = num_prefix_tokens
 
-    def turn(self, x):
+    def turn(self, x: Float[Tensor, "B h L d"]) -> Float[Tensor, "B h L d"]:
         """Queries or keys (B, h, k + N, d), those of the N patches turned."""
         prefix, patches = x.tensor_split([self.num_prefix_tokens], dim=2)  # (B, h, k or N, d)
         height, width = self.patch_embed.grid_size
@@ -125,7 +132,7 @@ class RotaryAttention(Attention):
         patches = apply_rotary_2d(patches, rows.flatten(), columns.flatten())  # (B, h, N, d)
         return torch.cat([prefix, patches], dim=2)  # -> (B, h, k + N, d)
 
-    def forward(self, x):
+    def forward(self, x: Float[Tensor, "B L dim"]) -> Float[Tensor, "B L dim"]:
         """Tokens (B, k + N, dim) to tokens."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, k + N, dim) each
         q = split_heads(q, self.num_heads)  # (B, k + N, dim) -> (B, h, k + N, d)
@@ -134,17 +141,18 @@ class RotaryAttention(Attention):
         q = self.turn(self.q_norm(q))
         k = self.turn(self.k_norm(k))
         dropout_p = self.attn_drop if self.training else 0.0
-        x = attention(q, k, v, dropout_p=dropout_p)  # (B, h, k + N, d)
+        x = attention(q, k, v, dropout_p=dropout_p)  # softmax(q kᵀ / √d) v
         x = merge_heads(x)  # -> (B, k + N, dim)
         x = self.proj(x)
         return self.proj_drop(x)
 
 # %% ../nbs/35_vit_variants.ipynb #use-rotary
-def use_rotary(model):
+def use_rotary(model: VisionTransformer) -> VisionTransformer:
     """Give a ViT rotary positions in place of its learned ones, which become zero; in place.
 
     The layers stay the same objects: an optimizer may hold their parameters, and frozen ones
-    stay frozen. The new attention is in the mode (training or evaluation) of the old one.
+    stay frozen. The new attention is in the mode (training or evaluation) of the old one. The
+    learned positions stay zero when other weights are loaded.
 
     Parameters
     ----------
@@ -163,7 +171,7 @@ def use_rotary(model):
         width of its heads, or if an attention has a hook or is of another class, since its
         place is taken.
     """
-    if not model.patch_embed.strict_img_size:
+    if model.dynamic_img_size:
         raise ValueError("model has dynamic_img_size; it must have one img_size, which gives "
                          "the rows and columns (set_input_size changes it)")
     for i, block in enumerate(model.blocks):
@@ -184,37 +192,62 @@ def use_rotary(model):
         block.attn = new
     model.pos_embed.requires_grad_(False)
     nn.init.zeros_(model.pos_embed)
+    model.register_load_state_dict_pre_hook(_without_positions)
     return model
+
+
+def _without_positions(
+    model: VisionTransformer, state_dict: dict[str, Tensor], prefix: str, *others
+) -> None:
+    """Replace learned positions that are about to be loaded by zeros: a hook."""
+    key = f"{prefix}pos_embed"
+    if key in state_dict:
+        state_dict[key] = torch.zeros_like(state_dict[key])
 
 # %% ../nbs/35_vit_variants.ipynb #quick-gelu
 class QuickGELU(nn.Module):
     """CLIP's approximation of GELU, x σ(1.702 x) (Radford et al. 2021)."""
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """x · sigmoid(1.702 x), element by element."""
         return x * torch.sigmoid(1.702 * x)
 
 # %% ../nbs/35_vit_variants.ipynb #register
 _DINOV2 = dict(img_size=518, patch_size=14, num_classes=0, init_values=1e-5)
 _GIANT = dict(embed_dim=1536, depth=40, num_heads=24, mlp_ratio=2 * 2.66667, mlp_layer=SwiGLU)
-for size in ("small", "base", "large", "giant"):
-    shape = _GIANT if size == "giant" else SIZES[size]
-    options = _DINOV2 | shape
-    name = f"vit_{size}_patch14_dinov2"
-    register_model(name, VisionTransformer, hub=f"timm/{name}.lvd142m", **options)
-    name = f"vit_{size}_patch14_reg4_dinov2"
-    register_model(name, VisionTransformer, hub=f"timm/{name}.lvd142m", reg_tokens=4,
-                   no_embed_class=True, **options)
+register_model("vit_small_patch14_dinov2", VisionTransformer, **_DINOV2, **SIZES["small"],
+               hub="timm/vit_small_patch14_dinov2.lvd142m")
+register_model("vit_base_patch14_dinov2", VisionTransformer, **_DINOV2, **SIZES["base"],
+               hub="timm/vit_base_patch14_dinov2.lvd142m")
+register_model("vit_large_patch14_dinov2", VisionTransformer, **_DINOV2, **SIZES["large"],
+               hub="timm/vit_large_patch14_dinov2.lvd142m")
+register_model("vit_giant_patch14_dinov2", VisionTransformer, **_DINOV2, **_GIANT,
+               hub="timm/vit_giant_patch14_dinov2.lvd142m")
+
+_REGISTERS = dict(reg_tokens=4, no_embed_class=True, **_DINOV2)
+register_model("vit_small_patch14_reg4_dinov2", VisionTransformer, **_REGISTERS,
+               **SIZES["small"], hub="timm/vit_small_patch14_reg4_dinov2.lvd142m")
+register_model("vit_base_patch14_reg4_dinov2", VisionTransformer, **_REGISTERS,
+               **SIZES["base"], hub="timm/vit_base_patch14_reg4_dinov2.lvd142m")
+register_model("vit_large_patch14_reg4_dinov2", VisionTransformer, **_REGISTERS,
+               **SIZES["large"], hub="timm/vit_large_patch14_reg4_dinov2.lvd142m")
+register_model("vit_giant_patch14_reg4_dinov2", VisionTransformer, **_REGISTERS,
+               **_GIANT, hub="timm/vit_giant_patch14_reg4_dinov2.lvd142m")
 
 CLIP = dict(pre_norm=True, norm_layer=nn.LayerNorm)  # ε is PyTorch's 1e-5
-_QUICK = dict(mlp_layer=partial(Mlp, act_layer=QuickGELU))
-for size, patch, width in (("base", 32, 512), ("base", 16, 512), ("large", 14, 768)):
-    name = f"vit_{size}_patch{patch}_clip"  # the head leads to the space shared with texts
-    register_model(f"{name}_quickgelu_224", VisionTransformer, hub=f"timm/{name}_224.openai",
-                   patch_size=patch, num_classes=width, **CLIP | _QUICK | SIZES[size])
-register_model("vit_base_patch32_clip_224", VisionTransformer, patch_size=32,
-               hub="timm/vit_base_patch32_clip_224.laion2b_ft_in12k_in1k",
-               **CLIP | SIZES["base"])
+_QUICK = dict(mlp_layer=partial(Mlp, act_layer=QuickGELU), **CLIP)
+# their heads lead to the space shared with texts
+register_model("vit_base_patch32_clip_quickgelu_224", VisionTransformer, patch_size=32,
+               num_classes=512, **_QUICK, **SIZES["base"],
+               hub="timm/vit_base_patch32_clip_224.openai")
+register_model("vit_base_patch16_clip_quickgelu_224", VisionTransformer, patch_size=16,
+               num_classes=512, **_QUICK, **SIZES["base"],
+               hub="timm/vit_base_patch16_clip_224.openai")
+register_model("vit_large_patch14_clip_quickgelu_224", VisionTransformer, patch_size=14,
+               num_classes=768, **_QUICK, **SIZES["large"],
+               hub="timm/vit_large_patch14_clip_224.openai")
+register_model("vit_base_patch32_clip_224", VisionTransformer, patch_size=32, **CLIP,
+               **SIZES["base"], hub="timm/vit_base_patch32_clip_224.laion2b_ft_in12k_in1k")
 
 # %% ../nbs/35_vit_variants.ipynb #former-names
 from typing import TYPE_CHECKING

@@ -298,7 +298,7 @@ VISION = {
     "tnt.PixelEmbed": Row(
         dict(img_size=16, patch_size=4, in_chans=3, in_dim=6, stride=2),
         dict(img_size=24, patch_size=8, in_chans=1, in_dim=8, stride=1, legacy=True) | META,
-        trained(image(16), image(24), call=lambda m, x: m(x, 0.0)),
+        trained(image(16), image(24), call=lambda m, x: m(x, x.new_zeros(1))),
     ),
     "tnt.SplitAttention": Row(
         LAYER,

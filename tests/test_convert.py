@@ -135,7 +135,7 @@ TORCHVISION = {  # their model: the name here
 def test_torchvisions_names_fit_the_published_sizes(other):
     with torch.device("meta"):
         theirs = torchvision.models.get_model(other)
-        ours = create_model(TORCHVISION[other])
+        ours = create_model(TORCHVISION[other], num_classes=1000)
     found = convert_state_dict(theirs.state_dict(), ours.family)
     shapes = [{key: x.shape for key, x in d.items()} for d in (found, ours.state_dict())]
     assert shapes[0] == shapes[1]
