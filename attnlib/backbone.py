@@ -12,7 +12,7 @@ __all__ = ['to_2tuple', 'check_counts', 'check_naturals', 'check_sizes', 'hidden
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -278,7 +278,7 @@ def classifier(
     return head
 
 # %% ../nbs/94_backbone.ipynb #indices
-def feature_take_indices(indices: int | Sequence[int] | None, depth: int) -> list[int]:
+def feature_take_indices(indices: int | Iterable[int] | None, depth: int) -> list[int]:
     """The numbers of stages that `forward_intermediates` is asked for.
 
     Parameters
@@ -629,7 +629,7 @@ class Backbone(nn.Module):
         return maps
 
     def forward_intermediates(
-        self, x: Float[Tensor, "B in_chans H W"], indices: int | Sequence[int] | None = None, *,
+        self, x: Float[Tensor, "B in_chans H W"], indices: int | Iterable[int] | None = None, *,
         norm: bool = False, output_fmt: Literal["NCHW", "NHWC", "NLC"] = "NCHW",
         intermediates_only: bool = False, return_prefix_tokens: bool = False,
     ) -> list | tuple[Tensor, list]:
