@@ -173,9 +173,9 @@ def _timed(call: Callable, device: torch.device | str, count: int = 1) -> float:
 
 # %% ../nbs/50_cost.ipynb #take-turns
 def take_turns(
-    calls: dict[str, Callable], device: torch.device | str = "cpu", rounds: int = 5, *,
+    calls: dict[Any, Callable], device: torch.device | str = "cpu", rounds: int = 5, *,
     least: float = 2e-3, seed: int = 0,
-) -> dict[str, list[float]]:
+) -> dict[Any, list[float]]:
     """Seconds of some functions that take turns.
 
     Parameters
@@ -352,10 +352,8 @@ def operator_group(name: str) -> str:
     return next((group for group in GROUPS if re.search(GROUPS[group], name)), "rest")
 
 # %% ../nbs/50_cost.ipynb #touched
-def _convolution_backward(
-    grad: Tensor, x, weight, bias: Tensor | None, stride: int, padding, dilation, transposed,
-    output_padding, groups: int, output_mask, **kwargs,
-):
+def _convolution_backward(grad, x, weight, bias, stride, padding, dilation, transposed,
+                          output_padding, groups, output_mask, **kwargs):
     """Each of the gradients of x and the weight takes as many operations as the output."""
     forward = conv_flop_count(x.shape, weight.shape, grad.shape, transposed)
     return forward * (output_mask[0] + output_mask[1])
@@ -496,12 +494,12 @@ class OperationCount:
         self.uncounted = sorted(set(uncounted))
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> float:
         """Operations of products, convolutions, attention; multiply and add are two."""
         return sum(op.flops for op in self.operators)
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> float:
         """Bytes read and written, operator by operator."""
         return sum(op.bytes for op in self.operators)
 
@@ -749,7 +747,7 @@ def saved_activations(call: Callable, *inputs, exclude: Iterable[Tensor] = ()) -
     return sum(kept.values())
 
 # %% ../nbs/50_cost.ipynb #sweep
-def _sweep(order, parameters: int, known):
+def _sweep(order, parameters, known):
     """The largest sum of activations and gradients that exist at a time in a backward pass.
 
     `order` lists what the forward pass saved, and the backward pass goes through it from the

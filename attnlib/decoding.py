@@ -55,7 +55,7 @@ def next_log_probs(
 
 # %% ../nbs/22_decoding.ipynb #extend
 def generate(
-    choose: Callable[[Tensor], Tensor], model: Any, src: Int[Tensor, "B M"],
+    choose: Callable[[Tensor], Tensor], model: Any, src: Tensor,
     max_length: int, *, bos_id: int = 1, eos_id: int = 2, use_cache: bool = True,
 ) -> Int[Tensor, "B N"]:
     """Append `choose(log_probs)`, a token for each row, until all rows have ended.
@@ -95,7 +95,7 @@ def generate(
 
 # %% ../nbs/22_decoding.ipynb #greedy
 def greedy(
-    model: Any, src: Int[Tensor, "B M"], max_length: int, *, bos_id: int = 1,
+    model: Any, src: Tensor, max_length: int, *, bos_id: int = 1,
     eos_id: int = 2, use_cache: bool = True,
 ) -> Int[Tensor, "B N"]:
     """The most probable next token, again and again.
@@ -316,7 +316,7 @@ def beam_step(
 
 # %% ../nbs/22_decoding.ipynb #beam-search
 def beam_search(
-    model: Any, src: Int[Tensor, "B M"], max_length: int, beam_size: int, *,
+    model: Any, src: Tensor, max_length: int, beam_size: int, *,
     length_penalty: float = 1.0, bos_id: int = 1, eos_id: int = 2, use_cache: bool = True,
 ) -> tuple[Int[Tensor, "B N"], Float[Tensor, " B"]]:
     """Look for the sequence of highest log P(sequence) / length ** length_penalty.
@@ -547,7 +547,7 @@ def next_token(
 
 # %% ../nbs/22_decoding.ipynb #sample
 def sample(
-    model: Any, src: Int[Tensor, "B M"], max_length: int, *, temperature: float = 1.0,
+    model: Any, src: Tensor, max_length: int, *, temperature: float = 1.0,
     top_k: int | None = None, top_p: float | None = None,
     generator: torch.Generator | None = None, bos_id: int = 1, eos_id: int = 2,
     use_cache: bool = True,

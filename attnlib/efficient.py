@@ -71,9 +71,9 @@ def sparse_mask(
 
 # %% ../nbs/54_efficient.ipynb #local-attention
 def _check_lengths(
-    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
-    v: Float[Tensor, "*batch N d_v"],
-) -> None:
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... N d"],
+    v: Float[Tensor, "... N d_v"],
+) -> torch.Size:
     """Raise unless q, k, v fit together and hold equally many tokens.
 
     Parameters
@@ -98,9 +98,9 @@ def _check_lengths(
 
 
 def local_attention(
-    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
-    v: Float[Tensor, "*batch N d"], window: int, *, causal: bool = True,
-) -> Float[Tensor, "*batch N d"]:
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... N d"],
+    v: Float[Tensor, "... N d_v"], window: int, *, causal: bool = True,
+) -> Float[Tensor, "... N d_v"]:
     """Attention to neighbors only, with time and memory in N · window.
 
     Beltagy et al. (2020, section 3.1), in plain PyTorch.
@@ -163,9 +163,9 @@ def _check_grid(x: Tensor, grid: Sequence[int]) -> None:
 
 
 def axial_attention(
-    q: Float[Tensor, "*batch _ d"], k: Float[Tensor, "*batch _ d"],
-    v: Float[Tensor, "*batch _ d"], grid: tuple[int, ...], axis: Literal[0, 1],
-) -> Float[Tensor, "*batch _ d"]:
+    q: Float[Tensor, "... _ d"], k: Float[Tensor, "... _ d"],
+    v: Float[Tensor, "... _ d_v"], grid: tuple[int, ...], axis: Literal[0, 1],
+) -> Float[Tensor, "... _ d_v"]:
     """Attention along one axis of a map (Ho et al. 2019, section 3).
 
     Parameters
@@ -203,9 +203,9 @@ def axial_attention(
 
 
 def pooled_attention(
-    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch _ d"],
-    v: Float[Tensor, "*batch _ d"], grid: tuple[int, ...], ratio: int,
-) -> Float[Tensor, "*batch N d"]:
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... _ d"],
+    v: Float[Tensor, "... _ d_v"], grid: tuple[int, ...], ratio: int,
+) -> Float[Tensor, "... N d_v"]:
     """Keys and values are means over cells of a map (Wang et al. 2021, section 3.3).
 
     Parameters
@@ -243,9 +243,9 @@ def pooled_attention(
 
 # %% ../nbs/54_efficient.ipynb #linformer
 def linformer_attention(
-    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
-    v: Float[Tensor, "*batch N d"], e: Float[Tensor, "m N"], f: Float[Tensor, "m N"],
-) -> Float[Tensor, "*batch N d"]:
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... N d"],
+    v: Float[Tensor, "... N d_v"], e: Float[Tensor, "m N"], f: Float[Tensor, "m N"],
+) -> Float[Tensor, "... N d_v"]:
     """Attention to m mixtures of the keys and values (Wang et al. 2020, equation 7).
 
     Parameters
@@ -280,8 +280,8 @@ def at_least_float32(*tensors) -> list:
 
 
 def _segment_means(
-    x: Float[Tensor, "*batch N d"], count: int, mask: Tensor | None = None
-) -> tuple[Float[Tensor, "*batch count d"], Bool[Tensor, "*batch count"]]:
+    x: Float[Tensor, "... N d"], count: int, mask: Tensor | None = None
+) -> tuple[Float[Tensor, "... count d"], Bool[Tensor, "... count"]]:
     """Means of `count` runs of tokens, as equal in length as can be.
 
     Parameters
@@ -321,8 +321,8 @@ def _segment_means(
 
 
 def _iterated_inverse(
-    a: Float[Tensor, "*batch m m"], steps: int
-) -> Float[Tensor, "*batch m m"]:
+    a: Float[Tensor, "... m m"], steps: int
+) -> Float[Tensor, "... m m"]:
     """Pseudo-inverses by an iteration of third order (Xiong et al. 2021, section 3).
 
     Parameters
@@ -357,10 +357,10 @@ def _iterated_inverse(
 @torch.autocast("cpu", enabled=False)  # half precision inverts no matrix
 @torch.autocast("cuda", enabled=False)
 def nystrom_attention(
-    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
-    v: Float[Tensor, "*batch N d"], landmarks: int, *, mask: Tensor | None = None,
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... N d"],
+    v: Float[Tensor, "... N d_v"], landmarks: int, *, mask: Tensor | None = None,
     iterations: int | None = None,
-) -> Float[Tensor, "*batch N d"]:
+) -> Float[Tensor, "... N d_v"]:
     """Attention through a few landmarks (Xiong et al. 2021, section 3).
 
     Parameters
@@ -456,11 +456,11 @@ def elu_features(x: Tensor) -> Tensor:
 @torch.autocast("cpu", enabled=False)  # the sums stay in float32
 @torch.autocast("cuda", enabled=False)
 def linear_attention(
-    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
-    v: Float[Tensor, "*batch N d_v"], *, feature_map: Callable = elu_features,
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... N d"],
+    v: Float[Tensor, "... N d_v"], *, feature_map: Callable = elu_features,
     causal: bool = False, mask: Tensor | None = None,
-    state: Float[Tensor, "*batch m d_v+1"] | None = None, chunk: int = 64,
-) -> tuple[Float[Tensor, "*batch N d_v"], Float[Tensor, "*batch m d_v+1"]]:
+    state: Float[Tensor, "... m d_v+1"] | None = None, chunk: int = 64,
+) -> tuple[Float[Tensor, "... N d_v"], Float[Tensor, "... m d_v+1"]]:
     """Attention with the weights φ(q)ᵀφ(k) over their sum (Katharopoulos et al. 2020).
 
     Parameters
@@ -531,10 +531,10 @@ def linear_attention(
 @torch.autocast("cpu", enabled=False)  # small weights are zero in float16
 @torch.autocast("cuda", enabled=False)
 def performer_attention(
-    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
-    v: Float[Tensor, "*batch N d_v"], w: Float[Tensor, "m d"], *, causal: bool = False,
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... N d"],
+    v: Float[Tensor, "... N d_v"], w: Float[Tensor, "m d"], *, causal: bool = False,
     mask: Tensor | Literal["causal"] | None = None,
-) -> Float[Tensor, "*batch N d_v"]:
+) -> Float[Tensor, "... N d_v"]:
     """Linear attention with random features of the softmax (Choromanski et al. 2021).
 
     Parameters
@@ -580,10 +580,10 @@ def performer_attention(
 @torch.autocast("cpu", enabled=False)  # the sums stay in float32
 @torch.autocast("cuda", enabled=False)
 def delta_attention(
-    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
-    v: Float[Tensor, "*batch N d_v"], beta: Float[Tensor, "*batch N"], *,
-    state: Float[Tensor, "*batch d d_v"] | None = None, chunk: int = 64,
-) -> tuple[Float[Tensor, "*batch N d_v"], Float[Tensor, "*batch d d_v"]]:
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... N d"],
+    v: Float[Tensor, "... N d_v"], beta: Float[Tensor, "... N"], *,
+    state: Float[Tensor, "... d d_v"] | None = None, chunk: int = 64,
+) -> tuple[Float[Tensor, "... N d_v"], Float[Tensor, "... d d_v"]]:
     """The delta rule, a state that is corrected and not only added to.
 
     Schlag et al. (2021, section 4), in the chunks of Yang et al. (2024, section 3).
@@ -637,10 +637,10 @@ def delta_attention(
 
 # %% ../nbs/54_efficient.ipynb #lsh
 def lsh_attention(
-    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch N d"],
-    v: Float[Tensor, "*batch N d"], buckets: int, rounds: int = 1, *, causal: bool = False,
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... N d"],
+    v: Float[Tensor, "... N d_v"], buckets: int, rounds: int = 1, *, causal: bool = False,
     mask: Tensor | None = None, generator: torch.Generator | None = None,
-) -> Float[Tensor, "*batch N d"]:
+) -> Float[Tensor, "... N d_v"]:
     """Softmax over the keys that share a bucket with the query (Kitaev et al. 2020, section 2).
 
     The set of keys is exact; nothing is saved here by sorting, see the text.

@@ -1080,7 +1080,7 @@ class Ranges:
 
 
 def packed_ranges(
-    lengths: list[int] | Tensor, causal: bool = False, window: int | None = None,
+    lengths: Any, causal: bool = False, window: int | None = None,
     device: torch.device | str | None = None,
 ) -> Ranges:
     """Ranges for sequences that stand one behind the other in one long sequence.

@@ -252,7 +252,7 @@ _SHARDED = {  # class: layer cut by rows; units of each of its parts; layer cut 
 _COUNTS = "num_heads", "n_head", "n_kv_head"  # attributes that say how many units there are
 
 
-def _rank_order(units: Sequence[int], rows: int, ranks: int) -> Int[Tensor, "rows"]:
+def _rank_order(units: Sequence[int], rows: int, ranks: int) -> Int[Tensor, "units"]:
     """The rows of a layer, those of the first rank first: a share of each part's units.
 
     Parameters
@@ -548,9 +548,9 @@ def unshard_sequence(shards: list[Tensor], *, dim: int = -2, balanced: bool = Fa
 
 # %% ../nbs/55_scaling.ipynb #block-attention
 def _block_weights(
-    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch M d"],
-    lse: Float[Tensor, "*batch N"] | None = None, causal: bool = False,
-) -> tuple[Float[Tensor, "*batch N M"], Float[Tensor, "*batch N"]]:
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... M d"],
+    lse: Float[Tensor, "... N"] | None = None, causal: bool = False,
+) -> tuple[Float[Tensor, "... N M"], Float[Tensor, "... N"]]:
     """exp(QKᵀ/√d − lse) of some queries and keys.
 
     Parameters
@@ -577,9 +577,9 @@ def _block_weights(
 
 
 def _block_attention(
-    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch M d"],
-    v: Float[Tensor, "*batch M d_v"], causal: bool = False,
-) -> tuple[Float[Tensor, "*batch N d_v"], Float[Tensor, "*batch N"]]:
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... M d"],
+    v: Float[Tensor, "... M d_v"], causal: bool = False,
+) -> tuple[Float[Tensor, "... N d_v"], Float[Tensor, "... N"]]:
     """Attention to a block of keys.
 
     Parameters
@@ -599,9 +599,9 @@ def _block_attention(
 
 
 def _block_gradients(
-    q: Float[Tensor, "*batch N d"], k: Float[Tensor, "*batch M d"],
-    v: Float[Tensor, "*batch M d_v"], out: Float[Tensor, "*batch N d_v"],
-    lse: Float[Tensor, "*batch N"], grad: Float[Tensor, "*batch N d_v"], causal: bool = False,
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... M d"],
+    v: Float[Tensor, "... M d_v"], out: Float[Tensor, "... N d_v"],
+    lse: Float[Tensor, "... N"], grad: Float[Tensor, "... N d_v"], causal: bool = False,
 ) -> list[Tensor]:
     """What a block of keys adds to the gradients of q, k and v.
 
@@ -800,10 +800,10 @@ def _check_shards(
 
 
 def ring_attention(
-    q: Float[Tensor, "*batch n d"], k: Float[Tensor, "*batch n d"],
-    v: Float[Tensor, "*batch n d_v"], *, causal: bool = False, balanced: bool = False,
+    q: Float[Tensor, "... n d"], k: Float[Tensor, "... n d"],
+    v: Float[Tensor, "... n d_v"], *, causal: bool = False, balanced: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> Float[Tensor, "*batch n d_v"]:
+) -> Float[Tensor, "... n d_v"]:
     """Exact attention of a sequence whose tokens are shared among ranks (Liu et al. 2023).
 
     Parameters
@@ -1063,7 +1063,7 @@ class Plan:
         pieces = self.pipeline * self.interleave
         return self.interleave * math.ceil(config.n_layer / pieces)
 
-    def parameters(self, config: GPTConfig) -> int:
+    def parameters(self, config: GPTConfig) -> float:
         """Parameters on the fullest device before ZeRO shares them."""
         block, ends = parameters_of(config)
         return (self.depth(config) * block + ends / min(2, self.pipeline)) / self.tensor

@@ -454,7 +454,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def evaluation(
-    model: nn.Module, parts: list[nn.Module] | None = None
+    model: Any, parts: list[nn.Module] | None = None
 ) -> Iterator[nn.Module]:
     """Evaluation mode inside the `with` block; afterwards each part has the mode that it had.
 

@@ -181,7 +181,7 @@ def _check_side(tag_on: str) -> None:
 
 def translation_loss(
     model: Transformer, batch: tuple[Tensor, Tensor]
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+) -> tuple[Tensor, Tensor]:
     """The loss of `train.fit`: each position of the target predicts the next token.
 
     Parameters
@@ -262,7 +262,7 @@ def translate_numbers(
 
 # %% ../nbs/23_translation.ipynb #accuracy
 def direction_accuracy(
-    model: Transformer, tokenizer: "tokenizers.Tokenizer", numbers: Sequence[int],
+    model: Any, tokenizer: Any, numbers: Sequence[int],
     directions: Sequence[tuple[str, str]], *, batch_size: int = 500,
     tag_on: Literal["source", "target"] = "source",
 ) -> dict[tuple[str, str], tuple[float, float]]:
@@ -327,7 +327,7 @@ def direction_accuracy(
 
 # %% ../nbs/23_translation.ipynb #number-scores
 def number_scores(
-    model: Transformer, tokenizer: "tokenizers.Tokenizer", numbers: Sequence[int],
+    model: Any, tokenizer: Any, numbers: Sequence[int],
     directions: Sequence[tuple[str, str]], *, tag_on: str = "source",
 ) -> dict:
     """Accuracies over the directions of training and over the others of their languages.

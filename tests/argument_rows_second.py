@@ -1053,7 +1053,6 @@ SECOND |= {
     ),
     "scaling.failure": Row(dict(future=a_future()), dict(future=a_future(KeyError("a")))),
     "scaling._has_dropout": Row(dict(module=dropping(0.0)), dict(module=dropping(0.5))),
-    "scaling.local": Row(dict(x=TOKENS), dict(x=2 * TOKENS)),
     "scaling._possible_plans": Row(
         dict(config=gpt.GPTConfig(**MANY), cluster=CLUSTER, batch=8),
         dict(
