@@ -699,7 +699,7 @@ def product_precision(x: Tensor) -> str:
     return "ieee"
 
 
-def refusal(x: Tensor, width: int) -> str | None:
+def refusal(x: Any, width: int) -> str | None:
     """Return why no tile serves heads of this width in x's dtype on its GPU; None if one does.
     """
     if not x.is_cuda or triton_mode(x.device) == "interpreted":
@@ -793,7 +793,7 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return mask.view(torch.uint8)
 
 
-def _empty(like: Tensor, rows: int, width: int) -> Tensor:
+def _empty(like, rows, width):
     """Room for (B, h, rows, width): in memory (B, rows, h, width), as heads are joined."""
     batch, heads, *_ = like.shape
     shape = (batch, heads, rows, width)

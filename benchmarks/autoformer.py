@@ -40,7 +40,7 @@ from attnlib.autoformer import (
 )
 from attnlib.data import caption_scenes, digits, small_images
 from attnlib.multihead import merge_heads
-from attnlib.recipes import crop_and_flip, cross_entropy
+from attnlib.recipes import classification_loss, crop_and_flip
 from attnlib.train import fit, shuffled_batches
 from attnlib.vit import VisionTransformer
 from benchmarks import runner, timing
@@ -282,7 +282,7 @@ class Supernets(Runs):
             began = time.process_time()
             history = fit(
                 model,
-                lambda model, batch: (cross_entropy(model, *batch), len(batch[1])),
+                classification_loss,
                 shuffled_batches(*self.data["train"], batch_size=BATCH, seed=seed),
                 **dict(steps=steps, lr=lr, warmup=steps // 10, betas=(0.9, 0.999), seed=seed),
                 **dict(weight_decay=0.05, log_every=steps),

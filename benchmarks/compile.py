@@ -102,7 +102,7 @@ def jobs(device, tiny):
         cases = [
             Job(flash_call, (device, (1, 1, 4, 16), "causal", "forward"), 1.0),
             Job(windows_call, (device, MODELS[0], 0, True, *options), 1.0),
-            Job(fused_call, (device, windows.SWIN, windows._FUSED, *options), 1.0),
+            Job(fused_call, (device, windows.SWIN, windows.FUSED, *options), 1.0),
         ]
         return {"kernels": cases, "models": []}  # to compile one on a CPU takes a minute
     kernels = [
@@ -129,7 +129,7 @@ def jobs(device, tiny):
         for kind in ("forward", "training")
         for library in (timing.OURS, timing.OPTIMIZED, "timm")
     ]
-    arguments = device, windows.SWIN, windows._FUSED, "forward", 128, {}
+    arguments = device, windows.SWIN, windows.FUSED, "forward", 128, {}
     models += [Job(fused_call, arguments, MODEL_MEMORY["forward"])]
     return {"kernels": kernels, "models": models}
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnlib import train
-from benchmarks import gpu, runner, timing
+from benchmarks import gpu, records, runner, timing
 
 pytest.importorskip("triton")
 
@@ -61,7 +60,7 @@ class Rehearsal:
 
         monkeypatch.setattr(timing, "attempt", attempt)
         monkeypatch.setattr(runner.Rows, "once", once)
-        monkeypatch.setattr(train, "_commit", lambda: None)  # it would ask git for each row
+        monkeypatch.setattr(records, "_commit", lambda: None)  # it would ask git for each row
         self.monkeypatch = monkeypatch
 
     def call(self, function):
