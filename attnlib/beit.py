@@ -747,7 +747,7 @@ class BeitAttention(nn.Module):
         x = self.proj(x)
         return self.proj_drop(x)
 
-    def set_window_size(self, window_size: tuple[int, int]) -> None:
+    def set_window_size(self, window_size: Sequence[int]) -> None:
         """Expect another grid of patches from now on; the table is interpolated."""
         window_size = tuple(window_size)
         if window_size != tuple(self.window_size):  # else keep it: an optimizer may hold it

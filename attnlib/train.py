@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed import fsdp
@@ -355,7 +355,7 @@ def _train_step(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
     loss_fn: Callable, batch: tuple[Tensor, ...] | list[Tensor], *, lr: float, seed: int,
     max_grad_norm: float | None, check_finite: bool,
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+) -> tuple[Tensor, Tensor]:
     """One step of `fit`, by each of its processes.
 
     Parameters

@@ -129,7 +129,7 @@ def test_fused_model_refuses_attention_maps():
     windows = pytest.importorskip("attnlib.windows")
     shape = dict(img_size=16, patch_size=2, embed_dim=8, depths=(1, 1), num_heads=(1, 2))
     fused = windows.fuse_swin(SwinTransformer(window_size=4, **shape))
-    with pytest.raises(RuntimeError, match="attention_maps of the model itself"):
+    with pytest.raises(RuntimeError, match="ask the model itself"):
         pickle.loads(pickle.dumps(fused)).attention_maps(torch.randn(1, 3, 16, 16))
 
 
