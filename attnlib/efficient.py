@@ -243,8 +243,8 @@ def pooled_attention(
 
 # %% ../nbs/54_efficient.ipynb #linformer
 def linformer_attention(
-    q: Float[Tensor, "... N d"], k: Float[Tensor, "... N d"],
-    v: Float[Tensor, "... N d_v"], e: Float[Tensor, "m N"], f: Float[Tensor, "m N"],
+    q: Float[Tensor, "... N d"], k: Float[Tensor, "... M d"],
+    v: Float[Tensor, "... M d_v"], e: Float[Tensor, "m M"], f: Float[Tensor, "m M"],
 ) -> Float[Tensor, "... N d_v"]:
     """Attention to m mixtures of the keys and values (Wang et al. 2020, equation 7).
 

@@ -1054,7 +1054,7 @@ class Plan:
         """How many devices it takes."""
         return self.data * self.tensor * self.pipeline * self.context
 
-    def micros(self, batch: int) -> int:
+    def micros(self, batch: int) -> float:
         """Microbatches that pass through a pipeline in a step."""
         return batch / (self.data * self.micro)
 

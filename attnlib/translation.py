@@ -201,7 +201,7 @@ def translation_loss(
 
 # %% ../nbs/23_translation.ipynb #translate-numbers
 def translate_numbers(
-    model: Transformer, tokenizer: "tokenizers.Tokenizer", texts: Sequence[str],
+    model: Any, tokenizer: Any, texts: Sequence[str],
     language: str | Sequence[str], *, max_length: int = 100,
     tag_on: Literal["source", "target"] = "source",
 ) -> list[str]:
@@ -545,7 +545,7 @@ def answer_kind(
 
 # %% ../nbs/23_translation.ipynb #translate
 def translate(
-    model: Transformer, tokenizer: "tokenizers.Tokenizer", texts: Sequence[str], *,
+    model: Transformer, tokenizer: Any, texts: Sequence[str], *,
     beam_size: int = 4,
     length_penalty: float = 1.0, max_length: int = 200, batch_size: int = 64,
 ) -> list[str]:

@@ -260,7 +260,7 @@ VISION = {
     "vit.PatchEmbed": Row(
         dict(img_size=16, patch_size=4, in_chans=3, embed_dim=12),
         dict(img_size=24, patch_size=8, in_chans=1, embed_dim=24, norm_layer=nn.LayerNorm)
-        | dict(flatten=False, strict_img_size=False)
+        | dict(flatten=False, strict_img_size=False, bias=False)
         | META,
         trained(image(16), image(24)),
     ),
@@ -1777,13 +1777,10 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     spatial.Window
     swin.WindowLayout
     train.load_checkpoint
-    train._prepare
     train.print_speed
-    train._resume
     train.save_checkpoint
     train.shard_blocks
     train.shuffled_batches
-    train._train_step
     transformer.tie
     translation.from_marian
     translation.load_marian

@@ -618,9 +618,7 @@ def test_bad_input_is_named(call, message):
 def test_masks_may_have_their_former_name():
     torch.manual_seed(0)
     model, x, masked = BeitForMaskedImageModeling(**MASKED), images().float(), some_mask()
-    with pytest.warns(
-        DeprecationWarning, match="mask of .*forward is called"
-    ):
+    with pytest.warns(DeprecationWarning, match="mask of .*forward is called"):
         assert torch.equal(model(x, mask=masked), model(x, masked=masked))
 
 

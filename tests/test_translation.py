@@ -503,7 +503,7 @@ def write_archives(folder, monkeypatch):
                 tar.addfile(member, io.BytesIO(text))
         checksum = hashlib.sha256((folder / name).read_bytes()).hexdigest()
         known[split] = (stem, name, dict.fromkeys(sources, checksum))
-    monkeypatch.setattr(data, "MULTI30K", known)
+    monkeypatch.setattr(data, "_MULTI30K", known)
 
 
 def test_multi30k_run_reads_the_archives_and_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
@@ -535,7 +535,7 @@ def test_two_runs_in_one_folder_keep_their_own_weights(tmp_path, monkeypatch):
         for name, x in alone.state_dict().items():
             assert torch.equal(x, model.state_dict()[name])
         path.unlink()
-    weights, _ = translation.load_checkpoint(runs / "a-best.json")
+    weights, _ = runs.load_checkpoint(runs / "a-best.json")
     multi30k_run(tmp_path, steps=2, seed=1, checkpoint=path, **sizes)
     translation.save_checkpoint(runs / "b-best.json", weights, {"step": 0, "loss": 1e9})
     with pytest.raises(ValueError, match="b-best.json has weights of the loss"):
@@ -554,7 +554,7 @@ def test_a_loss_that_is_nan_is_replaced(tmp_path, monkeypatch):
     model = small_model(30)
     for step in range(5):
         rows.append({"step": step} | look(model))
-        kept.append(translation.load_checkpoint(path)[1]["loss"])
+        kept.append(runs.load_checkpoint(path)[1]["loss"])
     assert math.isnan(kept[0]) and kept[1:] == [3.0, 3.0, 2.0, 2.0]
     assert lowest_row(rows)["step"] == 3
     assert lowest_row(rows[:1])["step"] == 0
@@ -572,7 +572,7 @@ def test_the_weights_with_the_lowest_validation_loss_are_kept(tmp_path):
         kept.append(model)
         total, count = translation.translation_loss(model, pair)
         assert losses[-1] == pytest.approx(float(total / count), rel=1e-5)
-    weights, state = translation.load_checkpoint(tmp_path / "best.json")
+    weights, state = runs.load_checkpoint(tmp_path / "best.json")
     best = losses.index(min(losses))
     assert state["loss"] == losses[best]
     for name, x in kept[best].state_dict().items():
