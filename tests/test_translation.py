@@ -37,7 +37,7 @@ from attnlib.translation import (
     translate_numbers,
     trim,
 )
-from benchmarks import translation as runs
+from benchmarks import translation as translation_runs
 from benchmarks.translation import (
     keep_best,
     length_run,
@@ -471,7 +471,7 @@ def test_multi30k_run_scores_with_bleu(monkeypatch):
         "zwei hunde laufen am strand .",
         "ein mädchen liest ein buch .",
     ] * 4
-    monkeypatch.setattr(runs, "multi30k", lambda split, folder: (english, german))
+    monkeypatch.setattr(translation_runs, "multi30k", lambda split, folder: (english, german))
     sizes = dict(
         vocab_size=80, d_model=32, layers=1, dropout=0.0, batch_size=12, lr=5e-3, beam_size=2
     )
@@ -535,7 +535,7 @@ def test_two_runs_in_one_folder_keep_their_own_weights(tmp_path, monkeypatch):
         for name, x in alone.state_dict().items():
             assert torch.equal(x, model.state_dict()[name])
         path.unlink()
-    weights, _ = runs.load_checkpoint(runs / "a-best.json")
+    weights, _ = translation_runs.load_checkpoint(runs / "a-best.json")
     multi30k_run(tmp_path, steps=2, seed=1, checkpoint=path, **sizes)
     translation.save_checkpoint(runs / "b-best.json", weights, {"step": 0, "loss": 1e9})
     with pytest.raises(ValueError, match="b-best.json has weights of the loss"):
@@ -545,7 +545,7 @@ def test_two_runs_in_one_folder_keep_their_own_weights(tmp_path, monkeypatch):
 def test_a_loss_that_is_nan_is_replaced(tmp_path, monkeypatch):
     losses = iter([math.nan, 3.0, math.nan, 2.0, 4.0])
     monkeypatch.setattr(
-        translation,
+        translation_runs,
         "translation_loss",
         lambda *_: (torch.tensor(next(losses)), torch.tensor(1)),
     )
@@ -554,7 +554,7 @@ def test_a_loss_that_is_nan_is_replaced(tmp_path, monkeypatch):
     model = small_model(30)
     for step in range(5):
         rows.append({"step": step} | look(model))
-        kept.append(runs.load_checkpoint(path)[1]["loss"])
+        kept.append(translation_runs.load_checkpoint(path)[1]["loss"])
     assert math.isnan(kept[0]) and kept[1:] == [3.0, 3.0, 2.0, 2.0]
     assert lowest_row(rows)["step"] == 3
     assert lowest_row(rows[:1])["step"] == 0
@@ -572,7 +572,7 @@ def test_the_weights_with_the_lowest_validation_loss_are_kept(tmp_path):
         kept.append(model)
         total, count = translation.translation_loss(model, pair)
         assert losses[-1] == pytest.approx(float(total / count), rel=1e-5)
-    weights, state = runs.load_checkpoint(tmp_path / "best.json")
+    weights, state = translation_runs.load_checkpoint(tmp_path / "best.json")
     best = losses.index(min(losses))
     assert state["loss"] == losses[best]
     for name, x in kept[best].state_dict().items():
