@@ -537,7 +537,7 @@ def test_two_runs_in_one_folder_keep_their_own_weights(tmp_path, monkeypatch):
         path.unlink()
     weights, _ = translation_runs.load_checkpoint(runs / "a-best.json")
     multi30k_run(tmp_path, steps=2, seed=1, checkpoint=path, **sizes)
-    translation.save_checkpoint(runs / "b-best.json", weights, {"step": 0, "loss": 1e9})
+    translation_runs.save_checkpoint(runs / "b-best.json", weights, {"step": 0, "loss": 1e9})
     with pytest.raises(ValueError, match="b-best.json has weights of the loss"):
         multi30k_run(tmp_path, steps=2, seed=1, checkpoint=path, **sizes)
 

@@ -110,8 +110,9 @@ def former_names(root=ROOT):
     tree = ast.parse((root / "attnlib" / "_renamed.py").read_text(encoding="utf-8"))
     tables = {}
     for node in tree.body:
-        if isinstance(node, ast.Assign):
-            tables[node.targets[0].id] = ast.literal_eval(node.value)
+        name = getattr(node, "targets", [node])[0]
+        if getattr(name, "id", None) in ("MODULES", "RENAMED", "MOVED"):
+            tables[name.id] = ast.literal_eval(node.value)
     lines = ["| former name | name since version 0.3 |", "|---|---|"]
     for former, module in sorted(tables["MODULES"].items()):
         lines.append(f"| `attnlib.{former}` (module) | `attnlib.{module}` |")
