@@ -145,8 +145,9 @@ def below(entry, book, depth=0):
     """The pages of an entry of _toc.yml, as [(page, depth)], where the book has them."""
     pages = [(entry["file"], depth)] if "file" in entry else []
     if "glob" in entry:
-        found = sorted(book.glob(f"{entry['glob']}.html"))
-        pages = [(str(page.relative_to(book))[:-5], depth) for page in found]
+        for page in sorted(book.glob(f"{entry['glob']}.html")):
+            if 'http-equiv="refresh"' not in page.read_text("utf-8")[:200]:  # a former address
+                pages.append((str(page.relative_to(book))[:-5], depth))
     for child in entry.get("sections", ()):
         pages += below(child, book, depth + 1)
     return [page for page in pages if (book / f"{page[0]}.html").exists()]
