@@ -23,6 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def _join_group(file: str | Path, rank: int, ranks: int) -> None:
                             timeout=datetime.timedelta(minutes=5))
 
 
-def failure(future: Future) -> tuple[int, str] | None:
+def failure(future: Any) -> tuple[int, str] | None:
     """What went wrong in a rank.
 
     Parameters

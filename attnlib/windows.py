@@ -675,7 +675,7 @@ def window_attention(
     return out
 
 # %% ../nbs/52_windows.ipynb #backend
-def _uses_kernel(layer: "FusedWindowAttention | FusedWindowAttentionV2") -> bool:
+def _uses_kernel(layer: nn.Module) -> bool:
     """Return whether a fused window attention is to ask the kernel.
 
     Parameters
