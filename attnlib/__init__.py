@@ -4,6 +4,7 @@ __version__ = "0.3.0"
 
 from .attention import (
     AdditiveAttention,
+    attention,  # in this package the name of the function, no longer of its module
     attention_backend,
     attention_weights,
     causal_mask,
@@ -61,6 +62,7 @@ __all__ = [
     "alibi_bias",
     "apply_rotary",
     "apply_rotary_2d",
+    "attention",
     "attention_backend",
     "attention_weights",
     "causal_mask",

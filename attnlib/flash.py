@@ -1218,7 +1218,7 @@ def flash_attention(
 ) -> Float[Tensor, "... N d_v"]:
     """Attention in tiles, by Triton kernels (Dao et al. 2022, algorithms 1 and 4; Dao 2023).
 
-    It is `attnlib.attention.attention` without dropout and without gradients of gradients, in
+    It is `attnlib.attention` without dropout and without gradients of gradients, in
     memory linear in N and M.
 
     Parameters

@@ -562,7 +562,7 @@ def decoder_mask(
     Query i is token m - n + i: after m - n tokens in a cache, query 0 is the first new token.
     It may attend to key j if j <= m - n + i, and if key j is neither padding nor outside of
     the window. Here alone is decided which form a decoder's mask has. Where neither a window
-    nor padding hides a key, "causal" tells the kernels of `attnlib.attention.attention`, which
+    nor padding hides a key, "causal" tells the kernels of `attnlib.attention`, which
     then read no mask, and a single query, the last token, needs no mask at all.
 
     Parameters
@@ -706,7 +706,7 @@ def grouped_attention(
     q : Tensor
     k, v : Tensor, with g a divisor of h
     mask, dropout_p, bias
-        As of `attnlib.attention.attention`, broadcastable to (B, h, N, M).
+        As of `attnlib.attention`, broadcastable to (B, h, N, M).
 
     Returns
     -------
@@ -715,9 +715,9 @@ def grouped_attention(
     Raises
     ------
     ValueError
-        If g does not divide h, or as `attnlib.attention.attention` does.
+        If g does not divide h, or as `attnlib.attention` does.
     TypeError
-        As `attnlib.attention.attention` does.
+        As `attnlib.attention` does.
     """
     h = q.shape[1]
     g = k.shape[1]

@@ -385,7 +385,7 @@ def test_the_processor_is_asked_at_first_use_and_once(monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", read_text)
     monkeypatch.setattr(Path, "exists", lambda path: True)
-    spec = importlib.util.spec_from_file_location("attnlib.another", attnlib.attention.__file__)
+    spec = importlib.util.spec_from_file_location("attnlib.another", sys.modules["attnlib.attention"].__file__)
     another = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(another)
     assert not reads
@@ -406,7 +406,7 @@ def test_backend_is_restored_even_after_an_error():
 
 @pytest.mark.parametrize("tiles", [False, True])
 def test_auto_rule(monkeypatch, tiles):
-    monkeypatch.setattr("attnlib.attention._has_amx", lambda: tiles)
+    monkeypatch.setattr(sys.modules["attnlib.attention"], "_has_amx", lambda: tiles)
     slow = "sdpa" if tiles else "reference"
     short, long = (torch.zeros(n, 8, dtype=torch.bfloat16) for n in (4, 600))
     assert fastest_backend(short, short) == slow
@@ -659,7 +659,8 @@ def test_without_triton_its_backend_says_what_to_install(monkeypatch):
 def test_package_exports():
     assert (
         attnlib.AdditiveAttention is AdditiveAttention
-        and attnlib.attention.attention is attention
+        and attnlib.attention is attention
+        and sys.modules["attnlib.attention"].attention is attention
     )
     assert (
         attnlib.attention_backend is attention_backend

@@ -13,9 +13,9 @@ import torch
 from torch.nn.modules import module as nn_module
 
 import attnlib
-from attnlib import attention
 from attnlib._renamed import MODULES
 
+attention = import_module("attnlib.attention")  # `attnlib.attention` is the function
 CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 OTHERS = {  # variables that pytest, PyTorch's compiler and scikit-learn set for themselves
     "PYTEST_CURRENT_TEST",

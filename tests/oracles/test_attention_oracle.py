@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -23,7 +24,6 @@ from draws import (
 from hypothesis import example
 from hypothesis import strategies as st
 
-import attnlib.attention as library
 from attnlib.attention import (
     BACKENDS,
     AdditiveAttention,
@@ -47,6 +47,7 @@ from attnlib.attention import (
     sdpa,
 )
 
+library = import_module("attnlib.attention")  # `attnlib.attention` is the function
 names = st.sampled_from(("auto", "reference", "sdpa"))
 lengths = st.integers(min_value=0, max_value=6)
 
