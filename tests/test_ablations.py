@@ -8,6 +8,7 @@ from attnlib.train import read_record
 from benchmarks import transformer as ablations
 
 
+@pytest.mark.slow
 def test_a_tiny_run_makes_a_record(tmp_path):
     ablations.main(["ablations", "--tiny", "--out", str(tmp_path)])
     assert (tmp_path / "ablations.json").exists()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn as nn
 
@@ -39,6 +40,7 @@ def test_the_contestants_hand_over_equally_many_features():
     assert isinstance(make(), nn.Module)
 
 
+@pytest.mark.slow
 def test_tiny_run_records_every_contestant(tmp_path):
     command = [
         sys.executable,

@@ -385,7 +385,9 @@ def test_the_processor_is_asked_at_first_use_and_once(monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", read_text)
     monkeypatch.setattr(Path, "exists", lambda path: True)
-    spec = importlib.util.spec_from_file_location("attnlib.another", sys.modules["attnlib.attention"].__file__)
+    spec = importlib.util.spec_from_file_location(
+        "attnlib.another", sys.modules["attnlib.attention"].__file__
+    )
     another = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(another)
     assert not reads
@@ -512,11 +514,11 @@ def test_additive_attention():
         "key_proj.weight": (5, 4),
         "score.weight": (1, 5),
     }
-    with pytest.raises(TypeError, match="mask of dtype torch.float64 must be torch.bool"):
+    with pytest.raises(TypeError, match="mask of dtype torch.float64"):
         module(q, k, v, mask.double())
     with pytest.raises(
         ValueError,
-        match=r"mask of shape \(3, 1, 7\) must broadcast to the logits' shape \(2, 3, 7\)",
+        match=r"mask of shape \(3, 1, 7\)",
     ):
         module(q, k, v, torch.ones(3, 1, 7, dtype=torch.bool))
 
@@ -535,16 +537,14 @@ def test_causal_mask():
     # the newest of three positions sees all of them
     assert causal_mask(1, 3).tolist() == [[True, True, True]]
     assert torch.equal(causal_mask(2, 5), causal_mask(5)[3:])
-    with pytest.raises(ValueError, match=r"m \(2\) must be at least n \(3\)"):
+    with pytest.raises(ValueError, match=r"m \(2\)"):
         causal_mask(3, 2)
 
 
 def test_padding_mask():
     assert padding_mask(torch.tensor([2, 0, 3])).shape == (3, 1, 1, 3)
     assert padding_mask(torch.tensor([2, 0, 3]), 4)[:, 0, 0].sum(-1).tolist() == [2, 0, 3]
-    with pytest.raises(
-        ValueError, match=r"m \(2\) must be at least the longest of the lengths \(3\)"
-    ):
+    with pytest.raises(ValueError, match=r"m \(2\)"):
         padding_mask(torch.tensor([1, 3]), 2)
 
 
@@ -692,11 +692,9 @@ def test_causal_by_name_is_the_causal_mask(backend, n, m, with_bias):
 
 def test_causal_by_name_refuses():
     q, k = torch.zeros(2, 4, 8), torch.zeros(2, 3, 8)
-    with pytest.raises(
-        ValueError, match=r"mask \('causal'\) must be .* as many keys \(3\) as queries \(4\)"
-    ):
+    with pytest.raises(ValueError, match=r"mask \('causal'\)"):
         attention(q, k, k, mask="causal")
-    with pytest.raises(ValueError, match=r"mask \('padding'\) must be boolean, or 'causal'"):
+    with pytest.raises(ValueError, match=r"mask \('padding'\)"):
         attention(k, k, k, mask="padding")
 
 
@@ -808,7 +806,7 @@ def test_vmap_over_masks():
 
 
 def test_additive_attention_takes_no_words():
-    with pytest.raises(TypeError, match=r"mask of dtype str must be torch.bool"):
+    with pytest.raises(TypeError, match=r"mask of dtype str"):
         AdditiveAttention(4, 4, 8)(
             torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(2, 3, 4), "causal"
         )
@@ -819,9 +817,7 @@ def test_additive_attention_takes_no_words():
     [torch.zeros(0, dtype=torch.long), torch.ones(3, 1, dtype=torch.long), torch.tensor(3)],
 )
 def test_lengths_of_a_padding_mask(lengths):
-    with pytest.raises(
-        ValueError, match=r"lengths of shape \(.*\) must be \(B,\), at least one"
-    ):
+    with pytest.raises(ValueError, match=r"lengths of shape \(.*\)"):
         padding_mask(lengths)
 
 

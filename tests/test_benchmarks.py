@@ -19,6 +19,8 @@ from benchmarks import gpu, runner, runs, timing, vision
 
 ROOT = Path(__file__).parent.parent
 GPU = [sys.executable, "-m", "benchmarks.gpu"]
+SLOW = pytest.mark.slow  # of each kind one goes with `make test`, and the others weekly
+LONG_RUNS = ("numbers", "translator", "lengths", "detr", "supernet", "captions", "gpt")
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +193,9 @@ def test_rows_are_kept_until_the_code_changes(tmp_path, monkeypatch, capsys):
     assert "0 rows so far" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("part", ["checks", "kernels", "sanitize"])
+@pytest.mark.parametrize(
+    "part", ["checks", pytest.param("kernels", marks=pytest.mark.slow), "sanitize"]
+)
 def test_checks(record, part):
     record(part, None)
 
@@ -371,6 +375,7 @@ def test_attention(record):
         assert row["difference"] < (1e-5 if row["dtype"] == "float32" else 5e-2)
 
 
+@pytest.mark.slow
 def test_translation(record):
     for name in ("transformers", "x_transformers"):
         pytest.importorskip(name)
@@ -408,6 +413,7 @@ def test_flash(record):
         assert low <= high and "device" in found
 
 
+@pytest.mark.slow
 def test_windows(record):
     pytest.importorskip("triton")
     found = record("windows", "windows_cpu")
@@ -423,6 +429,7 @@ def test_windows(record):
         assert {row["way"] for row in found["rows"] if row["pass"] == kind} == some
 
 
+@pytest.mark.slow
 def test_fused(record):
     """The whole Swin: fused blocks beside the kernel alone, PyTorch, timm and timm compiled."""
     pytest.importorskip("triton")
@@ -633,9 +640,9 @@ def test_overhead(monkeypatch, tmp_path):
     "name, libraries",
     [
         ("vit", {"attnlib", "timm", "torchvision", "transformers", "vit-pytorch"}),
-        ("swin", {"attnlib", "timm", "torchvision", "transformers"}),
-        ("swinv2", {"attnlib", "timm", "torchvision", "transformers"}),
-        ("tnt", {"attnlib", "timm"}),
+        pytest.param("swin", {"attnlib", "timm", "torchvision", "transformers"}, marks=SLOW),
+        pytest.param("swinv2", {"attnlib", "timm", "torchvision", "transformers"}, marks=SLOW),
+        pytest.param("tnt", {"attnlib", "timm"}, marks=SLOW),
     ],
 )
 def test_vision(record, name, libraries):
@@ -702,7 +709,7 @@ def test_on_a_gpu_swin_takes_part_with_fused_blocks(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["numbers", "translator", "lengths", "digits", "detr", "supernet", "captions", "gpt"],
+    ["digits", *(pytest.param(name, marks=SLOW) for name in LONG_RUNS)],
 )
 def test_runs(record, name):
     found = record(f"run_{name}", name)

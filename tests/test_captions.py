@@ -403,7 +403,7 @@ def test_an_interrupted_run_goes_on_with_its_baseline(scenes, tmp_path):
 
 def test_a_baseline_without_a_module_is_refused(scenes):
     logits, some = torch.randn(6, 9, 23), torch.zeros(6, 9)
-    with pytest.raises(TypeError, match="baseline of type Tensor must be a RewardBaseline"):
+    with pytest.raises(TypeError, match="baseline of type Tensor"):
         reinforce_loss(logits, scenes[1][:, 1:], some, some, torch.zeros(9))
     with pytest.raises(
         ValueError, match=r"captions of 9 words are longer than max_length \(4\)"
@@ -482,7 +482,7 @@ def test_bad_captions(change, message, scenes):
 
 
 def test_decoding_refuses_what_is_too_long(scenes):
-    with pytest.raises(ValueError, match=r"max_length \(21\) must be at most the model's"):
+    with pytest.raises(ValueError, match=r"max_length \(21\)"):
         greedy(small(), scenes[0], 21)
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import pytest
 import torch
 
 from benchmarks import tnt as compare
@@ -15,6 +16,7 @@ def run(folder, monkeypatch, *options):
     return json.loads((folder / "compare.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_tiny_record(tmp_path, monkeypatch):
     record = run(tmp_path, monkeypatch)
     assert {"device", "torch", "date", "commit", "threads", "batch"} <= set(record)

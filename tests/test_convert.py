@@ -10,7 +10,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib.convert import _TABLES, convert_state_dict, fuse_qkv, rename_keys
+from attnlib.convert import convert_state_dict, fuse_qkv, rename_keys
 from attnlib.models import create_model, list_models, load_pretrained
 from helpers import build, close, images
 
@@ -239,6 +239,5 @@ def test_two_keys_do_not_become_one():
 
 
 def test_a_family_without_a_table():
-    allowed = ", ".join(map(repr, _TABLES))
-    with pytest.raises(ValueError, match=rf"family \('resnet'\) must be one of {allowed}"):
+    with pytest.raises(ValueError, match=r"family \('resnet'\)"):
         convert_state_dict({}, "resnet")

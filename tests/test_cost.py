@@ -143,7 +143,7 @@ def test_the_diagnosis_of_a_model_is_the_sum_over_its_operators():
 @pytest.mark.parametrize("name", ["flops", "bytes", "operators"])
 def test_diagnosis_refuses_negative_counts(name):
     counts = {"flops": 1, "bytes": 1, "operators": 1} | {name: -1}
-    with pytest.raises(ValueError, match=rf"{name} \(-1\) must not be negative"):
+    with pytest.raises(ValueError, match=rf"{name} \(-1\)"):
         diagnose(Roofline(1, 1), **counts)
 
 

@@ -182,9 +182,7 @@ def test_unknown_letters_become_unknown_tokens(tokenizer):
 def test_prefixes_must_be_one_for_each_text(tokenizer):
     with pytest.raises(ValueError):
         encode(tokenizer, ["one", "two"], prefix=["<2de>"])
-    with pytest.raises(
-        ValueError, match=r"prefix \('<2xx>'\) must be a token of the tokenizer"
-    ):
+    with pytest.raises(ValueError, match=r"prefix \('<2xx>'\)"):
         encode(tokenizer, ["one", "two"], prefix=["<2de>", "<2xx>"])
 
 
@@ -249,9 +247,7 @@ def test_multi30k_offline_says_what_was_wanted(tmp_path, small):
 
 
 def test_multi30k_unknown_split():
-    with pytest.raises(
-        ValueError, match=r"split \('dev'\) must be one of 'train', 'valid', 'test'"
-    ):
+    with pytest.raises(ValueError, match=r"split \('dev'\)"):
         data.multi30k("dev")
 
 
@@ -395,7 +391,7 @@ def test_drawing_in_parts_gives_the_same():
 
 
 def test_scenes_of_no_size_are_refused():
-    with pytest.raises(ValueError, match=r"size \(0\) must be an integer of at least 1"):
+    with pytest.raises(ValueError, match=r"size \(0\)"):
         draw_scenes(describe_scenes(1), 0)
 
 
@@ -489,9 +485,9 @@ def test_cifar_offline_says_what_was_wanted(photographs, tmp_path):
 
 
 def test_cifar_refuses(monkeypatch):
-    with pytest.raises(ValueError, match=r"name \('cifar'\) must be 'cifar10' or 'cifar100'"):
+    with pytest.raises(ValueError, match=r"name \('cifar'\)"):
         cifar("cifar")
-    with pytest.raises(ValueError, match=r"split \('valid'\) must be 'train' or 'test'"):
+    with pytest.raises(ValueError, match=r"split \('valid'\)"):
         cifar("cifar10", "valid")
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(ImportError, match=r"torchvision is missing: pip install"):
@@ -519,17 +515,15 @@ def test_small_images_are_standardized_by_the_training_images():
     torch.testing.assert_close(
         unseen, standardize(digits("test", 12)[0], digits("train", 12)[0])
     )
-    with pytest.raises(ValueError, match=r"name \('letters'\) must be"):
+    with pytest.raises(ValueError, match=r"name \('letters'\)"):
         small_images("letters")
 
 
 def test_number_words_of_iterators_and_fractions():
     assert data.number_words((n for n in range(3)), "en") == ["zero", "one", "two"]
-    with pytest.raises(
-        ValueError, match=r"numbers \(2.7\) must be from 0 to 999,999,999, and whole"
-    ):
+    with pytest.raises(ValueError, match=r"numbers \(2.7\)"):
         data.number_words([2.7], "en")
-    with pytest.raises(ValueError, match=r"count \(-5\) must be at least 0"):
+    with pytest.raises(ValueError, match=r"count \(-5\)"):
         data.draw_numbers(-5, 10)
 
 
@@ -553,7 +547,5 @@ def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch, package, 
 
 @pytest.mark.parametrize("texts", ["one two", []])
 def test_texts_are_a_sequence(texts):
-    with pytest.raises(
-        ValueError, match=r"texts \(.*\) must be a sequence of str, at least one"
-    ):
+    with pytest.raises(ValueError, match=r"texts \(.*\)"):
         data.encode(data.train_bpe(["one two"], 50), texts)

@@ -131,7 +131,7 @@ def test_impossible_models(options, message):
 
 def test_impossible_calls():
     model = backbone("deit")
-    with pytest.raises(ValueError, match=r"global_pool \('avg'\) must be one of 'token'"):
+    with pytest.raises(ValueError, match=r"global_pool \('avg'\)"):
         model.reset_classifier(3, "avg")
     assert model(images()).shape == (2, 5)
     with pytest.raises(TypeError, match="class_token"):  # a head reads it
@@ -141,15 +141,13 @@ def test_impossible_calls():
 @pytest.mark.parametrize("loss", [hard_distillation_loss, soft_distillation_loss])
 def test_impossible_losses(loss):
     a, b, v = logits()
-    with pytest.raises(ValueError, match=r"weight \(1.5\) must be from 0 to 1"):
+    with pytest.raises(ValueError, match=r"weight \(1.5\)"):
         loss(a, b, v, LABELS, weight=1.5)
-    with pytest.raises(
-        ValueError, match=r"dist_logits \(4, 6\), teacher_logits \(4, 5\) must have one shape"
-    ):
+    with pytest.raises(ValueError, match=r"dist_logits \(4, 6\), teacher_logits \(4, 5\)"):
         loss(a, b, v[:, :5], LABELS)
 
 
 @pytest.mark.parametrize("tau", [0, -1.0, float("nan")])
 def test_impossible_temperature(tau):
-    with pytest.raises(ValueError, match=r"temperature \(.*\) must be positive"):
+    with pytest.raises(ValueError, match=r"temperature \(.*\)"):
         soft_distillation_loss(*logits(), LABELS, temperature=tau)

@@ -158,7 +158,7 @@ def test_what_does_not_belong_to_the_loss_is_refused():
             ValueError, match=rf"output has 8 logits; for num_classes \({count}"
         ):
             SetCriterion(count)(output, targets)
-    with pytest.raises(ValueError, match=r"weights \('bbox'\) must be for 'class', 'box' or"):
+    with pytest.raises(ValueError, match=r"weights \('bbox'\)"):
         SetCriterion(7, weights={"bbox": 100})
     assert SetCriterion(7, weights={"box": 100}).weights == {"class": 1, "box": 100, "giou": 2}
 
@@ -570,7 +570,7 @@ def test_no_objects_at_all():
 
 def test_costs_that_are_no_numbers():
     output, targets = some_output(), some_targets()
-    with pytest.raises(ValueError, match=r"logits or boxes \(NaN\) must be numbers"):
+    with pytest.raises(ValueError, match=r"logits or boxes \(NaN\)"):
         HungarianMatcher()(output.logits * math.nan, output.boxes, targets)
 
 

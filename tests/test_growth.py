@@ -21,6 +21,7 @@ def test_the_norms_behind_the_branches_begin_where_they_should(kind):
         assert all(stage[0] == stage[2] for stage in stages)
 
 
+@pytest.mark.slow
 def test_a_tiny_record(tmp_path, monkeypatch, capsys):
     call = ["swinv2", "growth", "--tiny", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*call, "--minutes", "0"])

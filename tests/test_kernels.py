@@ -172,6 +172,7 @@ print(kernels.code_of("forward", "sm_90", "bfloat16", 64, "b"))
         assert (done.stdout.strip() == wanted) is same, done.stderr
 
 
+@pytest.mark.slow
 def test_command_goes_on_where_it_ended(tmp_path):
     call = [sys.executable, "-W", "ignore", "-m", "benchmarks.flash", "static"]
     call += ["--out", str(tmp_path), "--only", "sm_90,bfloat16,64,bias", "--most", "1"]

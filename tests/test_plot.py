@@ -40,7 +40,7 @@ def test_without_a_caption_the_description_is_shown_and_read_once(monkeypatch):
 
 @pytest.mark.parametrize("alt", ["", "  "])
 def test_figure_without_words_is_refused(alt):
-    with pytest.raises(ValueError, match=r"alt \('\s*'\) must describe the figure"):
+    with pytest.raises(ValueError, match=r"alt \('\s*'\)"):
         plot.show(plt.figure(), alt)
 
 
@@ -78,9 +78,7 @@ def test_labels_that_do_not_fit_are_refused(options, message):
 
 
 def test_weights_with_other_axes_are_refused():
-    with pytest.raises(
-        ValueError, match=r"weights of shape \(2, 2, 3, 5\) must be \(N, M\) or \(h, N, M\)"
-    ):
+    with pytest.raises(ValueError, match=r"weights of shape \(2, 2, 3, 5\)"):
         plot.plot_attention(torch.rand(2, 2, 3, 5))
 
 

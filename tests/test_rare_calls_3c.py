@@ -64,10 +64,10 @@ def test_an_attention_map_with_a_row_of_nan_keeps_the_scale_of_the_others():
 
 @pytest.mark.parametrize("vmax", [0, -1.0, float("nan")])
 def test_a_scale_without_an_extent_is_refused(vmax):
-    with pytest.raises(ValueError, match=r"vmax \((0|-1.0|nan)\) must be positive"):
+    with pytest.raises(ValueError, match=r"vmax \((0|-1.0|nan)\)"):
         plot.plot_attention(torch.rand(2, 2), vmax=vmax)
 
 
 def test_labels_that_are_numbers_are_refused():
-    with pytest.raises(ValueError, match="keys has 7; each entry must be a str or an image"):
+    with pytest.raises(ValueError, match="keys has 7; each entry"):
         plot.plot_attention(torch.rand(2, 2), keys=[7, 8])

@@ -179,7 +179,7 @@ def test_a_generation_is_as_large_as_its_population(options):
 @pytest.mark.parametrize("shape", [(6, 1), (1,), (4,)])
 def test_accuracy_needs_a_label_for_each_image(shape):
     data = torch.randn(6, 3), torch.zeros(shape, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"labels of shape .* must be \(6,\)"):
+    with pytest.raises(ValueError, match=r"labels of shape"):
         recipes.accuracy(nn.Linear(3, 2), data)
 
 

@@ -288,12 +288,12 @@ class Mesh:
 
 
 def test_what_cannot_be_cut_is_named():
-    with pytest.raises(ValueError, match=r"h\.0\.attn has \[4, 2, 2\] .* 4 ranks must divide"):
+    with pytest.raises(ValueError, match=r"h\.0\.attn has \[4, 2, 2\] .* 4 ranks"):
         tensor_parallel(GPT(GPTConfig(**SMALL, n_kv_head=2)), Mesh(4))
     with pytest.raises(ValueError, match=r"model \(Linear\) has no module that can be cut"):
         tensor_parallel(torch.nn.Linear(4, 4), Mesh(2))
     relative = Transformer(64, d_model=32, nhead=4, position="relative", dim_feedforward=64)
-    with pytest.raises(ValueError, match=r"position \('relative'\) must not"):
+    with pytest.raises(ValueError, match=r"position \('relative'\)"):
         tensor_parallel(relative, Mesh(2))
 
 
@@ -376,7 +376,7 @@ def test_stages_are_the_model(four):
 
 
 def test_stages_that_are_impossible_are_refused():
-    with pytest.raises(ValueError, match=r"tied \(True\) must be False"):
+    with pytest.raises(ValueError, match=r"tied \(True\)"):
         GPTStage(GPT(GPTConfig(**{**SMALL, "tied": True})), 0, 2)
     with pytest.raises(ValueError, match=r"stage \(0\) .* stages \(3\), .* n_layer \(2\)"):
         GPTStage(GPT(GPTConfig(**SMALL)), 0, 3)
@@ -494,11 +494,9 @@ def test_slower_links_and_less_memory_never_help():
 
 
 def test_what_the_planner_refuses():
-    with pytest.raises(
-        ValueError, match=r"cluster.memory \(80 GB\) must be at least \d+ GB: no"
-    ):
+    with pytest.raises(ValueError, match=r"cluster.memory \(80 GB\)"):
         plan(LARGE, Cluster(8), 8)
-    with pytest.raises(ValueError, match=r"between \(-1\) must be positive"):
+    with pytest.raises(ValueError, match=r"between \(-1\)"):
         Cluster(8, between=-1)
     with pytest.raises(ValueError, match="batch"):
         plan(LARGE, Cluster(8), 0)

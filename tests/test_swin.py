@@ -256,7 +256,7 @@ def test_where_a_pixel_looks(name):
         assert weights[0, 0][place] > 0 and (weights.sum((2, 3)) < 1 + 1e-12).all()
     one = pixel_maps(model, images(1, 32), (0, 0))[2]  # no padding: all of its weights
     close(one.sum((2, 3)), torch.ones(1, 2).double())
-    with pytest.raises(ValueError, match=r"pixel \(60, 0\) must be in x of shape"):
+    with pytest.raises(ValueError, match=r"pixel \(60, 0\)"):
         pixel_maps(model, x, (60, 0))
 
 

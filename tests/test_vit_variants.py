@@ -248,13 +248,13 @@ def test_rotary_positions_keep_what_is_frozen_and_the_mode():
 
 
 def test_what_does_not_fit():
-    with pytest.raises(ValueError, match=r"hidden_features \(7\) must be even"):
+    with pytest.raises(ValueError, match=r"hidden_features \(7\)"):
         SwiGLU(4, 7)
     with pytest.raises(ValueError, match=r"must have a last axis that 4 divides"):
         apply_rotary_2d(torch.ones(1, 6), torch.zeros(1), torch.zeros(1))
     with pytest.raises(TypeError, match="no_such"):
         VisionTransformer(no_such=1)
-    with pytest.raises(ValueError, match=r"global_pool \('token'\) must be one of 'avg', ''"):
+    with pytest.raises(ValueError, match=r"global_pool \('token'\)"):
         build("vit", class_token=False, reg_tokens=4)
 
 

@@ -294,7 +294,7 @@ def operands(size=(4, 4), window=(2, 2), shift=(1, 1), heads=1, width=16):
     return qkv.to(DEVICE), bias.to(DEVICE), layout
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_maps_need_no_padding(data):
     """A map as it is, of any size, gives what it gives when it is padded before, and cut."""

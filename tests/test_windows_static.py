@@ -116,6 +116,7 @@ def test_a_sample_is_as_recorded(rows):
             assert row == recorded[job]
 
 
+@pytest.mark.slow
 def test_command_goes_on_where_it_ended(tmp_path):
     call = [sys.executable, "-W", "ignore", "-m", "benchmarks.windows", "static"]
     call += ["--out", str(tmp_path), "--only", "sm_90,bfloat16,64,bias", "--most", "1"]

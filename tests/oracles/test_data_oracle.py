@@ -153,7 +153,7 @@ def bytes_of(piece):
 @drawn(st.sampled_from((None, *_BOOK_PARTS, "dev")))
 def test_the_book_in_parts(split):
     if split == "dev":
-        with pytest.raises(ValueError, match=r"split \('dev'\) must be one of 'train'"):
+        with pytest.raises(ValueError, match=r"split \('dev'\)"):
             book_text(split)
         return
     whole, part = book_text(), book_text(split)
@@ -372,7 +372,7 @@ def test_standardized_images(batch, channels, shape, others, dtype, layout, seed
     images = normal((batch, channels, *shape), dtype, seed, layout)
     reference = normal((others, channels, *shape), dtype, seed + 1, layout)
     if others * shape[0] * shape[1] < 2:
-        with pytest.raises(ValueError, match=r"reference of shape \(.*\) must have two pixels"):
+        with pytest.raises(ValueError, match=r"reference of shape \(.*\)"):
             standardize(images, reference)
         return
     wide = reference.double().transpose(0, 1).flatten(1).numpy()

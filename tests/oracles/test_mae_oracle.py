@@ -283,7 +283,7 @@ def test_noise_must_fit(a, b):
 def test_an_encoder_is_given_all_that_was_trained():
     trained = dict(depth=2, img_size=32)
     check_encoder_options(dict(img_size=64, depth=2, global_pool="avg"), trained)
-    with pytest.raises(ValueError, match=r"depth \(3\) must be 2"):
+    with pytest.raises(ValueError, match=r"depth \(3\)"):
         check_encoder_options(dict(depth=3), trained)
     target = torch.nn.ModuleDict(dict(body=torch.nn.Linear(2, 3), head=torch.nn.Linear(3, 2)))
     stored = {f"body.{key}": x for key, x in torch.nn.Linear(2, 3).state_dict().items()}

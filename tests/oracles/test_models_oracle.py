@@ -61,9 +61,7 @@ def test_what_a_name_wants(name, size, classes, channels):
 @pytest.mark.parametrize("size, channels", [(0, 3), ((224, 0), 3), (None, 0), (-1, 3)])
 def test_images_have_pixels(size, channels):
     """A size of 0 was once that of the name."""
-    with pytest.raises(
-        ValueError, match=r"img_size \(.*\) and in_chans \(.*\) must be at least"
-    ):
+    with pytest.raises(ValueError, match=r"img_size \(.*\) and in_chans \(.*\)"):
         data_config("vit_tiny_patch16_224", size, channels)
 
 
@@ -89,7 +87,7 @@ def test_first_layers_are_adapted(width, channels, seed, layout, dtype):
 
 @pytest.mark.parametrize("channels", [0, -1])
 def test_a_first_layer_has_channels(channels):
-    with pytest.raises(ValueError, match=rf"in_chans \({channels}\) must be at least 1"):
+    with pytest.raises(ValueError, match=rf"in_chans \({channels}\)"):
         adapt_input_conv(torch.zeros(1, 3, 1, 1), channels)
 
 

@@ -135,12 +135,10 @@ def test_numbers_of_heads(num_heads, width, other):
     numbers = num_heads, width, other
     if not all(isinstance(x, int) and x >= 1 for x in numbers):
         wrong = next(x for x in numbers if not isinstance(x, int) or x < 1)
-        with pytest.raises(
-            ValueError, match=rf"\({wrong!r}\) must be an integer of at least 1"
-        ):
+        with pytest.raises(ValueError, match=rf"\({wrong!r}\)"):
             check_heads(num_heads, width=width, other=other)
     elif width % num_heads:
-        with pytest.raises(ValueError, match=rf"width \({width}\) must be divisible"):
+        with pytest.raises(ValueError, match=rf"width \({width}\)"):
             check_heads(num_heads, width=width, other=other)
     else:
         check_heads(num_heads, width=width, other=other)

@@ -85,7 +85,7 @@ def test_crops_and_mirrors(n, size, padding, layout, seed, dtype):
 
 
 def test_a_padding_is_not_negative():
-    with pytest.raises(ValueError, match=r"padding \(-1\) must not be negative"):
+    with pytest.raises(ValueError, match=r"padding \(-1\)"):
         crop_and_flip(torch.zeros(1, 1, 2, 2), -1)
 
 

@@ -417,7 +417,7 @@ def test_plans_that_are_possible(config, devices, node, batch):
 
     assert seconds(scaling.plan(config, cluster, batch)) == min(map(seconds, plans))
     name = ("devices", "node", "memory", "flops", "inside", "between", "efficiency")[batch % 7]
-    with pytest.raises(ValueError, match=rf"{name} \(0\) must be positive"):
+    with pytest.raises(ValueError, match=rf"{name} \(0\)"):
         Cluster(**{"devices": 1, name: 0})
 
 

@@ -268,7 +268,7 @@ def test_caption_loss(batch, length, places, dtype, seed, penalty, layout, data)
     close(found.double(), total, tolerance(dtype) * max(1, largest(total)))
     if penalty:
         same_slopes(found, inputs, total, wide, dtype)
-    with pytest.raises(ValueError, match=r"weights \(None\) must be given for a penalty \(2"):
+    with pytest.raises(ValueError, match=r"weights \(None\)"):
         spatial.caption_loss(logits, targets, penalty=2.0)
 
 
@@ -573,7 +573,7 @@ def test_kernels_without_a_middle(kernel_size):
         lambda: spatial.EfficientChannelAttention(kernel_size),
         lambda: spatial.ChannelSpatialAttention(16, kernel_size=kernel_size),
     ):
-        with pytest.raises(ValueError, match=rf"kernel_size \({kernel_size}\) must be"):
+        with pytest.raises(ValueError, match=rf"kernel_size \({kernel_size}\)"):
             make()
 
 

@@ -80,7 +80,7 @@ def test_tags(language):
         assert tag(language) == "<" + language + ">"
         assert TOKENIZER.id_to_token(4 + LANGUAGES.index(language)) == tag(language)
     else:
-        with pytest.raises(ValueError, match=r"language \(.*\) must be one of en, de"):
+        with pytest.raises(ValueError, match=r"language \(.*\)"):
             tag(language)
 
 
@@ -153,7 +153,7 @@ def test_sides(side):
     if side in ("source", "target"):
         assert _check_side(side) is None
     else:
-        with pytest.raises(ValueError, match=r"tag_on \(.*\) must be 'source' or 'target'"):
+        with pytest.raises(ValueError, match=r"tag_on \(.*\)"):
             _check_side(side)
 
 
@@ -263,7 +263,7 @@ def test_accuracies_are_counts(numbers, pairs, size, seed):
 def test_nothing_to_translate():
     for side in ("source", "target"):
         assert translate_numbers(small(), TOKENIZER, [], "de", tag_on=side) == []
-    with pytest.raises(ValueError, match=r"batch_size \(0\) must be an integer of at least 1"):
+    with pytest.raises(ValueError, match=r"batch_size \(0\)"):
         direction_accuracy(None, None, [1], [("en", "de")], batch_size=0)
     with pytest.raises(ValueError, match="directions must be one or more"):
         direction_accuracy(None, None, [1], [])
@@ -329,7 +329,7 @@ def test_answers_that_may_be_anything(text, number, pair):
 @drawn(st.integers(-1, 5), st.sampled_from((*range(11), 2.0)), seeds)
 def test_numbers_of_few_digits(count, nonzero, seed):
     if count < 0 or nonzero not in range(1, 10) or type(nonzero) is float:
-        with pytest.raises(ValueError, match=r"(count|nonzero) \(.*\) must be"):
+        with pytest.raises(ValueError, match=r"(count|nonzero) \(.*\)"):
             sparse_numbers(count, nonzero, seed=seed)
         return
     found = sparse_numbers(count, nonzero, seed=seed)

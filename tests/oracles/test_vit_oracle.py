@@ -248,7 +248,7 @@ def test_a_rollout_is_the_product_of_all_steps(depth, batch, heads, length, dtyp
 
 
 def test_a_rollout_of_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"maps \(\[\]\) must hold .* at least one block"):
+    with pytest.raises(ValueError, match=r"maps \(\[\]\)"):
         attention_rollout([])
 
 

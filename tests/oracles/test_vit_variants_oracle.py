@@ -44,7 +44,7 @@ def inputs(draw, width, dtype):
 def test_swiglu(width, half, bias, dtype, seed, data):
     hidden = None if half is None else 2 * half
     if hidden is None and width % 2:
-        with pytest.raises(ValueError, match=rf"hidden_features \({width}\) must be even"):
+        with pytest.raises(ValueError, match=rf"hidden_features \({width}\)"):
             SwiGLU(width)
         return
     layer = random(SwiGLU(width, hidden, bias=bias), dtype, seed)
