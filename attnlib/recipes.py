@@ -81,7 +81,7 @@ def train_classifier(
                                seed=options.get("seed", 0))
     defaults = dict(warmup=steps // 10, weight_decay=0.05, betas=(0.9, 0.999))
     options = defaults | options
-    return fit(model, loss_of_augmented, batches, steps=steps, lr=lr, evaluate=evaluate,
+    return fit(model, batches, loss_fn=loss_of_augmented, steps=steps, lr=lr, evaluate=evaluate,
                log_every=log_every, **options)
 
 
@@ -508,8 +508,8 @@ def train_translator(
         return {"accuracy": translation_accuracy(model, tokenizer, parts["valid"])}
 
     options = dict(warmup=100, weight_decay=0.0) | options
-    history = fit(model, translation_loss, batches, steps=steps, lr=lr, log_every=log_every,
-                  seed=seed, evaluate=evaluate, **options)
+    history = fit(model, batches, loss_fn=translation_loss, steps=steps, lr=lr,
+                  log_every=log_every, seed=seed, evaluate=evaluate, **options)
     return model.eval(), history
 
 

@@ -421,8 +421,9 @@ def number_run(
         scores = number_scores(model, tokenizer, valid, directions)
         return {name: own["right"] for name, own in scores.items()}
 
-    history = fit(model, translation_loss, batches, steps=steps, lr=lr, warmup=steps // 20,
-                  weight_decay=0.0, log_every=min(log_every, steps), evaluate=evaluate,
+    history = fit(model, batches, loss_fn=translation_loss, steps=steps, lr=lr,
+                  warmup=steps // 20, weight_decay=0.0, log_every=min(log_every, steps),
+                  evaluate=evaluate,
                   checkpoint=checkpoint, seed=seed, accelerator=accelerator)
     settings = dict(limit=limit, steps=steps, numbers=numbers, vocab_size=vocab_size,
                     d_model=d_model, layers=layers, batch_size=batch_size, lr=lr, seed=seed,

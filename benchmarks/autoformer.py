@@ -205,8 +205,8 @@ class Supernets(Runs):
         look = Look(self.data["valid"], self.cloud[:12])
         history = fit(
             model,
-            LOSSES[kind],
             shuffled_batches(*self.data["train"], batch_size=BATCH, seed=seed),
+            loss_fn=LOSSES[kind],
             **dict(steps=steps, lr=lr, warmup=steps // 10, betas=(0.9, 0.999), seed=seed),
             **dict(weight_decay=0.05, log_every=max(2, steps // 8), evaluate=look),
         )
@@ -282,8 +282,8 @@ class Supernets(Runs):
             began = time.process_time()
             history = fit(
                 model,
-                classification_loss,
                 shuffled_batches(*self.data["train"], batch_size=BATCH, seed=seed),
+                loss_fn=classification_loss,
                 **dict(steps=steps, lr=lr, warmup=steps // 10, betas=(0.9, 0.999), seed=seed),
                 **dict(weight_decay=0.05, log_every=steps),
             )
@@ -444,8 +444,8 @@ def longer(folder, tiny, data="digits"):
     test = tuple(x[:20] for x in test) if tiny else test
     history = fit(
         model,
-        lambda model, batch: page.uniform_loss(model, (augment(batch[0]), batch[1])),
         shuffled_batches(*train, batch_size=batch),
+        loss_fn=lambda model, batch: page.uniform_loss(model, (augment(batch[0]), batch[1])),
         **dict(steps=steps, lr=1e-3, warmup=steps // 10, betas=(0.9, 0.999)),
         **dict(weight_decay=0.05, log_every=max(1, steps // 10)),
         checkpoint=folder / "autoformer.json",

@@ -135,7 +135,7 @@ class Tokens(Runs):
         """Train; returns the history and the seconds of CPU time."""
         began = time.process_time()
         kept = dict(warmup=steps // 10, seed=seed, log_every=max(1, steps // 6))
-        history = fit(model, loss_fn, batches, steps=steps, lr=lr, **kept, **options)
+        history = fit(model, batches, loss_fn=loss_fn, steps=steps, lr=lr, **kept, **options)
         return history, round(time.process_time() - began, 1)
 
     def batches(self, seed, *tensors):

@@ -227,11 +227,11 @@ def pretrained(kinds, seed, counts, steps):
     began = time.process_time()
     fit(
         model,
-        lambda model, batch: (
+        shuffled_batches(x, y, batch_size=min(32, len(x)), seed=seed),
+        loss_fn=lambda model, batch: (
             F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
             len(batch[1]),
         ),
-        shuffled_batches(x, y, batch_size=min(32, len(x)), seed=seed),
         **dict(steps=steps, lr=2e-3, warmup=steps // 20, betas=(0.9, 0.999)),
         **dict(weight_decay=0.05, log_every=steps, seed=seed),
     )
@@ -389,8 +389,8 @@ class Detectors(Runs):
         tensors = pixels(train["image"]), train["kind"], train["box"]
         history = fit(
             model,
-            loss_function(CLASSES[self.kinds], copies),
             shuffled_batches(*tensors, batch_size=4 if self.tiny else BATCH, seed=seed),
+            loss_fn=loss_function(CLASSES[self.kinds], copies),
             **dict(
                 steps=steps, lr=lr, warmup=steps // 12, betas=(0.9, 0.999), max_grad_norm=0.5
             ),
@@ -471,10 +471,10 @@ def longer(folder, tiny):
     train = scenes["train"]
     history = fit(
         model,
-        loss_function(CLASSES["digits"], copies=3),
         shuffled_batches(
             pixels(train["image"]), train["kind"], train["box"], batch_size=4 if tiny else 64
         ),
+        loss_fn=loss_function(CLASSES["digits"], copies=3),
         **dict(steps=steps, lr=1e-3, warmup=steps // 12, betas=(0.9, 0.999), max_grad_norm=0.5),
         **dict(weight_decay=1e-4, log_every=max(1, steps // LOOKS)),
         checkpoint=folder / "detr.json",

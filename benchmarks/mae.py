@@ -139,8 +139,8 @@ class Masked(Runs):
         began = time.process_time()
         history = fit(
             model,
-            lambda model, batch: masked_loss(model, batch, rate),
             shuffled_batches(self.parts["train"][0], batch_size=4 if self.tiny else batch),
+            loss_fn=lambda model, batch: masked_loss(model, batch, rate),
             **dict(steps=steps, lr=lr, warmup=steps // 10, betas=(0.9, 0.95)),
             **dict(weight_decay=0.05, seed=seed, log_every=max(1, steps // 6)),
             evaluate=lambda model: self.judged(model, rate, seed),
@@ -300,8 +300,8 @@ def cifar(folder, tiny):
         batch = 512
     history = fit(
         model,
-        lambda model, batch: masked_loss(model, (crop_and_flip(batch[0]),)),
         shuffled_batches(x, batch_size=batch),
+        loss_fn=lambda model, batch: masked_loss(model, (crop_and_flip(batch[0]),)),
         **dict(steps=steps, lr=1e-3, warmup=steps // 10, betas=(0.9, 0.95)),
         **dict(weight_decay=0.05, log_every=max(1, steps // 10)),
         checkpoint=folder / "mae.json",
@@ -361,8 +361,10 @@ def train_on_photographs(seed, images, test, steps, out):
     model = create_model(PHOTOGRAPHS)
     history = fit(
         model,
-        lambda model, batch: masked_loss(model, (normalize_for(batch[0] / 255, PHOTOGRAPHS),)),
         shuffled_batches(images, batch_size=min(32, len(images)), seed=seed),
+        loss_fn=lambda model, batch: masked_loss(
+            model, (normalize_for(batch[0] / 255, PHOTOGRAPHS),)
+        ),
         steps=steps,
         lr=2e-3,
         warmup=steps // 10,

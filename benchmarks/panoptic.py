@@ -88,7 +88,15 @@ def pretrained(data, steps, seed):
         x, y = batch
         return F.cross_entropy(model(x), y) * len(y), len(y)
 
-    fit(model, loss_fn, batches, steps=steps, lr=2e-3, warmup=steps // 10, log_every=steps)
+    fit(
+        model,
+        batches,
+        loss_fn=loss_fn,
+        steps=steps,
+        lr=2e-3,
+        warmup=steps // 10,
+        log_every=steps,
+    )
     return model[0]
 
 
@@ -237,7 +245,7 @@ class Panoptic(Runs):
             dict(warmup=steps // 20, max_grad_norm=0.5, weight_decay=1e-4, log_every=log_every)
             | options
         )
-        return fit(model, loss_fn, batches, steps=steps, lr=lr, **options)
+        return fit(model, batches, loss_fn=loss_fn, steps=steps, lr=lr, **options)
 
     # the detector
 

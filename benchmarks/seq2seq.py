@@ -152,8 +152,8 @@ def number_run(attention, width, steps, lr, seed, part, tiny):
 def train(model, batches, steps, lr, evaluate, log_every):
     history = fit(
         model,
-        loss_fn,
         batches,
+        loss_fn=loss_fn,
         steps=steps,
         lr=lr,
         warmup=steps // 10,

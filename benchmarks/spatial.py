@@ -120,9 +120,9 @@ def trained(model, images, captions, *, steps, lr, seed, batch=BATCH, **options)
     """The history of a training."""
     return fit(
         model,
-        options.pop("loss", None)
-        or loss_function(options.pop("penalty", 0.0), getattr(model, "baseline", None)),
         shuffled_batches(images, captions, batch_size=min(batch, len(images)), seed=seed),
+        loss_fn=options.pop("loss", None)
+        or loss_function(options.pop("penalty", 0.0), getattr(model, "baseline", None)),
         **dict(steps=steps, lr=lr, warmup=max(1, steps // 20), betas=(0.9, 0.999)),
         **dict(
             weight_decay=0.01, max_grad_norm=5.0, seed=seed, log_every=max(1, steps // LOOKS)
@@ -632,10 +632,10 @@ class Attend(Runs):
             tensors = (train[key] for key in ("image", "question", "label"))
             history = fit(
                 model,
-                loss,
                 shuffled_batches(
                     *tensors, batch_size=8 if self.tiny else GLIMPSE_BATCH["attend"], seed=seed
                 ),
+                loss_fn=loss,
                 **dict(steps=steps, lr=lr, warmup=steps // 15, betas=(0.9, 0.999), seed=seed),
                 **dict(
                     evaluate=lambda m: attend_scores(m, test),
@@ -713,9 +713,12 @@ class Drawings(Runs):
             model = Draw(glimpse=GLIMPSES[name], **DRAW)
             history = fit(
                 model,
-                lambda model, batch: (draw_loss(model(*batch), *batch).sum(), len(batch[0])),
                 shuffled_batches(
                     train, batch_size=8 if self.tiny else GLIMPSE_BATCH["draw"], seed=seed
+                ),
+                loss_fn=lambda model, batch: (
+                    draw_loss(model(*batch), *batch).sum(),
+                    len(batch[0]),
                 ),
                 **dict(steps=steps, lr=lr, warmup=steps // 15, betas=(0.9, 0.999), seed=seed),
                 **dict(
@@ -823,13 +826,13 @@ class Channels(Runs):
 
             history = fit(
                 model,
-                loss,
                 shuffled_batches(
                     train["image"],
                     train["label"],
                     batch_size=8 if self.tiny else GLIMPSE_BATCH["channels"],
                     seed=seed,
                 ),
+                loss_fn=loss,
                 **dict(steps=steps, lr=lr, warmup=steps // 15, betas=(0.9, 0.999), seed=seed),
                 **dict(evaluate=lambda m: {"accuracy": right(m, test)}),
                 log_every=max(1, steps // GLIMPSE_LOOKS),

@@ -161,8 +161,8 @@ def train(make, data, *, lr, seed, steps, log_every):
 
     history = fit(
         model,
-        loss,
         shuffled_batches(images, masks, batch_size=BATCH, seed=seed),
+        loss_fn=loss,
         steps=steps,
         lr=lr,
         warmup=steps // 10,

@@ -138,8 +138,8 @@ def train(make, parts, *, lr, seed, steps, log_every):
 
     history = fit(
         model,
-        loss_fn,
         shuffled_batches(*train, batch_size=BATCH, seed=seed),
+        loss_fn=loss_fn,
         steps=steps,
         lr=lr,
         warmup=steps // 10,
@@ -297,8 +297,8 @@ def train_collages(arguments):
     began = time.process_time()
     history = fit(
         both,
-        collage_loss,
         shuffled_batches(*data, batch_size=64),
+        loss_fn=collage_loss,
         steps=steps,
         lr=2e-3,
         warmup=min(200, steps // 2),

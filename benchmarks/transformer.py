@@ -128,8 +128,8 @@ def train_stack(
     start = evaluate(model.eval())
     history = fit(
         model,
-        loss_fn,
         lambda step: (digits(seed * 10**6 + step),),
+        loss_fn=loss_fn,
         steps=steps,
         lr=lr,
         warmup=min(WARMUP, steps // 2) * warmup,
@@ -165,8 +165,8 @@ def train_output(task, variant, lr, seed, steps, output, log_every=20):
         start = evaluate(model.eval())
     history = fit(
         model,
-        translation_loss,
         batches,
+        loss_fn=translation_loss,
         steps=steps,
         lr=lr,
         evaluate=evaluate,

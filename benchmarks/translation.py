@@ -204,8 +204,8 @@ def run(size, *, directions, shared=True, tag_on="source", seed, checkpoint):
 
     history = fit(
         model,
-        translation_loss,
         batches,
+        loss_fn=translation_loss,
         steps=size["steps"],
         lr=size["lr"],
         warmup=size["warmup"],
@@ -382,8 +382,8 @@ def length_run(
 
     fit(
         model,
-        translation_loss,
         batches,
+        loss_fn=translation_loss,
         steps=steps,
         lr=3e-3,
         warmup=steps // 10,
@@ -511,8 +511,8 @@ def multi30k_run(
             best.unlink(missing_ok=True)
         history = fit(
             model,
-            translation_loss,
             batches,
+            loss_fn=translation_loss,
             steps=steps,
             lr=lr,
             warmup=steps // 10,

@@ -1483,9 +1483,7 @@ def squares(model, batch):
     return (model(x) - y).square().sum(), y.numel()
 
 
-def pairs(step):
-    x = numbers(8, 4, seed=step)
-    return x, 9 * x.roll(1, 1)
+ROWS = (numbers(8, 4), 9 * numbers(8, 4).roll(1, 1))
 
 
 @cache
@@ -1523,12 +1521,28 @@ SEGMENTS = [
 OTHER_SEGMENTS = [(torch.tensor([[1, 1, 1], [1, 2, 2]]), SEGMENTS[0][1])]
 FUNCTIONS |= {
     "train.fit": Row(
-        dict(model=regressor(), loss_fn=squares, batches=pairs, steps=6, log_every=2, lr=0.1),
+        dict(
+            model=regressor(),
+            train=ROWS,
+            valid=ROWS,
+            loss_fn=squares,
+            epochs=3,
+            batch_size=4,
+            log_every=2,
+            lr=0.1,
+        ),
         dict(
             model=regressor(5),
+            train=tuple(x + 1 for x in ROWS),
+            valid=tuple(x + 1 for x in ROWS),
             loss_fn=lambda model, batch: (squares(model, batch)[0], 7),
-            batches=lambda step: pairs(step + 1),
-            steps=8,
+            epochs=4,
+            steps=Fails(8, "steps"),
+            batch_size=5,
+            num_workers=Fails(-1, "num_workers"),
+            ema=0.5,
+            patience=Fails(0, "patience"),
+            callback=lambda model, record: record["step"] == 4,
             lr=0.2,
             warmup=2,
             schedule="constant",
@@ -1542,6 +1556,11 @@ FUNCTIONS |= {
             lr_scale={"0.weight": 0.1},
             parallel=Fails("zero", "parallel"),
         ),
+    ),
+    "train.CrossEntropy": Row(
+        dict(),
+        dict(label_smoothing=0.3),
+        lambda loss: loss(torch.nn.Identity(), (numbers(4, 5), torch.arange(4))),
     ),
     "train.adamw": Row(
         dict(model=regressor(), lr=0.1, betas=(0.9, 0.99), weight_decay=0.1),

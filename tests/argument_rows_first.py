@@ -3,6 +3,7 @@
 import random
 from functools import partial
 from hashlib import sha256
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,6 @@ from argument_rows import (
 from small_models import small_supernet
 
 from attnlib import (
-    attention,
     autoformer,
     backbone,
     beit,
@@ -45,6 +45,8 @@ from attnlib import (
     swin,
     vit,
 )
+
+attention = import_module("attnlib.attention")  # `attnlib.attention` is the function
 
 SMALL = dict(img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=3)
 

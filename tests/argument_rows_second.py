@@ -884,6 +884,12 @@ def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), 0.1)
 
 
+def averaged():
+    kept = train._Kept(regressor(), 0.9)
+    kept.update_average()
+    return kept
+
+
 def stepped(seed=0):
     """An optimizer with moments."""
     model = regressor()
@@ -1082,8 +1088,8 @@ SECOND |= {
     "train.read_record": Row(dict(name=RECORDS[0]), dict(name=RECORDS[1])),
     "train.seeded": Row(dict(seed=1), dict(seed=2), within(lambda: torch.rand(3))),
     "train._training_state": Row(
-        dict(model=regressor(), optimizer=stepped()),
-        dict(model=regressor(5), optimizer=stepped(1)),
+        dict(model=regressor(), optimizer=stepped(), kept=train._Kept(regressor(), 0.9)),
+        dict(model=regressor(5), optimizer=stepped(1), kept=averaged()),
     ),
 }
 

@@ -587,7 +587,7 @@ def test_it_learns_to_guess():
     model = BeitForMaskedImageModeling(**small)
     options = dict(steps=40, lr=1e-2, warmup=4, log_every=10)
     batches = shuffled_batches(x, tokens, mask, batch_size=32)
-    history = fit(model, masked_loss, batches, **options)
+    history = fit(model, batches, loss_fn=masked_loss, **options)
     assert history[0]["loss"] > 0.3 and history[-1]["loss"] < 0.1 < math.log(4)
 
 

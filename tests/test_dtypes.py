@@ -374,7 +374,7 @@ def history(dtype=F64):
         return 0.1 + 0 * model(batch[0]).sum(), 0.3
 
     batch = (torch.ones(1, 1, dtype=dtype),)
-    found = train.fit(weight, loss, lambda step: batch, steps=4, log_every=2)
+    found = train.fit(weight, lambda step: batch, loss_fn=loss, steps=4, log_every=2)
     return torch.tensor([row["loss"] for row in found], dtype=F64)
 
 

@@ -356,8 +356,8 @@ def test_it_learns():
     model = MaskedAutoencoder(**mae.SHAPE, **mae.DECODER)
     history = fit(
         model,
-        masked_loss,
         shuffled_batches(x, batch_size=64),
+        loss_fn=masked_loss,
         **dict(steps=60, lr=3e-3, warmup=5, log_every=20),
     )
     assert history[-1]["loss"] < 0.8 < history[0]["loss"]

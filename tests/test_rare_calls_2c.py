@@ -92,7 +92,7 @@ def test_a_loss_of_one_entry_is_reported():
 
     x, y = torch.rand(8, 3), torch.rand(8, 2)
     history = train.fit(
-        nn.Linear(3, 2), loss_fn, train.shuffled_batches(x, y, batch_size=4), steps=2
+        nn.Linear(3, 2), train.shuffled_batches(x, y, batch_size=4), loss_fn=loss_fn, steps=2
     )
     assert history[-1]["step"] == 2
 

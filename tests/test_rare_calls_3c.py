@@ -18,8 +18,8 @@ def test_a_resumed_run_draws_the_batches_of_a_whole_one(tmp_path):
             torch.manual_seed(5)
             train.fit(
                 model,
-                lambda model, batch: ((model(batch[0]) - 1).square().sum(), 4),
                 lambda step: (torch.randn(4, 3),),
+                loss_fn=lambda model, batch: ((model(batch[0]) - 1).square().sum(), 4),
                 steps=4,
                 log_every=2,
                 lr=0.1,

@@ -142,16 +142,16 @@ def loss_fn(model, batch):
 
 def test_a_run_leaves_no_gradients():
     model, data = nn.Linear(3, 2), (torch.randn(8, 3), torch.randint(2, (8,)))
-    train.fit(model, loss_fn, train.shuffled_batches(*data, batch_size=4), steps=3)
+    train.fit(model, train.shuffled_batches(*data, batch_size=4), loss_fn=loss_fn, steps=3)
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_batch_that_is_a_tensor_is_not_taken_for_its_rows():
-    with pytest.raises(TypeError, match=r"batches returned a Tensor of shape \(4, 3\)"):
+    with pytest.raises(TypeError, match=r"train gave a Tensor of shape \(4, 3\)"):
         train.fit(
             nn.Linear(3, 2),
-            lambda model, batch: (model(batch[0]).sum(), 1),
             lambda step: torch.randn(4, 3),
+            loss_fn=lambda model, batch: (model(batch[0]).sum(), 1),
             steps=1,
         )
 

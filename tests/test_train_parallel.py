@@ -65,7 +65,7 @@ def train_once(path, parallel, stop=None, loss_fn=text_loss, precision="no", **c
     model = model_of(seed=0 if dist.get_rank() == 0 else 1, **changes)  # those of rank 0 count
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     options = dict(evaluate=evaluate, checkpoint=path, parallel=parallel, stop_after=stop)
-    fit(model, loss_fn, batches, **RUN, **options, accelerator=accelerator)
+    fit(model, batches, loss_fn=loss_fn, **RUN, **options, accelerator=accelerator)
     own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     note = [dist.get_world_size(), sum(x.numel() for x in own)]
     path.with_suffix(f".rank{dist.get_rank()}").write_text(json.dumps(note))
@@ -76,7 +76,7 @@ def whole(tmp_path_factory):
     """The run that nothing has disturbed, on one process: tensors and history."""
     path = tmp_path_factory.mktemp("whole") / "run.json"
     options = dict(evaluate=evaluate, checkpoint=path, accelerator=Accelerator(cpu=True))
-    fit(model_of(), text_loss, batches, **RUN, **options)
+    fit(model_of(), batches, loss_fn=text_loss, **RUN, **options)
     tensors, state = load_checkpoint(path)
     return tensors, state["history"]
 
@@ -128,7 +128,14 @@ def train_with_batch_norm(folder):
             model = nn.Sequential(first, norm, nn.ReLU(), nn.Linear(8, 4))
             path = folder / f"{name}.json"
             options = dict(checkpoint=path, parallel=parallel, stop_after=stop)
-            fit(model, squares, rows_of, **RUN, **options, accelerator=Accelerator(cpu=True))
+            fit(
+                model,
+                rows_of,
+                loss_fn=squares,
+                **RUN,
+                **options,
+                accelerator=Accelerator(cpu=True),
+            )
             torch.save(dict(norm.named_buffers()), folder / f"{name}.rank{dist.get_rank()}")
 
 
@@ -217,7 +224,7 @@ def test_checkpoint_goes_on_with_another_number_of_processes(tmp_path, whole):
     assert together(2, tmp_path, train_once, path, "fsdp", 10) == [0] * 2
     assert not folder.exists()  # the older one
     options = dict(evaluate=evaluate, checkpoint=path, accelerator=Accelerator(cpu=True))
-    fit(model_of(1), text_loss, batches, **RUN, **options, stop_after=15)
+    fit(model_of(1), batches, loss_fn=text_loss, **RUN, **options, stop_after=15)
     assert (tmp_path / "run-00000015.safetensors").is_file()
     assert together(3, tmp_path, train_once, path, "fsdp", 20) == [0] * 3
     tensors, history = apart(path, whole)
@@ -268,7 +275,7 @@ def test_folder_of_another_model_is_refused(folder, tmp_path, changes, message):
     before = [p.clone() for p in model.parameters()]
     options = dict(evaluate=evaluate, checkpoint=path, accelerator=Accelerator(cpu=True))
     with pytest.raises(ValueError, match=message):
-        fit(model, text_loss, batches, **RUN, **options)
+        fit(model, batches, loss_fn=text_loss, **RUN, **options)
     assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -369,13 +376,13 @@ def train_with_dropout(path):
 
 def test_unknown_parallel():
     with pytest.raises(ValueError, match=r"parallel \('zero'\)"):
-        fit(model_of(), text_loss, batches, steps=1, parallel="zero")
+        fit(model_of(), batches, loss_fn=text_loss, steps=1, parallel="zero")
 
 
 def test_old_pytorch(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.8.1+cpu"))
     with pytest.raises(ValueError, match=r"needs PyTorch 2.9 or newer; this is 2.8.1\+cpu"):
-        fit(model_of(), text_loss, batches, steps=1, parallel="fsdp")
+        fit(model_of(), batches, loss_fn=text_loss, steps=1, parallel="fsdp")
 
 
 def shard_two_blocks_with_one_matrix():
@@ -401,7 +408,7 @@ def test_float16_skips_steps_that_overflow_and_resumes_its_scale(tmp_path):
         hook = lambda p: norms.append(p.grad.isfinite().all().item())  # noqa: E731
         model.lm_head.weight.register_post_accumulate_grad_hook(hook)
         settings = dict(checkpoint=path, accelerator=accelerator, **options)
-        history = fit(model, overflowing, batches, **RUN, **settings)
+        history = fit(model, batches, loss_fn=overflowing, **RUN, **settings)
         return history, model.state_dict(), accelerator.scaler.state_dict()
 
     whole = run(tmp_path / "a.json")

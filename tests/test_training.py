@@ -62,7 +62,9 @@ def train_once(path, parallel="ddp", stop=None, seed=0):
     """A run, or one that goes on; returns its history."""
     options = dict(checkpoint=path, parallel=parallel, stop_after=stop, evaluate=evaluate)
     model = model_of(seed)
-    history = fit(model, loss_fn, batches, **RUN, **options, accelerator=Accelerator(cpu=True))
+    history = fit(
+        model, batches, loss_fn=loss_fn, **RUN, **options, accelerator=Accelerator(cpu=True)
+    )
     return model, history
 
 
@@ -122,7 +124,7 @@ def test_a_run_leaves_nothing_to_the_next(whole, tmp_path):
     model = model_of()
     modes = [part.training for part in model.modules()]
     with pytest.raises(ArithmeticError):
-        fit(model, fail, batches, **RUN, accelerator=Accelerator(cpu=True))
+        fit(model, batches, loss_fn=fail, **RUN, accelerator=Accelerator(cpu=True))
     assert [part.training for part in model.modules()] == modes
     train_once(tmp_path / "third.json")
     same(tmp_path / "first.json", whole)
@@ -137,7 +139,7 @@ def test_two_runs_of_one_model_are_a_run_of_its_copy():
     histories = []
     for one in (model, copy):
         torch.rand(3)
-        histories.append(fit(one, loss_fn, batches, **RUN, evaluate=evaluate))
+        histories.append(fit(one, batches, loss_fn=loss_fn, **RUN, evaluate=evaluate))
     assert histories[0] == histories[1]
     for a, b in zip(model.state_dict().values(), copy.state_dict().values()):
         assert torch.equal(a, b)

@@ -626,8 +626,8 @@ def test_it_learns_to_copy():
 
     history = fit(
         model,
-        loss_fn,
         shuffled_batches(words, tgt, batch_size=64),
+        loss_fn=loss_fn,
         steps=150,
         lr=5e-3,
         warmup=20,

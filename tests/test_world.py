@@ -372,7 +372,9 @@ KEPT = {  # "module.function": (what makes the model, the call)
     "train.adamw": (partial(build, "vit"), lambda m: train.adamw(m, 1e-3, (0.9, 0.99), 0.1)),
     "train._training_state": (
         partial(build, "vit"),
-        lambda m: train._training_state(m, torch.optim.AdamW(m.parameters())),
+        lambda m: train._training_state(
+            m, torch.optim.AdamW(m.parameters()), train._Kept(m, None)
+        ),
     ),
     "train.frozen_in_evaluation": (partial(build, "vit"), train.frozen_in_evaluation),
     "train.modes_restored": (partial(build, "vit"), lambda m: turn_modes(m)),
@@ -544,7 +546,7 @@ CHANGED = {  # "module.function": (model, call, the kinds of changes, words of t
     ),
     "train.fit": (
         partial(build, "vit"),
-        lambda m: train.fit(m, loss_of, lambda step: (image(), labels()), steps=2),
+        lambda m: train.fit(m, lambda step: (image(), labels()), loss_fn=loss_of, steps=2),
         WEIGHTS,
         "Trained in place",
     ),
@@ -756,7 +758,7 @@ def tuned():
 def fitted():
     model = build("vit", proj_drop_rate=0.5)
     model.load_state_dict(weights("vit"))
-    train.fit(model, loss_of, lambda step: (image(), labels()), steps=2)
+    train.fit(model, lambda step: (image(), labels()), loss_fn=loss_of, steps=2)
     return model
 
 

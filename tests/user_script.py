@@ -21,7 +21,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int
     return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
 
-history = fit(model, loss_fn, lambda step: (images, labels), steps=3, lr=1e-3)
+history = fit(model, lambda step: (images, labels), loss_fn=loss_fn, steps=3, lr=1e-3)
 losses: list[float] = [record["loss"] for record in history]
 with record_attention() as recorded, torch.no_grad():
     model.eval()(images)
