@@ -6,11 +6,12 @@
 __all__ = ['to_2tuple', 'check_counts', 'check_naturals', 'check_sizes', 'hidden_width', 'check_rates', 'check_numbers',
            'check_positive', 'requires', 'is_unchanged', 'is_plain', 'DropPath', 'drop_path_rates', 'init_weights',
            'classifier', 'feature_take_indices', 'as_map', 'resample_abs_pos_embed', 'resample_parameter',
-           'resample_stored', 'Backbone', 'frozen_copy', 'resize', 'guard']
+           'resample_stored', 'Backbone', 'frozen_copy', 'resize', 'guard', 'describe_model']
 
 # %% ../nbs/94_backbone.ipynb #imports
 import copy
 import functools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -768,6 +769,47 @@ def guard(model: nn.Module) -> nn.Module:
     if hasattr(model, "set_input_size"):
         model.set_input_size = functools.partial(resize, model, hook)
     return model
+
+# %% ../nbs/94_backbone.ipynb #describe
+def describe_model(
+    model: nn.Module, label_names: Sequence[str] | None = None
+) -> dict[str, Any] | None:
+    """What `models.load_model` needs to make a model again, as timm's config.json has it.
+
+    Parameters
+    ----------
+    model : Module
+        With a `checkpoint_config`, as `create_model` leaves it and `GPT` has it.
+    label_names : sequence of str, optional
+        The names of its classes; those that it has itself by default.
+
+    Returns
+    -------
+    dict
+        "architecture", "model_args", the version of the library as "attnlib"; "label_names" and
+        "tokenizer" if there are such. None for a model that was made otherwise, or of arguments
+        that JSON cannot hold.
+    """
+    from attnlib import __version__  # which is there once the library is imported
+    config = getattr(model, "checkpoint_config", None)
+    if config is None:
+        return None
+    arguments = dict(config["model_args"])
+    if isinstance(getattr(model, "num_classes", None), int):  # it may have got another head
+        arguments["num_classes"] = model.num_classes
+    found = {"architecture": config["architecture"], "model_args": arguments,
+             "attnlib": __version__}
+    if label_names is None:
+        label_names = getattr(model, "label_names", None)
+    if label_names is not None:
+        found["label_names"] = list(label_names)
+    if hasattr(model, "tokenizer"):
+        found["tokenizer"] = model.tokenizer.to_str()
+    try:
+        json.dumps(found)
+    except TypeError:
+        return None
+    return found
 
 # %% ../nbs/94_backbone.ipynb #former-names
 from typing import TYPE_CHECKING

@@ -6,7 +6,7 @@
 __all__ = ['LANGUAGES', 'PAD', 'BOS', 'EOS', 'UNK', 'KINDS', 'CAPTION_WORDS', 'number_words', 'draw_numbers', 'train_bpe',
            'encode', 'decode', 'book_text', 'train_tokenizer', 'fetch', 'multi30k', 'digits', 'describe_scenes',
            'draw_scenes', 'scenes', 'collages', 'detection_scenes', 'box_targets', 'decode_captions', 'caption_scenes',
-           'context_scenes', 'cifar', 'standardize', 'small_images']
+           'context_scenes', 'cifar', 'ImageFolder', 'image_folder', 'standardize', 'small_images']
 
 # %% ../nbs/90_data.ipynb #imports
 import bz2
@@ -17,17 +17,21 @@ import math
 import re
 import tarfile
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from .backbone import check_counts, requires
+from .backbone import check_counts, check_sizes, requires, to_2tuple
+from .models import data_config, open_picture, preprocess
 
 if TYPE_CHECKING:
     import tokenizers  # which only functions of text need
@@ -1286,6 +1290,258 @@ def cifar(
     # (n, 32, 32, 3) -> (n, 3, 32, 32)
     images = torch.from_numpy(found.data).permute(0, 3, 1, 2)
     return images.float().contiguous() / 255, torch.tensor(found.targets)
+
+# %% ../nbs/90_data.ipynb #image-folder
+class ImageFolder(Dataset):
+    """Photographs in folders, one folder for each class, as tensors that a model can take.
+
+    `image_folder` makes such datasets. Item i is a float32 Tensor (3, H, W) and an integer, the
+    number of its class.
+
+    Parameters
+    ----------
+    samples : sequence of (path, int)
+        Files and the numbers of their classes.
+    classes : sequence of str
+        The names of the classes, in the order of their numbers.
+    augment : bool or callable
+        True crops a random part and mirrors half of the images, as in training; False resizes
+        and crops as `models.preprocess` does. Another function gets an image of Pillow's and
+        returns a Tensor (3, H, W).
+    config : str or dict
+        Size and normalization of the images: the name of a model, or a dict such as
+        ``model.data_config``.
+    img_size : int or (int, int), optional
+        Height and width in pixels in place of those of `config`.
+    """
+
+    def __init__(
+        self, samples: Sequence[tuple[str | Path, int]], classes: Sequence[str], *,
+        augment: bool | Callable = False, config: str | dict = "deit_base_patch16_224",
+        img_size: int | tuple[int, int] | None = None,
+    ):
+        self.samples = list(samples)
+        self.classes = list(classes)
+        self.augment = augment
+        self.img_size = img_size
+        if isinstance(config, str):
+            config = data_config(config)
+        self.data_config = dict(config)
+        if img_size is not None:
+            check_sizes(img_size=img_size)
+            self.data_config["input_size"] = (3, *to_2tuple(img_size))
+        self.transform = self._make_transform()
+
+    def __getstate__(self) -> dict:  # a process that loads images makes its own transform
+        return {name: value for name, value in vars(self).items() if name != "transform"}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self.transform = self._make_transform()
+
+    def _make_transform(self) -> Callable:
+        """From an image of Pillow's to a Tensor (3, H, W)."""
+        if callable(self.augment):
+            return self.augment
+        whole = preprocess(self.data_config)
+        if not self.augment:
+            return lambda image: whole(image)[0]  # (1, 3, H, W) -> (3, H, W)
+        with requires("images"):
+            from torchvision.transforms import v2
+        bicubic = self.data_config["interpolation"] == "bicubic"
+        mode = v2.InterpolationMode.BICUBIC if bicubic else v2.InterpolationMode.BILINEAR
+        return v2.Compose([
+            v2.RandomResizedCrop(self.data_config["input_size"][1:], scale=(0.35, 1.0),
+                                 interpolation=mode),
+            v2.RandomHorizontalFlip(),
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(self.data_config["mean"], self.data_config["std"]),
+        ])
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        path, label = self.samples[i]
+        try:
+            x = self.transform(open_picture(path))
+        except (OSError, ValueError, SyntaxError) as error:  # Pillow raises all of them
+            raise ValueError(f"{path} cannot be read ({error}); remove it, or call "
+                             "image_folder(..., check=True), which leaves such files out "
+                             "from the start") from error
+        if isinstance(x, torch.Tensor):
+            x = x.as_subclass(torch.Tensor)  # torchvision's own class of images
+        return x, label
+
+    def for_model(self, model: nn.Module) -> "ImageFolder":
+        """The same photographs in the size and with the normalization that a model wants.
+
+        Parameters
+        ----------
+        model : Module
+            With a `data_config`, as `create_model` leaves it; for others nothing is changed.
+
+        Returns
+        -------
+        ImageFolder
+        """
+        config = getattr(model, "data_config", None)
+        if config is None:
+            return self
+        return ImageFolder(self.samples, self.classes, augment=self.augment, config=config,
+                           img_size=self.img_size)
+
+
+def image_folder(
+    path: str | Path, valid: float | str | Path = 0.2, *,
+    img_size: int | tuple[int, int] | None = None, augment: bool | Callable = True,
+    seed: int = 0, check: bool = False,
+) -> tuple[ImageFolder, ImageFolder]:
+    """Photographs for training and validation, from a folder with a folder for each class.
+
+    `train.fit` gives a model its photographs in its own size and normalization; other users
+    call `ImageFolder.for_model`.
+
+    Parameters
+    ----------
+    path : path
+        PATH/CLASS/… holds the files of a class, as torchvision's ImageFolder wants them. If
+        PATH/train and one of PATH/valid, PATH/val, PATH/validation, and PATH/test are there,
+        each with a folder for each class, those are taken and nothing is split.
+    valid : float, in (0, 1), or path
+        The share of each class that is kept for validation; or another folder.
+    img_size : int or (int, int), optional
+        Height and width in pixels if they are not those of the model.
+    augment : bool or callable
+        Of the training images, as in `ImageFolder`.
+    seed : int
+        Of the split.
+    check : bool
+        Decode every file once, which takes a few milliseconds each, and leave out those that
+        are cut off. Files that do not begin like an image are left out anyway. A warning
+        counts them.
+
+    Returns
+    -------
+    train, valid : ImageFolder
+        With the same `classes`.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such folder, or no class in it, or a class without images.
+    ValueError
+        If there is only one class, the two folders have other classes, or `valid` leaves no
+        image for training or for validation.
+    ImportError
+        If torchvision is missing or does not fit PyTorch.
+
+    Examples
+    --------
+    A model from the names of two kinds of flowers, ``flowers/daisy`` and ``flowers/rose``::
+
+        train, valid = image_folder("flowers")
+        model = create_model("swin_tiny_patch4_window7_224", num_classes=len(train.classes))
+        fit(model, train, valid, epochs=10, checkpoint="run.json")
+    """
+    path = Path(path)
+    own = [path / name for name in ("valid", "val", "validation", "test")]
+    own = [folder for folder in own if folder.is_dir()]
+    if (path / "train").is_dir() and own:
+        path, valid = path / "train", own[0]
+    samples, classes = _labeled_files(path, check)
+    if len(classes) < 2:
+        raise ValueError(f"{path} must have a folder for each of at least two classes; it has "
+                         f"only {classes[0]}")
+    if isinstance(valid, (str, Path)):
+        held_out, others = _labeled_files(Path(valid), check)
+        if others != classes:
+            differing = sorted(set(classes) ^ set(others))
+            raise ValueError(f"{path} and {valid} must have the same classes; only one has "
+                             f"{', '.join(differing)}")
+    else:
+        samples, held_out = _split(samples, classes, valid, seed)
+    return (ImageFolder(samples, classes, augment=augment, img_size=img_size),
+            ImageFolder(held_out, classes, img_size=img_size))
+
+
+def _labeled_files(path: Path, check: bool) -> tuple[list[tuple[str, int]], list[str]]:
+    """The images in a folder with the numbers of their classes, and the names of the classes.
+
+    Parameters
+    ----------
+    path : Path
+    check : bool
+        As of `image_folder`.
+
+    Returns
+    -------
+    samples : list of (path, int)
+        Those that can be read.
+    classes : list of str
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no class, or one without images.
+    """
+    with requires("images"):
+        from PIL import Image
+        from torchvision import datasets
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is no folder; it must hold a folder for each class")
+    found = datasets.ImageFolder(path)
+    broken = []
+    animated = []
+    samples = []
+    for file, label in found.samples:
+        try:
+            with Image.open(file) as image:
+                if getattr(image, "is_animated", False):
+                    animated.append(file)
+            if check:
+                open_picture(file)
+        except (OSError, ValueError, SyntaxError):  # Pillow raises all of them
+            broken.append(file)
+        else:
+            samples.append((file, label))
+    _warn_of(broken, "cannot be read and are left out")
+    _warn_of(animated, "are animated; the first picture of each is taken")
+    empty = set(range(len(found.classes))) - {label for _, label in samples}
+    if empty:
+        names = ", ".join(found.classes[label] for label in sorted(empty))
+        raise FileNotFoundError(f"{path} has no image that can be read in {names}")
+    return samples, found.classes
+
+
+def _warn_of(files: Sequence[str], what: str) -> None:
+    """Warn with the number of some files, if there are any, and the names of the first."""
+    if files:
+        named = ", ".join(files[:3])
+        warnings.warn(f"{len(files)} files {what}: {named}" + ", …" * (len(files) > 3),
+                      stacklevel=4)
+
+
+def _split(
+    samples: Sequence[tuple[str, int]], classes: Sequence[str], share: float, seed: int
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Keep a share of each class for validation; a class of one image is for training only."""
+    if not 0 < share < 1:
+        raise ValueError(f"valid ({share}) must be between 0 and 1, or a folder")
+    generator = torch.Generator().manual_seed(seed)
+    train = []
+    valid = []
+    for label in range(len(classes)):
+        own = [sample for sample in samples if sample[1] == label]
+        order = torch.randperm(len(own), generator=generator).tolist()
+        count = min(max(1, round(share * len(own))), len(own) - 1)
+        valid += [own[i] for i in sorted(order[:count])]
+        train += [own[i] for i in sorted(order[count:])]
+    if not valid:
+        raise ValueError(f"valid ({share}) leaves no image for validation: each of the "
+                         f"{len(classes)} classes has only one")
+    return train, valid
 
 # %% ../nbs/90_data.ipynb #standardize
 def standardize(

@@ -10,7 +10,7 @@ __all__ = ['GPT2_STYLE', 'LLAMA_3', 'LLAMA_31', 'QWEN', 'PUBLISHED', 'GPTConfig'
 # %% ../nbs/24_gpt.ipynb #imports
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -276,6 +276,11 @@ class GPT(nn.Module):
             self.register_load_state_dict_pre_hook(check_tied)
             self.register_load_state_dict_post_hook(_tie_weights)
         init_weights(self)
+
+    @property
+    def checkpoint_config(self) -> dict[str, Any]:
+        """What `models.load_model` makes such a model of."""
+        return {"architecture": "GPT", "model_args": asdict(self.config)}
 
     def forward(
         self, tokens: Int[Tensor, "B N"], attention_mask: Tensor | None = None,

@@ -6,7 +6,7 @@
 __all__ = ['MODELS', 'INCEPTION', 'CLIP', 'DATA_CONFIGS', 'NoClassifier', 'state_dict_of', 'adapt_channels', 'register_model',
            'list_models', 'data_config', 'pretrained_cfg', 'create_model', 'read_weights', 'fetch_weights',
            'unwrap_state_dict', 'adapt_input_conv', 'load_pretrained', 'preprocess', 'open_picture', 'class_names',
-           'check_classifies', 'classify']
+           'check_classifies', 'classify', 'load_model', 'save_model']
 
 # %% ../nbs/93_models.ipynb #imports
 import argparse
@@ -32,7 +32,7 @@ import torch.nn as nn
 from jaxtyping import Float
 from torch import Tensor
 
-from .backbone import Backbone, requires
+from .backbone import Backbone, describe_model, requires
 from .convert import convert_state_dict
 
 # %% ../nbs/93_models.ipynb #register
@@ -278,6 +278,8 @@ def create_model(
         raise ValueError(f"{found[1]} cannot be given for {name!r}: {error}") from error
     model.data_config = data_config(name, img_size, in_chans)
     model.pretrained_cfg = pretrained_cfg(name, num_classes, img_size, in_chans)
+    made_with = dict(in_chans=in_chans) | given | kwargs
+    model.checkpoint_config = {"architecture": name, "model_args": made_with}
     if pretrained is not False:
         trained_size = config.get("img_size", 224) if pretrained is True and img_size else None
         source = hub if pretrained is True else pretrained
@@ -504,7 +506,8 @@ def unwrap_state_dict(source: str | Path | dict) -> dict[str, Tensor]:
     if not isinstance(source, dict):
         kind = type(source).__name__
         raise ValueError(f"source holds a {kind}; it must hold tensors by name")
-    if {str(key).partition(".")[0] for key in source} == {"model", "optimizer"}:
+    kinds = {str(key).partition(".")[0] for key in source}
+    if {"model", "optimizer"} <= kinds <= {"model", "optimizer", "average", "best"}:
         source = _model_part(source)  # the tensors of a checkpoint
     strange = {str(key): type(x).__name__ for key, x in source.items()
                if not isinstance(x, torch.Tensor) or not isinstance(key, str)}
@@ -525,9 +528,26 @@ def _unwrapped(key: str) -> str:
 
 
 def _model_part(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The weights "model.NAME" of a checkpoint, under their own names."""
-    return {key.removeprefix("model."): x for key, x in tensors.items()
-            if key.startswith("model.")}
+    """The weights of a checkpoint, under their own names.
+
+    They are "best.NAME" if the run was validated, else "average.NAME" where there is an
+    average, else "model.NAME".
+
+    Parameters
+    ----------
+    tensors : dict
+        As `train.fit` writes them.
+
+    Returns
+    -------
+    dict
+    """
+    parts = {"model": {}, "average": {}, "best": {}}
+    for key, x in tensors.items():
+        kind, _, name = key.partition(".")
+        if kind in parts:
+            parts[kind][name] = x
+    return parts["best"] or parts["model"] | parts["average"]
 
 
 def _path_of(source: str | Path) -> Path:
@@ -862,7 +882,8 @@ def classify(
     k : int
         How many classes.
     names : sequence of str, optional
-        Of the model's own classes; `class_names` of its name by default.
+        Of the model's own classes; by default its `label_names`, if `load_model` made it, or
+        `class_names` of its name.
 
     Returns
     -------
@@ -884,6 +905,8 @@ def classify(
                          "model.eval()")
     check_classifies(model)
     if names is None:
+        names = getattr(model, "label_names", None)
+    if names is None:
         names = class_names(model.pretrained_cfg["architecture"])
     parameter = next(model.parameters())
     with torch.no_grad():
@@ -894,6 +917,105 @@ def classify(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     probability, number = logits.softmax(-1)[0].topk(min(k, len(names)))
     return [(names[i], p) for i, p in zip(number.tolist(), probability.tolist())]
+
+# %% ../nbs/93_models.ipynb #load-model
+def load_model(path: str | Path) -> nn.Module:
+    """The trained model of a checkpoint that `train.fit` wrote, or of `save_model`'s folder.
+
+    Parameters
+    ----------
+    path : path
+        The JSON file of the run, or the folder.
+
+    Returns
+    -------
+    torch.nn.Module
+        In evaluation mode, with its best weights if the run was validated. Its `data_config`
+        says what images it wants, and `label_names` holds the names of its classes if the
+        dataset had them. A `GPT` that had a `tokenizer` has it again.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file or folder.
+    ValueError
+        If it is something else, holds a model that was not made by `create_model` and is no
+        `GPT`, or belongs to a version of the library that made its models otherwise.
+
+    Examples
+    --------
+    ::
+
+        model = load_model("run.json")
+        classify(model, "picture.jpg")
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not a file; load_model reads what train.fit or "
+                                "save_model wrote")
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        description = stored if path.is_dir() else stored["model"]
+        architecture = description["architecture"]
+        arguments = description["model_args"]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{file} does not say how its model was made: make it, and give the "
+                         "path to load_pretrained; create_model's models and GPT are "
+                         "described by train.fit") from None
+    weights = read_weights(path / "model.safetensors" if path.is_dir() else path)
+    try:
+        model = _make_again(architecture, arguments)
+        model.load_state_dict(weights)
+    except (TypeError, ValueError, RuntimeError) as error:
+        version = description.get("attnlib", "unknown")
+        raise ValueError(f"{file}, written by version {version} of the library, belongs to a "
+                         f"model that this version makes otherwise: {error}") from error
+    if "label_names" in description:
+        model.label_names = description["label_names"]
+    if "tokenizer" in description:
+        with requires("data"):
+            from tokenizers import Tokenizer
+        model.tokenizer = Tokenizer.from_str(description["tokenizer"])
+    return model.eval()
+
+
+def _make_again(architecture: str, arguments: dict[str, Any]) -> nn.Module:
+    """A model of a name, or a GPT, with random weights."""
+    if architecture == "GPT":
+        from .gpt import GPT, GPTConfig
+        return GPT(GPTConfig(**arguments))
+    return create_model(architecture, **arguments)
+
+
+def save_model(model: nn.Module, folder: str | Path) -> None:
+    """Write a model for `load_model`: "model.safetensors", and "config.json" in timm's form.
+
+    Parameters
+    ----------
+    model : Module
+        Made by `create_model`, or a `GPT`.
+    folder : path
+        It is made if it is not there; the two files in it are overwritten.
+
+    Raises
+    ------
+    ValueError
+        If the model was made otherwise, or of arguments that JSON cannot hold.
+    """
+    with requires("hub"):
+        from safetensors.torch import save_file
+    description = describe_model(model)
+    if description is None:
+        raise ValueError(f"model ({type(model).__name__}) must be made by create_model, with "
+                         "arguments that JSON can hold, or be a GPT")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: x.detach().cpu().contiguous().clone()
+               for name, x in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    text = json.dumps(description, indent=1)
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 # %% ../nbs/93_models.ipynb #former-names
 from typing import TYPE_CHECKING

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from ._renamed import former_arguments
-from .backbone import check_counts, check_naturals, requires
+from .backbone import check_counts, check_naturals, describe_model, requires
 
 with requires("train"):
     from accelerate import Accelerator
@@ -1331,6 +1331,45 @@ def _check_classes(model: torch.nn.Module, train: object) -> None:
                          f"create_model(..., num_classes={len(classes)}) makes one that fits")
 
 
+def _suited_to(model: torch.nn.Module, data: Any) -> Any:
+    """Photographs of a folder in the size and normalization that a model wants.
+
+    Parameters
+    ----------
+    model : Module
+    data : object
+        As `train` and `valid` of `fit`.
+
+    Returns
+    -------
+    object
+        What is no `data.ImageFolder` as it is.
+
+    Raises
+    ------
+    ValueError
+        If a loader, whose dataset cannot be changed, gives other images.
+    """
+    if hasattr(data, "for_model"):
+        return data.for_model(model)
+    wanted = getattr(model, "data_config", None)
+    given = getattr(_folder_of(data), "data_config", None)
+    if wanted is not None and given is not None:
+        for key in ("mean", "std"):
+            if tuple(given[key]) != tuple(wanted[key]):
+                raise ValueError(f"the images of train or valid have {key} {given[key]}, and "
+                                 f"model wants {wanted[key]}: give the loader a dataset that "
+                                 "dataset.for_model(model) has made")
+    return data
+
+
+def _folder_of(data: object) -> object:
+    """The innermost dataset of a loader, or of a part of another dataset."""
+    while not hasattr(data, "classes") and hasattr(data, "dataset"):
+        data = data.dataset
+    return data
+
+
 def _class_names(train: object) -> list[str] | None:
     """The names of a dataset's classes, in the order of their labels.
 
@@ -1345,9 +1384,7 @@ def _class_names(train: object) -> list[str] | None:
     list of str
         Its attribute `classes`; None if there is none.
     """
-    while not hasattr(train, "classes") and hasattr(train, "dataset"):
-        train = train.dataset
-    classes = getattr(train, "classes", None)
+    classes = getattr(_folder_of(train), "classes", None)
     if classes is None:
         return None
     return [str(name) for name in classes]
@@ -1497,6 +1534,8 @@ def fit(
                patience=patience, log_every=log_every, stop_after=stop_after,
                schedule=schedule, parallel=parallel)
     _check_classes(model, train)
+    train = _suited_to(model, train)
+    valid = _suited_to(model, valid)
     if checkpoint is not None:
         checkpoint = _json_path(checkpoint)
         if isinstance(train, DataLoader) and train.persistent_workers:
@@ -1526,6 +1565,7 @@ def fit(
             trained=[name for name, p in plain.named_parameters() if p.requires_grad])
         if steps_of_epoch is not None:
             settings["steps_of_epoch"] = steps_of_epoch
+        description = describe_model(plain, _class_names(train))
         start, history = _resume(checkpoint, plain, optimizer, kept, settings)
 
         end = steps if stop_after is None else min(steps, stop_after)
@@ -1578,7 +1618,8 @@ def fit(
                 if valid is not None and accelerator.is_main_process:
                     tqdm.write(_line(entry, steps, steps_of_epoch))
                 if checkpoint is not None:
-                    state = {"step": step + 1, "settings": settings, "history": history}
+                    state = {"step": step + 1, "settings": settings, "history": history,
+                             "model": description}
                     _save_run(checkpoint, plain, optimizer, state, kept, accelerator, sharded)
                 accelerator.wait_for_everyone()
                 total = 0
