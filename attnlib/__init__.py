@@ -1,5 +1,9 @@
 """Attention and the transformers built on it: the library of the book."""
 
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.3.0"
 
 from .attention import (
@@ -18,7 +22,15 @@ from .deit import DistilledVisionTransformer
 from .detr import DETR
 from .gpt import GPT, GPTConfig
 from .mae import MaskedAutoencoder
-from .models import create_model, list_models, load_pretrained
+from .models import (
+    classify,
+    create_model,
+    list_models,
+    load_model,
+    load_pretrained,
+    preprocess,
+    save_model,
+)
 from .multihead import MultiHeadAttention
 from .panoptic import PanopticDETR
 from .position import (
@@ -36,6 +48,23 @@ from .tnt import TNT
 from .transformer import Transformer
 from .vit import VisionTransformer
 from .vit_variants import SwiGLU, apply_rotary_2d, use_rotary
+
+if TYPE_CHECKING:
+    from .data import image_folder as image_folder
+    from .train import fit as fit
+
+# what needs further packages is imported when it is asked for
+_LATER = {"fit": "train", "image_folder": "data"}
+
+
+def __getattr__(name: str) -> Any:
+    """A function that needs further packages, or a module of the library."""
+    if name in _LATER:
+        return getattr(import_module(f"attnlib.{_LATER[name]}"), name)
+    if not name.startswith("_") and find_spec(f"attnlib.{name}") is not None:
+        return import_module(f"attnlib.{name}")
+    raise AttributeError(f"module 'attnlib' has no attribute {name!r}")
+
 
 __all__ = [
     "AdditiveAttention",
@@ -66,12 +95,16 @@ __all__ = [
     "attention_backend",
     "attention_weights",
     "causal_mask",
+    "classify",
     "create_model",
     "list_models",
+    "load_model",
     "load_pretrained",
     "padding_mask",
+    "preprocess",
     "record_attention",
     "register_backend",
+    "save_model",
     "sincos_2d",
     "sinusoidal_encoding",
     "use_rotary",

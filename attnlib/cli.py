@@ -23,8 +23,10 @@ from torch import Tensor
 from . import __version__
 from .backbone import requires
 from .cost import count_operations, take_turns
+from .data import image_folder
 from .models import (MODELS, check_classifies, classify, create_model, data_config,
-                            list_models, load_pretrained, open_picture, preprocess)
+                            list_models, load_model, load_pretrained, open_picture, preprocess,
+                            shipped_models)
 from .swin import SwinTransformer
 from .vit import patch_shares
 
@@ -230,7 +232,8 @@ def predict(
     Parameters
     ----------
     name : str
-        One of `list_models()` that has a classifier.
+        One of `list_models()` that has a classifier; or the path of a checkpoint of
+        `train.fit`, or of a folder of `save_model`.
     picture : path
         Or what else Pillow opens.
     weights : path, optional
@@ -260,6 +263,22 @@ def predict(
     except Exception as error:  # Pillow has many for a file that is broken
         raise ValueError(f"picture ({str(picture)!r}) must be an image that Pillow can read: "
                          f"{error}") from None
+    if Path(name).exists():
+        model = load_model(name)
+        if weights is not None:
+            raise ValueError(f"weights ({str(weights)!r}) must be None: {name} has its own")
+        check_classifies(model)
+    else:
+        model = _with_weights(name, weights)
+    found = classify(model, image, k)
+    if map is not None:
+        x = preprocess(model.data_config)(image)  # (1, 3, H, W)
+        _draw_map(model, x, map)
+    return found
+
+
+def _with_weights(name: str, weights: str | Path | dict | None) -> torch.nn.Module:
+    """The model of a name with published weights, or with those of a file; see `predict`."""
     model = create_model(name).eval()
     _, hub, _ = MODELS[name]
     check_classifies(model)
@@ -270,15 +289,13 @@ def predict(
         kept = load_pretrained(model, source)
     except ConnectionError as error:
         short = str(error).split(" With a copy")[0]
-        raise ConnectionError(f"{short} With a copy of the file: --weights FILE") from None
+        raise ConnectionError(f"{short} With a copy of the file: --weights FILE. These come "
+                              "with the library and need no network: "
+                              f"{', '.join(shipped_models())}") from None
     if kept:
         raise ValueError(f"weights ({str(source)!r}) must have the classifier of "
                          f"{name}; they have none, or one for other classes")
-    found = classify(model, image, k)
-    if map is not None:
-        x = preprocess(model.data_config)(image)  # (1, 3, H, W)
-        _draw_map(model, x, map)
-    return found
+    return model
 
 # %% ../nbs/97_cli.ipynb #bench
 def _benchmark(
@@ -391,6 +408,31 @@ def _print_classes(options: Any) -> None:
         print(f"{probability:6.1%} {name}")
 
 
+def _train(options: Any) -> None:
+    """Train a classifier on a folder of photographs.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        With `folder`, `model`, `scratch`, `epochs`, `lr`, `batch_size`, `valid`, `workers`,
+        `checkpoint` and `seed`.
+    """
+    with requires("train"):
+        from .train import fit, seeded
+    train, valid = image_folder(options.folder, options.valid, seed=options.seed)
+    with seeded(options.seed):
+        model = create_model(options.model, pretrained=not options.scratch,
+                             num_classes=len(train.classes))
+    print(f"{options.model}: {len(train)} photographs of {len(train.classes)} classes, and "
+          f"{len(valid)} for validation")
+    batch_size = min(options.batch_size, len(train))
+    steps = options.epochs * (len(train) // batch_size)
+    fit(model, train, valid, epochs=options.epochs, batch_size=batch_size, lr=options.lr,
+        warmup=steps // 10, weight_decay=0.05, num_workers=options.workers,
+        checkpoint=options.checkpoint, seed=options.seed)
+    print(f"attnlib classify {options.checkpoint} IMAGE")
+
+
 def _print_times(options: Any) -> None:
     """Milliseconds of a model and of timm's, and their ratio.
 
@@ -426,8 +468,22 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("pattern", nargs="?", default="*", help="with wildcards: 'vit_*_224'")
     show = part("show", _print_facts, "tell what is known of a model")
     show.add_argument("name", help=_NAME)
+    train = part("train", _train, "train a classifier on a folder with a folder for each class")
+    train.add_argument("folder", metavar="FOLDER")
+    train.add_argument("--model", default="vit_small_patch16_224", metavar="NAME", help=_NAME)
+    train.add_argument("--scratch", action="store_true",
+                       help="start from random weights, and not from published ones")
+    train.add_argument("--epochs", type=int, default=10, help="passes through the photographs")
+    train.add_argument("--lr", type=float, default=3e-4, help="peak of the learning rate")
+    train.add_argument("--batch-size", type=int, default=32, help="photographs at once")
+    train.add_argument("--valid", type=float, default=0.2,
+                       help="share of each class that is kept for validation")
+    train.add_argument("--workers", type=int, default=2, help="processes that load photographs")
+    train.add_argument("--checkpoint", default="run.json", metavar="FILE",
+                       help="where the run is kept; if it is there, the run goes on from it")
+    train.add_argument("--seed", type=int, default=0)
     name_picture = part("classify", _print_classes, "name what is in a picture")
-    name_picture.add_argument("name", help=_NAME)
+    name_picture.add_argument("name", help=f"{_NAME}, or what `attnlib train` wrote")
     name_picture.add_argument("picture", metavar="IMAGE")
     name_picture.add_argument("--weights", metavar="FILE",
                               help="safetensors in place of the hub's")

@@ -24,6 +24,7 @@ from .backbone import (check_counts, check_naturals, check_positive, check_rates
                               requires)
 from .convert import GPT2, LLAMA, fuse_qkv, rename_keys
 from .decoding import KVCache, next_token
+from .models import BUILDERS
 from .multihead import merge_heads, split_heads
 from .position import position_angles, relative_positions, rotate_halves
 from .seq2seq import check_token, check_tokens
@@ -412,6 +413,14 @@ class GPT(nn.Module):
         model = cls(config).to(weights["wte.weight"])
         model.load_state_dict(weights, strict=True)
         return model.eval()
+
+# %% ../nbs/24_gpt.ipynb #builder
+def _from_arguments(**arguments) -> GPT:
+    """A GPT of the fields of a `GPTConfig`."""
+    return GPT(GPTConfig(**arguments))
+
+
+BUILDERS["GPT"] = _from_arguments  # for load_model
 
 # %% ../nbs/24_gpt.ipynb #check-config
 _CHOICES = dict(norm=("rms", "layer"), position=("rotary", "learned", "none"),

@@ -526,7 +526,8 @@ def test_offline_says_what_was_wanted_and_what_to_do(hub):
     assert str(caught.value) == (
         "model.safetensors of timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k could not be "
         "fetched from huggingface.co (OSError: no route to host). With a copy, pass its path: "
-        "create_model(name, pretrained=path) or load_pretrained(model, path)"
+        "create_model(name, pretrained=path) or load_pretrained(model, path). These come with "
+        "the library and need no network: swin_collages, tnt_collages, vit_collages"
     )
     assert "timm/anything" in refuses(fresh(), "timm/anything", ConnectionError)
 

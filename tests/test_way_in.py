@@ -1,0 +1,416 @@
+"""From a folder of images to a prediction: the lines of the README, and what goes wrong."""
+
+import json
+import random
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision import datasets
+
+import attnlib
+from attnlib import cli
+from attnlib.backbone import describe_model
+from attnlib.data import ImageFolder, image_folder, train_tokenizer
+from attnlib.gpt import GPT, GPTConfig, text_batches, text_loss
+from attnlib.models import (
+    classify,
+    create_model,
+    data_config,
+    list_models,
+    load_model,
+    preprocess,
+    save_model,
+    shipped_models,
+)
+from attnlib.train import fit, load_checkpoint
+
+SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2)
+COLORS = {"lemon": (230, 220, 40), "plum": (90, 30, 110), "tomato": (200, 30, 30)}
+
+
+def picture(color, seed=0, size=(48, 40)):
+    noise = np.random.default_rng(seed).normal(0, 30, (size[1], size[0], 3))
+    return Image.fromarray(np.clip(np.array(color) + noise, 0, 255).astype(np.uint8))
+
+
+def fill(folder, counts, ending="png"):
+    """A folder for each class with so many pictures of its color."""
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            picture(COLORS[name], i).save(folder / name / f"{i:02}.{ending}")
+    return folder
+
+
+@pytest.fixture
+def fruits(tmp_path):
+    return fill(tmp_path / "fruits", {"lemon": 10, "plum": 10, "tomato": 5})
+
+
+def small(**options):
+    torch.manual_seed(0)
+    return create_model("vit_tiny_patch16_224", **SMALL | dict(num_classes=3) | options)
+
+
+# --- from a folder to a prediction ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg"])
+def test_the_readmes_lines(tmp_path, monkeypatch, ending):
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path / "flowers", {"lemon": 10, "tomato": 10}, ending)
+    train, valid = attnlib.data.image_folder("flowers", valid=0.2)
+    torch.manual_seed(0)
+    model = attnlib.create_model(
+        "vit_collages", pretrained=True, num_classes=len(train.classes)
+    )
+    attnlib.train.fit(
+        model, train, valid, epochs=3, batch_size=8, lr=1e-3, checkpoint="run.json"
+    )
+    model = attnlib.load_model("run.json")
+    picture(COLORS["tomato"], 99).save("mine.jpg")
+    (best, probability), (second, _) = attnlib.classify(model, "mine.jpg")
+    assert (best, second) == ("tomato", "lemon") and probability > 0.6
+
+
+def test_the_same_from_the_shell(fruits, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    picture(COLORS["plum"], 99).save("mine.jpg")
+    command = "train fruits --model vit_collages --epochs 3 --batch-size 8 --lr 1e-3"
+    cli.main([*command.split(), "--workers", "0"])
+    out = capsys.readouterr().out
+    assert "20 photographs of 3 classes, and 5 for validation" in out and "epoch 3" in out
+    cli.main("classify run.json mine.jpg --map where.png".split())
+    assert capsys.readouterr().out.split("\n")[0].endswith("plum")
+    assert Image.open("where.png").size == (64, 64)
+    with pytest.raises(SystemExit, match="weights"):
+        cli.main("classify run.json mine.jpg --weights other.safetensors".split())
+
+
+def test_without_a_network_the_error_names_what_ships(fruits, monkeypatch):
+    import huggingface_hub
+
+    def offline(*args, **options):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", offline)
+    monkeypatch.setattr(attnlib.models, "_in_cache", lambda repository: None)
+    with pytest.raises(ConnectionError, match="vit_collages"):
+        create_model("vit_small_patch16_224", pretrained=True)
+    assert set(shipped_models()) == {"swin_collages", "tnt_collages", "vit_collages"}
+    assert set(shipped_models()) <= set(list_models())
+
+
+# --- folders ----------------------------------------------------------------------------------
+
+
+def test_files_and_classes_are_torchvisions(fruits):
+    train, valid = image_folder(fruits, valid=0.2)
+    peer = datasets.ImageFolder(str(fruits))
+    assert train.classes == valid.classes == peer.classes
+    assert sorted(train.samples + valid.samples) == sorted(peer.samples)
+    assert [label for _, label in valid.samples] == [0, 0, 1, 1, 2]
+    again, _ = image_folder(fruits, valid=0.2)
+    other, _ = image_folder(fruits, valid=0.2, seed=1)
+    assert again.samples == train.samples != other.samples
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_validation_images_are_what_timm_makes(fruits, name):
+    _, valid = image_folder(fruits)
+    valid = valid.for_model(create_model(name, **dict(depth=1) if "vit" in name else {}))
+    config = timm.data.resolve_model_data_config(timm.create_model(name))
+    wanted = timm.data.create_transform(**config)
+    for (path, label), (x, y) in zip(valid.samples, valid, strict=True):
+        assert y == label and x.dtype == torch.float32
+        torch.testing.assert_close(
+            x, wanted(Image.open(path).convert("RGB")), atol=1e-5, rtol=0
+        )
+
+
+def test_training_images_are_random_crops_in_the_models_normalization(fruits):
+    train, _ = image_folder(fruits)
+    train = train.for_model(small())
+    one, two = train[0][0], train[0][0]
+    assert one.shape == (3, 32, 32) and not torch.equal(one, two)
+    assert type(one) is torch.Tensor
+    config = data_config("vit_tiny_patch16_224", 32)
+    assert train.data_config == config
+    back = one * torch.tensor(config["std"]).view(3, 1, 1)
+    back = back + torch.tensor(config["mean"]).view(3, 1, 1)
+    assert -0.01 < back.min() and back.max() < 1.01
+    yellow = torch.tensor(COLORS["lemon"]) / 255
+    torch.testing.assert_close(back.mean((1, 2)), yellow, atol=0.06, rtol=0)
+    plain, _ = image_folder(fruits, augment=False, img_size=(16, 24))
+    assert plain[0][0].shape == (3, 16, 24) and torch.equal(plain[0][0], plain[0][0])
+    own, _ = image_folder(fruits, augment=lambda image: torch.tensor([image.width]))
+    assert own[0] == (torch.tensor([48]), 0)
+
+
+def test_a_size_that_was_asked_for_stays(fruits):
+    train, valid = image_folder(fruits, img_size=16)
+    for part in (train, valid):
+        assert part.for_model(small())[0][0].shape == (3, 16, 16)
+
+
+def test_fit_gives_a_model_its_own_normalization(fruits, tmp_path):
+    train, valid = image_folder(fruits)
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(batch[0])
+        return model(batch[0]).square().mean()
+
+    before = dict(train.data_config)
+    fit(small(), train, loss_fn=loss_fn, epochs=1, batch_size=20)
+    mean = torch.tensor(data_config("vit_tiny_patch16_224")["mean"]).view(3, 1, 1)
+    assert seen[0].shape == (20, 3, 32, 32)
+    assert (seen[0] * 0.5 + mean).min() > -0.01  # each vit is normalized by 0.5 and 0.5
+    assert train.data_config == before  # the caller's dataset is as it was
+    with pytest.raises(ValueError, match="for_model"):
+        fit(small(), DataLoader(train, batch_size=5), loss_fn=loss_fn, epochs=1)
+    loader = DataLoader(train.for_model(small()), batch_size=5)
+    fit(small(), loader, loss_fn=loss_fn, epochs=1)
+
+
+def test_workers_load_what_one_process_loads(fruits):
+    train, _ = image_folder(fruits)
+    one, two = small(), small()
+    fit(one, train, epochs=1, batch_size=5)
+    fit(two, train, epochs=1, batch_size=5, num_workers=2)
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_folders_that_are_split_already(tmp_path):
+    fill(tmp_path / "train", {"lemon": 3, "plum": 3})
+    fill(tmp_path / "val", {"lemon": 2, "plum": 1})
+    train, valid = image_folder(tmp_path)
+    assert (len(train), len(valid)) == (6, 3)
+    fill(tmp_path / "other", {"lemon": 1, "tomato": 1})
+    with pytest.raises(ValueError, match="only one has plum, tomato"):
+        image_folder(tmp_path / "train", tmp_path / "other")
+
+
+def test_a_dataset_can_be_sent_to_another_process(fruits):
+    import pickle
+
+    _, valid = image_folder(fruits)
+    again = pickle.loads(pickle.dumps(valid))
+    assert torch.equal(again[0][0], valid[0][0])
+
+
+# --- what is no clean folder ------------------------------------------------------------------
+
+
+def test_files_that_are_no_images_are_counted(fruits):
+    (fruits / "plum" / "notes.txt").write_text("no ending of an image")
+    (fruits / "plum" / "text.jpg").write_text("no image")
+    (fruits / "plum" / "empty.png").write_bytes(b"")
+    with pytest.warns(UserWarning, match="2 files cannot be read and are left out") as found:
+        train, valid = image_folder(fruits)
+    assert "empty.png" in str(found[0].message) and len(train) + len(valid) == 25
+
+
+def test_a_photograph_that_is_cut_off(fruits):
+    path = fruits / "plum" / "cut.jpg"
+    picture(COLORS["plum"], size=(400, 300)).save(path)
+    path.write_bytes(path.read_bytes()[:5000])
+    train, valid = image_folder(fruits)
+    part = train if str(path) in dict(train.samples) else valid
+    i = [file for file, _ in part.samples].index(str(path))
+    with pytest.raises(ValueError, match=r"cut\.jpg cannot be read .*check=True"):
+        part[i]
+    with pytest.warns(UserWarning, match=r"1 files cannot be read .*cut\.jpg"):
+        train, valid = image_folder(fruits, check=True)
+    assert len(train) + len(valid) == 25
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "RGBA", "P", "LA", "I;16", "1"])
+def test_other_kinds_of_images_are_colors(fruits, mode):
+    path = fruits / "plum" / "other.tiff"
+    gray = picture((90, 90, 90)).convert("L")
+    if mode == "I;16":
+        Image.fromarray(np.asarray(gray).astype(np.uint16) * 257).save(path)
+    else:
+        gray.convert("RGB" if mode in ("CMYK", "RGBA", "P") else "L").convert(mode).save(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = ImageFolder([(path, 0)], ["plum", "lemon"], img_size=32)
+        train, valid = image_folder(fruits)
+    x, _ = whole[0]
+    assert x.shape == (3, 32, 32) and x.isfinite().all()
+    assert len(train) + len(valid) == 26
+
+
+def test_animated_images_give_their_first_picture(fruits):
+    frames = [picture(color) for color in COLORS.values()]
+    path = fruits / "lemon" / "moving.gif"
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+    (fruits / "lemon" / "moving.gif").rename(fruits / "lemon" / "moving.png")
+    with pytest.warns(UserWarning, match="1 files are animated; the first picture"):
+        image_folder(fruits)
+    x, _ = ImageFolder([(fruits / "lemon" / "moving.png", 0)], ["lemon", "plum"], img_size=32)[
+        0
+    ]
+    y = preprocess(data_config("deit_base_patch16_224", 32))(frames[0].quantize())
+    torch.testing.assert_close(x, y[0], atol=0.2, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (lambda path: path / "nowhere", FileNotFoundError, "nowhere is no folder"),
+        (lambda path: path / "lemon", FileNotFoundError, "class folder"),
+        (lambda path: (path / "empty").mkdir() or path, FileNotFoundError, "empty"),
+    ],
+)
+def test_folders_without_images(fruits, change, error, message):
+    with pytest.raises(error, match=message):
+        image_folder(change(fruits))
+
+
+def test_too_little_to_split(tmp_path):
+    fill(tmp_path / "one", {"lemon": 4})
+    with pytest.raises(ValueError, match="at least two classes; it has only lemon"):
+        image_folder(tmp_path / "one")
+    fill(tmp_path / "few", {"lemon": 1, "plum": 1})
+    with pytest.raises(ValueError, match="no image for validation"):
+        image_folder(tmp_path / "few")
+    for valid in (0, 1, 1.5, -0.1):
+        with pytest.raises(ValueError, match=rf"valid \({valid}\)"):
+            image_folder(tmp_path / "few", valid)
+    (tmp_path / "broken" / "lemon").mkdir(parents=True)
+    fill(tmp_path / "broken", {"plum": 3})
+    (tmp_path / "broken" / "lemon" / "a.png").write_bytes(b"no image")
+    with pytest.warns(UserWarning), pytest.raises(FileNotFoundError, match="in lemon"):
+        image_folder(tmp_path / "broken")
+
+
+def test_calls_draw_nothing_from_global_generators(fruits):
+    state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    image_folder(fruits)
+    assert random.getstate() == state[0] and np.random.get_state()[1].tolist() == state[1]
+    assert torch.equal(torch.get_rng_state(), state[2])
+
+
+# --- a checkpoint is a model ------------------------------------------------------------------
+
+NAMES = ("vit_collages", "swin_collages", "tnt_collages", "deit_tiny_distilled_patch16_224")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loaded_model_is_the_trained_one(tmp_path, name):
+    torch.manual_seed(0)
+    size = {} if "collages" in name else SMALL
+    model = create_model(name, num_classes=4, drop_path_rate=0.1, **size)
+    side = model.data_config["input_size"][-1]
+    data = torch.randn(8, 3, side, side), torch.randint(4, (8,))
+    path = tmp_path / "run.json"
+    fit(model, data, steps=2, batch_size=4, log_every=1, checkpoint=path)
+    for again in (load_model(path), create_model(name, path, num_classes=4, **size).eval()):
+        assert type(again) is type(model) and again.data_config == model.data_config
+        with torch.no_grad():
+            assert torch.equal(again(data[0]), model.eval()(data[0]))
+    save_model(model, tmp_path / "saved")
+    saved = load_model(tmp_path / "saved")
+    assert not saved.training and describe_model(saved) == describe_model(model)
+    with torch.no_grad():
+        assert torch.equal(saved(data[0]), model(data[0]))
+    assert sorted(file.name for file in (tmp_path / "saved").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_the_best_weights_are_loaded(fruits, tmp_path):
+    train, valid = image_folder(fruits)
+    path = tmp_path / "run.json"
+    history = fit(
+        small(), train, valid, epochs=6, batch_size=5, lr=5e-3, ema=0.5, checkpoint=path
+    )
+    model = load_model(path)
+    assert model.label_names == ["lemon", "plum", "tomato"]
+    x, y = zip(*valid.for_model(model), strict=True)
+    with torch.no_grad():
+        right = (model(torch.stack(x)).argmax(-1) == torch.tensor(y)).float().mean().item()
+    assert right == pytest.approx(max(record["accuracy"] for record in history))
+    tensors, _ = load_checkpoint(path)
+    assert torch.equal(tensors["best.head.weight"], model.head.weight)
+
+
+def test_a_head_that_was_replaced(tmp_path):
+    model = small()
+    model.reset_classifier(7)
+    save_model(model, tmp_path)
+    assert load_model(tmp_path).num_classes == 7
+
+
+def test_a_gpt_comes_with_its_tokenizer(tmp_path):
+    tokenizer = train_tokenizer(["to be or not to be that is the question"] * 3, 300)
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=tokenizer.get_vocab_size(), block_size=16, n_layer=1,
+                       n_head=2, n_embd=16, rope_scaling=None)  # fmt: skip
+    model = GPT(config)
+    model.tokenizer = tokenizer
+    ids = torch.tensor(tokenizer.encode("to be or not to be that is the question").ids * 4)
+    path = tmp_path / "gpt.json"
+    fit(model, text_batches(ids, 8, 2), loss_fn=text_loss, steps=2, checkpoint=path)
+    again = load_model(path)
+    assert again.config == config and again.tokenizer.to_str() == tokenizer.to_str()
+    assert torch.equal(again(ids[None, :8]), model.eval()(ids[None, :8]))
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.json is not a file"):
+        load_model(tmp_path / "none.json")
+    (tmp_path / "other.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match=r"other\.json does not say how its model was made"):
+        load_model(tmp_path / "other.json")
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        load_model(tmp_path)
+    path = tmp_path / "plain.json"
+    fit(torch.nn.Linear(3, 2), (torch.randn(8, 3), torch.arange(8) % 2), steps=1, batch_size=4,
+        checkpoint=path)  # fmt: skip
+    with pytest.raises(ValueError, match=r"plain\.json does not say"):
+        load_model(path)
+    with pytest.raises(ValueError, match=r"model \(Linear\)"):
+        save_model(torch.nn.Linear(3, 2), tmp_path / "x")
+    assert describe_model(small(norm_layer=torch.nn.LayerNorm)) is None
+
+
+def test_a_checkpoint_of_another_version(tmp_path):
+    save_model(small(), tmp_path)
+    file = tmp_path / "config.json"
+    stored = json.loads(file.read_text())
+    for change in (
+        dict(architecture="vit_of_tomorrow"),
+        dict(model_args=stored["model_args"] | dict(no_such_option=1)),
+        dict(model_args=stored["model_args"] | dict(depth=3)),
+    ):
+        file.write_text(json.dumps(stored | change | dict(attnlib="9.9")))
+        with pytest.raises(ValueError, match=r"config\.json, written by version 9\.9"):
+            load_model(tmp_path)
+
+
+def test_classes_have_the_names_of_the_folders(tmp_path, fruits):
+    model = small()
+    model.label_names = ["a", "b", "c"]
+    found = classify(model.eval(), fruits / "plum" / "00.png")
+    assert {name for name, _ in found} == {"a", "b", "c"}
+    assert [name for name, _ in classify(model, fruits / "plum" / "00.png", names="xyz")] != []
+
+
+def test_the_root_imports_little_and_finds_the_rest():
+    assert attnlib.fit is fit and attnlib.image_folder is image_folder
+    assert (
+        attnlib.load_model is load_model and attnlib.finetune is sys.modules["attnlib.finetune"]
+    )
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        attnlib.nothing  # noqa: B018
