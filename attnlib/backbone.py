@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from . import __version__
 from .attention import checkpoint_block, record_attention
 
 # %% ../nbs/94_backbone.ipynb #checks
@@ -790,7 +791,6 @@ def describe_model(
         "tokenizer" if there are such. None for a model that was made otherwise, or of arguments
         that JSON cannot hold.
     """
-    from attnlib import __version__  # which is there once the library is imported
     config = getattr(model, "checkpoint_config", None)
     if config is None:
         return None

@@ -978,7 +978,18 @@ def _resume(
         optimizer.scaler.load_state_dict(state["scaler"])
     return state["step"], state["history"]
 
-# %% ../nbs/91_train.ipynb #fit-helpers
+# %% ../nbs/91_train.ipynb #fit-data
+def _in_order(train: Any, valid: Any, loss_fn: Callable | None) -> tuple[Any, Any, Callable]:
+    """Training data, validation data, and a loss: also of a call with the former arguments."""
+    if callable(train) and callable(valid) and loss_fn is None:
+        warnings.warn("fit(model, loss_fn, batches) is fit(model, batches, loss_fn=loss_fn) "
+                      "since version 0.3", DeprecationWarning, stacklevel=4)
+        return valid, None, train
+    if loss_fn is None:
+        loss_fn = CrossEntropy()
+    return train, valid, loss_fn
+
+
 def _steps_of_epoch(
     train: DataLoader | Dataset | Sequence[Tensor] | Callable, batch_size: int,
     num_workers: int,
@@ -1029,17 +1040,19 @@ def _steps_of_epoch(
     return count
 
 
-def _length_of_run(epochs: int | None, steps: int | None, steps_of_epoch: int | None) -> int:
-    """The number of steps of a run, whose length is given in epochs or in steps."""
+def _length_of_run(
+    epochs: int | None, steps: int | None, steps_of_epoch: int | None, log_every: int | None
+) -> tuple[int, int]:
+    """The steps of a run, whose length is given in epochs or steps, and between two records."""
     if (epochs is None) == (steps is None):
         raise ValueError(f"epochs ({epochs}) or steps ({steps}) must be given, and not both")
     if epochs is None:
-        return steps
+        return steps, 100 if log_every is None else log_every
     check_counts(epochs=epochs)
     if steps_of_epoch is None:
         raise ValueError(f"epochs ({epochs}) must be None if train is a function, which has "
                          "no end; steps says how long the run is")
-    return epochs * steps_of_epoch
+    return epochs * steps_of_epoch, steps_of_epoch if log_every is None else log_every
 
 
 def _batches_from(
@@ -1058,6 +1071,96 @@ def _batches_from(
     return _from_dataset(train, batch_size, num_workers, seed=seed, **own)
 
 
+def _suited_to(model: torch.nn.Module, data: Any) -> Any:
+    """Photographs of a folder in the size and normalization that a model wants.
+
+    Parameters
+    ----------
+    model : Module
+    data : object
+        As `train` and `valid` of `fit`.
+
+    Returns
+    -------
+    object
+        What is no `data.ImageFolder` as it is.
+
+    Raises
+    ------
+    ValueError
+        If a loader, whose dataset cannot be changed, gives other images.
+    """
+    if hasattr(data, "for_model"):
+        return data.for_model(model)
+    wanted = getattr(model, "data_config", None)
+    given = getattr(_folder_of(data), "data_config", None)
+    if wanted is not None and given is not None:
+        for key in ("mean", "std"):
+            if tuple(given[key]) != tuple(wanted[key]):
+                raise ValueError(f"the images of train or valid have {key} {given[key]}, and "
+                                 f"model wants {wanted[key]}: give the loader a dataset that "
+                                 "dataset.for_model(model) has made")
+    return data
+
+
+def _folder_of(data: object) -> object:
+    """The innermost dataset of a loader, or of a part of another dataset."""
+    while not hasattr(data, "classes") and hasattr(data, "dataset"):
+        data = data.dataset
+    return data
+
+
+def _class_names(train: object) -> list[str] | None:
+    """The names of a dataset's classes, in the order of their labels.
+
+    Parameters
+    ----------
+    train : DataLoader or Dataset
+        Or another object. What has an attribute `dataset`, such as a part of another dataset,
+        has the classes of that.
+
+    Returns
+    -------
+    list of str
+        Its attribute `classes`; None if there is none.
+    """
+    classes = getattr(_folder_of(train), "classes", None)
+    if classes is None:
+        return None
+    return [str(name) for name in classes]
+
+
+def _checked_data(
+    model: torch.nn.Module, train: Any, valid: Any, checkpoint: str | Path | None
+) -> tuple[Any, Any]:
+    """Training and validation data as a model wants them.
+
+    Parameters
+    ----------
+    model, train, valid, checkpoint
+        As of `fit`.
+
+    Returns
+    -------
+    train, valid
+
+    Raises
+    ------
+    ValueError
+        If a folder of images has other classes than the model has outputs, a loader gives other
+        images than the model wants, or a run with a checkpoint cannot be resumed exactly.
+    """
+    classes = _class_names(train)
+    outputs = getattr(model, "num_classes", None)
+    if classes is not None and isinstance(outputs, int) and outputs != len(classes):
+        raise ValueError(f"model has {outputs} classes, and train has {len(classes)}; "
+                         f"create_model(..., num_classes={len(classes)}) makes one that fits")
+    if checkpoint is not None and getattr(train, "persistent_workers", False):
+        raise ValueError("train.persistent_workers (True) must be False for a run with a "
+                         "checkpoint: such workers draw on from epoch to epoch")
+    return _suited_to(model, train), _suited_to(model, valid)
+
+# %% ../nbs/91_train.ipynb #fit-helpers
 def _check_run(
     loss_fn: Callable, steps: int, lr: float, warmup: int, max_grad_norm: float | None,
     ema: float | None, patience: int | None, log_every: int, stop_after: int | None,
@@ -1094,7 +1197,7 @@ def _check_run(
 
 
 def _prepare(
-    model: torch.nn.Module, accelerator: Accelerator, sharded: bool, make_optimizer: Callable
+    model: torch.nn.Module, accelerator: Accelerator, sharded: bool, **options
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Model and optimizer for one or several processes.
 
@@ -1104,8 +1207,8 @@ def _prepare(
     accelerator : accelerate.Accelerator
     sharded : bool
         Whether each process keeps a share of the model, by `shard_blocks`, and not the whole.
-    make_optimizer : callable
-        ``make_optimizer(model)`` returns the optimizer.
+    **options
+        Of `adamw`.
 
     Returns
     -------
@@ -1113,13 +1216,13 @@ def _prepare(
     optimizer : torch.optim.Optimizer
     """
     if not sharded:
-        return accelerator.prepare(model, make_optimizer(model))
+        return accelerator.prepare(model, adamw(model, **options))
     model.to(accelerator.device)
     for x in itertools.chain(model.parameters(), model.buffers()):
         dist.broadcast(x.detach(), 0)  # all start from the same weights, as DDP sees to as well
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
     shard_blocks(model, half.get(accelerator.mixed_precision))
-    optimizer = accelerator.prepare_optimizer(make_optimizer(model))
+    optimizer = accelerator.prepare_optimizer(adamw(model, **options))
     return model, optimizer
 
 
@@ -1170,6 +1273,35 @@ def _released(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None
         vars(model).update(before)
         del accelerator._models[models:]
         del accelerator._optimizers[optimizers:]
+
+
+@contextmanager
+def _engine(accelerator: Accelerator | None, model: torch.nn.Module) -> Iterator[Accelerator]:
+    """An accelerator, checked; what it and a run change is put back after the `with` block."""
+    gpus = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices=gpus), modes_restored(model), ExitStack() as stack:
+        if accelerator is None:
+            accelerator = stack.enter_context(_own_accelerator())
+        _check_accelerator(accelerator)
+        stack.enter_context(_released(accelerator, model))
+        yield accelerator
+
+
+def _progress_bar(start: int, end: int, steps: int, accelerator: Accelerator) -> tqdm:
+    """The steps from `start` to `end`, with a bar on the terminal of one process, if any."""
+    silent = None  # where there is no terminal
+    if not accelerator.is_local_main_process:
+        silent = True
+    return tqdm(range(start, end), total=steps, initial=start, disable=silent)
+
+
+def _start_step(model: torch.nn.Module, frozen: list[torch.nn.Module], number: int) -> None:
+    """Put a model into training mode, except for its frozen parts, and seed a step."""
+    model.train()
+    for module in frozen:
+        module.training = False
+    # a resumed run draws the same batches, on all processes; dropout has other seeds
+    torch.manual_seed(2**31 + number)
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
@@ -1239,20 +1371,23 @@ def _takes_step(loss_fn: Callable) -> bool:
 
 
 def _save_run(
-    checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict,
-    kept: _Kept, accelerator: Accelerator, sharded: bool,
+    checkpoint: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+    state: dict,
+    kept: _Kept, train: Any, accelerator: Accelerator, sharded: bool,
 ) -> None:
     """Write the checkpoint of a run: all processes together if sharded, else the main one."""
+    if checkpoint is None:
+        return
     scaler = None
     if optimizer.scaler is not None:
         scaler = optimizer.scaler.state_dict()
-    state = {**state, "scaler": scaler}
+    state = {**state, "scaler": scaler, "model": describe_model(model, _class_names(train))}
     if sharded:
         _save_shards(checkpoint, _training_state(model, optimizer, kept), state)
     elif accelerator.is_main_process:
         save_checkpoint(checkpoint, _training_state(model, optimizer, kept), state)
 
-
+# %% ../nbs/91_train.ipynb #fit-records
 def _validated(
     model: torch.nn.Module, valid: DataLoader | Dataset | Sequence[Tensor] | None,
     loss_fn: Callable, *, batch_size: int, num_workers: int, accelerator: Accelerator,
@@ -1296,6 +1431,18 @@ def _validated(
     return {name: sums[name] / counts[name] for name in sums}
 
 
+def _evaluated(evaluate: Callable | None, model: torch.nn.Module) -> dict[str, float]:
+    if evaluate is None:
+        return {}
+    model.eval()
+    with torch.no_grad():
+        found = evaluate(model)
+    if not isinstance(found, dict) or found.keys() & {"step", "loss", "lr"}:
+        raise ValueError(f"evaluate returned {found!r}; it must be a dict of numbers without "
+                         "'step', 'loss' and 'lr'")
+    return {name: float(value) for name, value in found.items()}
+
+
 def _score(record: dict) -> float | None:
     """What the best record has most of: the accuracy, or the negative loss; None if neither."""
     if "valid_loss" not in record:
@@ -1311,6 +1458,11 @@ def _records_since_best(history: list[dict]) -> int:
     return len(scores) - 1 - scores.index(max(scores))
 
 
+def _has_waited(history: list[dict], patience: int | None) -> bool:
+    """Return whether so many records have followed the best one."""
+    return patience is not None and _records_since_best(history) >= patience
+
+
 def _line(record: dict, steps: int, steps_of_epoch: int | None) -> str:
     """A record as a line of text."""
     parts = [f"step {record['step']} of {steps}"]
@@ -1322,84 +1474,31 @@ def _line(record: dict, steps: int, steps_of_epoch: int | None) -> str:
     return ", ".join(parts)
 
 
-def _check_classes(model: torch.nn.Module, train: object) -> None:
-    """Raise if a folder of images has other classes than the model has outputs."""
-    classes = _class_names(train)
-    outputs = getattr(model, "num_classes", None)
-    if classes is not None and isinstance(outputs, int) and outputs != len(classes):
-        raise ValueError(f"model has {outputs} classes, and train has {len(classes)}; "
-                         f"create_model(..., num_classes={len(classes)}) makes one that fits")
-
-
-def _suited_to(model: torch.nn.Module, data: Any) -> Any:
-    """Photographs of a folder in the size and normalization that a model wants.
+def _add_record(
+    history: list[dict], entry: dict, kept: _Kept, valid: Any, loss_fn: Callable,
+    evaluate: Callable | None, **options,
+) -> None:
+    """Evaluate a model, with its averaged weights if there are such, and note what was found.
 
     Parameters
     ----------
-    model : Module
-    data : object
-        As `train` and `valid` of `fit`.
-
-    Returns
-    -------
-    object
-        What is no `data.ImageFolder` as it is.
-
-    Raises
-    ------
-    ValueError
-        If a loader, whose dataset cannot be changed, gives other images.
+    history : list of dict
+        It gets another record.
+    entry : dict
+        What is known of it before the evaluation.
+    kept : _Kept
+        It keeps the weights if no record was better.
+    valid, loss_fn, evaluate
+        As of `fit`.
+    **options
+        Of `_validated`.
     """
-    if hasattr(data, "for_model"):
-        return data.for_model(model)
-    wanted = getattr(model, "data_config", None)
-    given = getattr(_folder_of(data), "data_config", None)
-    if wanted is not None and given is not None:
-        for key in ("mean", "std"):
-            if tuple(given[key]) != tuple(wanted[key]):
-                raise ValueError(f"the images of train or valid have {key} {given[key]}, and "
-                                 f"model wants {wanted[key]}: give the loader a dataset that "
-                                 "dataset.for_model(model) has made")
-    return data
-
-
-def _folder_of(data: object) -> object:
-    """The innermost dataset of a loader, or of a part of another dataset."""
-    while not hasattr(data, "classes") and hasattr(data, "dataset"):
-        data = data.dataset
-    return data
-
-
-def _class_names(train: object) -> list[str] | None:
-    """The names of a dataset's classes, in the order of their labels.
-
-    Parameters
-    ----------
-    train : DataLoader or Dataset
-        Or another object. What has an attribute `dataset`, such as a part of another dataset,
-        has the classes of that.
-
-    Returns
-    -------
-    list of str
-        Its attribute `classes`; None if there is none.
-    """
-    classes = getattr(_folder_of(train), "classes", None)
-    if classes is None:
-        return None
-    return [str(name) for name in classes]
-
-
-def _evaluated(evaluate: Callable | None, model: torch.nn.Module) -> dict[str, float]:
-    if evaluate is None:
-        return {}
-    model.eval()
-    with torch.no_grad():
-        found = evaluate(model)
-    if not isinstance(found, dict) or found.keys() & {"step", "loss", "lr"}:
-        raise ValueError(f"evaluate returned {found!r}; it must be a dict of numbers without "
-                         "'step', 'loss' and 'lr'")
-    return {name: float(value) for name, value in found.items()}
+    with kept.averaged():
+        entry |= _validated(kept.model, valid, loss_fn, **options)
+        entry |= _evaluated(evaluate, kept.model)
+        history.append(entry)
+        if valid is not None and _records_since_best(history) == 0:
+            kept.keep_as_best()
 
 # %% ../nbs/91_train.ipynb #fit
 @former_arguments(every="log_every", clip="max_grad_norm", batches="train")
@@ -1518,116 +1617,73 @@ def fit(
     FloatingPointError
         If the loss, or the norm of the gradient, is not finite.
     """
-    if callable(train) and callable(valid) and loss_fn is None:
-        warnings.warn("fit(model, loss_fn, batches) is fit(model, batches, loss_fn=loss_fn) "
-                      "since version 0.3", DeprecationWarning, stacklevel=3)
-        loss_fn = train
-        train = valid
-        valid = None
-    if loss_fn is None:
-        loss_fn = CrossEntropy()
+    train, valid, loss_fn = _in_order(train, valid, loss_fn)
     steps_of_epoch = _steps_of_epoch(train, batch_size, num_workers)
-    steps = _length_of_run(epochs, steps, steps_of_epoch)
-    if log_every is None:
-        log_every = 100 if epochs is None else steps_of_epoch
+    steps, log_every = _length_of_run(epochs, steps, steps_of_epoch, log_every)
     _check_run(loss_fn, steps=steps, lr=lr, warmup=warmup, max_grad_norm=max_grad_norm, ema=ema,
                patience=patience, log_every=log_every, stop_after=stop_after,
                schedule=schedule, parallel=parallel)
-    _check_classes(model, train)
-    train = _suited_to(model, train)
-    valid = _suited_to(model, valid)
-    if checkpoint is not None:
-        checkpoint = _json_path(checkpoint)
-        if isinstance(train, DataLoader) and train.persistent_workers:
-            raise ValueError("train.persistent_workers (True) must be False for a run with a "
-                             "checkpoint: such workers draw on from epoch to epoch")
-    with ExitStack() as stack:  # what is entered here is undone at the end
-        gpus = range(torch.cuda.device_count())
-        stack.enter_context(torch.random.fork_rng(devices=gpus))
-        stack.enter_context(modes_restored(model))
-        if accelerator is None:
-            accelerator = stack.enter_context(_own_accelerator())
-        _check_accelerator(accelerator)
-        stack.enter_context(_released(accelerator, model))
-
+    train, valid = _checked_data(model, train, valid, checkpoint)
+    checkpoint = None if checkpoint is None else _json_path(checkpoint)
+    with _engine(accelerator, model) as accelerator, ExitStack() as stack:
         sharded = parallel == "fsdp" and accelerator.num_processes > 1
         plain = model
         kept = _Kept(plain, ema)
         frozen = frozen_in_evaluation(plain)
-        make_optimizer = functools.partial(
-            adamw, lr=lr, betas=betas, weight_decay=weight_decay, lr_scale=lr_scale)
-        model, optimizer = _prepare(plain, accelerator, sharded, make_optimizer)
+        model, optimizer = _prepare(plain, accelerator, sharded, lr=lr, betas=betas,
+                                    weight_decay=weight_decay, lr_scale=lr_scale)
         stack.callback(optimizer.zero_grad)  # or the next run of another kind would add to them
         settings = dict(
             steps=steps, lr=lr, warmup=warmup, schedule=schedule, betas=list(betas),
             weight_decay=weight_decay, max_grad_norm=max_grad_norm, seed=seed,
-            lr_scale=lr_scale, ema=ema,
+            lr_scale=lr_scale, ema=ema, steps_of_epoch=steps_of_epoch,
             trained=[name for name, p in plain.named_parameters() if p.requires_grad])
-        if steps_of_epoch is not None:
-            settings["steps_of_epoch"] = steps_of_epoch
-        description = describe_model(plain, _class_names(train))
         start, history = _resume(checkpoint, plain, optimizer, kept, settings)
 
         end = steps if stop_after is None else min(steps, stop_after)
         takes_step = _takes_step(loss_fn)
-        batches = _batches_from(start, train, batch_size=batch_size, num_workers=num_workers,
-                                seed=seed, accelerator=accelerator)
+        source = dict(batch_size=batch_size, num_workers=num_workers, accelerator=accelerator)
+        batches = _batches_from(start, train, seed=seed, **source)
         stack.enter_context(closing(batches))  # and with it the processes that load data
-        silent = None  # where there is no terminal
-        if not accelerator.is_local_main_process:
-            silent = True
-        bar = tqdm(range(start, end), total=steps, initial=start, disable=silent)
+        bar = _progress_bar(start, end, steps, accelerator)
         total = 0  # of the losses since the last record
         count = 0  # of their terms
-        stopped = patience is not None and _records_since_best(history) >= patience
+        stopped = _has_waited(history, patience)
         for step in bar:
             if stopped:
                 break
             rate = lr * learning_rate(step, steps=steps, warmup=warmup, schedule=schedule)
             record = (step + 1) % log_every == 0 or step + 1 == steps
-            loss_of_step = loss_fn
-            if takes_step:
-                loss_of_step = functools.partial(loss_fn, step=step)
-            model.train()
-            for module in frozen:
-                module.training = False
-            # a resumed run draws the same batches, on all processes; dropout has other seeds
-            torch.manual_seed(2**31 + seed * 1_000_003 + step)
+            loss_of_step = functools.partial(loss_fn, step=step) if takes_step else loss_fn
+            number = seed * 1_000_003 + step
+            _start_step(model, frozen, number)
             loss, terms = _train_step(
                 accelerator, model, optimizer, loss_of_step, next(batches), lr=rate,
-                seed=seed * 1_000_003 + step, max_grad_norm=max_grad_norm,
+                seed=number, max_grad_norm=max_grad_norm,
                 check_finite=record or step % 10 == 0)
             kept.update_average()
             total = total + loss
             count = count + terms
             if sharded or (record and accelerator.num_processes > 1):
                 _share_buffers(plain)  # what DDP does before a step, and not after the last
-            if record:
-                mean = accelerator.reduce(total, "sum") / count
-                # what a step that did not look has broken must not reach the checkpoint
-                _check_finite(f"the loss before step {step + 1}", mean)
-                entry = {"step": step + 1, "loss": mean.item(), "lr": rate}
-                with kept.averaged():
-                    entry |= _validated(plain, valid, loss_fn, batch_size=batch_size,
-                                        num_workers=num_workers, accelerator=accelerator)
-                    entry |= _evaluated(evaluate, plain)
-                    history.append(entry)
-                    if valid is not None and _records_since_best(history) == 0:
-                        kept.keep_as_best()
-                bar.set_postfix(loss=f"{mean.item():.3f}")
-                if valid is not None and accelerator.is_main_process:
-                    tqdm.write(_line(entry, steps, steps_of_epoch))
-                if checkpoint is not None:
-                    state = {"step": step + 1, "settings": settings, "history": history,
-                             "model": description}
-                    _save_run(checkpoint, plain, optimizer, state, kept, accelerator, sharded)
-                accelerator.wait_for_everyone()
-                total = 0
-                count = 0
-                stopped = patience is not None and _records_since_best(history) >= patience
-                if callback is not None and callback(plain, dict(entry)):
-                    stopped = True
-        if stop_after is None or end == steps:
+            if not record:
+                continue
+            mean = accelerator.reduce(total, "sum") / count
+            # what a step that did not look has broken must not reach the checkpoint
+            _check_finite(f"the loss before step {step + 1}", mean)
+            entry = {"step": step + 1, "loss": mean.item(), "lr": rate}
+            _add_record(history, entry, kept, valid, loss_fn, evaluate, **source)
+            bar.set_postfix(loss=f"{mean.item():.3f}")
+            if valid is not None and accelerator.is_main_process:
+                tqdm.write(_line(entry, steps, steps_of_epoch))
+            state = {"step": step + 1, "settings": settings, "history": history}
+            _save_run(checkpoint, plain, optimizer, state, kept, train, accelerator, sharded)
+            accelerator.wait_for_everyone()
+            total = 0
+            count = 0
+            stopped = _has_waited(history, patience)
+            stopped |= callback is not None and callback(plain, dict(entry)) is True
+        if end == steps:
             kept.give_back()
         return history
 

@@ -333,7 +333,7 @@ VISION = [
 TRAINING = [
     (lambda: fit(linear(), batches, loss_fn=3, steps=1), TypeError, "loss_fn"),
     (
-        lambda: fit(linear(), batches, loss_fn=lambda m, b: m(b[0]).mean(), steps=1),
+        lambda: fit(linear(), batches, loss_fn=lambda m, b: m(b[0]), steps=1),
         TypeError,
         "loss_fn",
     ),
@@ -347,7 +347,7 @@ TRAINING = [
         ValueError,
         "loss_fn",
     ),
-    (lambda: fit(linear(), [1, 2], loss_fn=loss, steps=1), TypeError, "batches"),
+    (lambda: fit(linear(), [1, 2], loss_fn=loss, steps=1), TypeError, "train"),
     (lambda: fit(linear(), batches, loss_fn=loss, steps=0), ValueError, "steps"),
     (lambda: fit(linear(), batches, loss_fn=loss, steps=1, lr=0.0), ValueError, "lr"),
     (lambda: fit(linear(), batches, loss_fn=loss, steps=1, warmup=2), ValueError, "warmup"),

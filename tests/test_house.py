@@ -31,6 +31,7 @@ ALLOWED = {  # private names of PyTorch that a notebook may use, and why
 }
 LATE = {  # modules of the library that a function may import, and why
     "inference": {"windows": "without a GPU its import would have Triton interpreted"},
+    "cli": {"train": "it needs an extra, and most commands do not need it"},
 }
 
 

@@ -150,6 +150,7 @@ def draw(model):
 
 SUBNET = autoformer.Subnet(16, (1, 1), (1, 2))
 KEPT = {  # "module.function": (what makes the model, the call)
+    "backbone.describe_model": (partial(build, "vit"), backbone.describe_model),
     "attention._SameTensors": (make_gpt, lambda m: _SameTensors(m)(tokens())),
     "attention.checkpoint_block": (
         make_gpt,
@@ -571,6 +572,7 @@ NO_MODEL = {  # functions whose argument only sounds like a model
     "windows._compile_linear": "norm is a flag",
 }
 ELSEWHERE = {  # functions that are called nowhere here, and why
+    "models.save_model": "writes files: tests/test_way_in.py",
     "beit.dvae_loss": "a loss of a batch: tests/test_beit.py",
     "autoformer._renew_grid": "a hook of load_state_dict that renews an index",
     "backbone._SameParameters": "a hook of a guarded copy",
@@ -833,6 +835,7 @@ SEEDED = {  # "module.function": a call that has numbers of its own
     )[0],
 }
 UNSEEDED = {  # functions that have a seed and stand in no row, and why
+    "data.image_folder": "draws nothing from a global generator: tests/test_way_in.py",
     "train._train_step": "a part of `fit`, which holds the state",
 }
 

@@ -489,6 +489,7 @@ ORACLES = {
     to_2tuple: test_sizes_are_one_number_or_two,
 }
 NOT_HERE = {
+    "describe_model": "describes a model for a file: tests/test_way_in.py",
     "_HOOKS": "names of PyTorch's attributes, read by is_plain",
     "frozen_copy": "copies a model, tested with the fused ones in test_windows_fused.py",
     "_refuse_weights": "raises only, tested with the fused models",

@@ -424,6 +424,8 @@ ORACLES = {
     "small_images": test_small_images_are_standardized_digits,
 }
 NOT_HERE = {
+    "ImageFolder": "photographs in folders: tests/test_way_in.py",
+    "image_folder": "photographs in folders: tests/test_way_in.py",
     "LANGUAGES": "a table, which the tests above use",
     "PAD": "a number, which the tests above use",
     "BOS": "a number, which the tests above use",

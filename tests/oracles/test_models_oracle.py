@@ -269,6 +269,10 @@ ORACLES = {
     "open_picture": test_pictures_of_every_kind,
 }
 NOT_HERE = {
+    "BUILDERS": "a registry",
+    "load_model": "files: tests/test_way_in.py",
+    "save_model": "files: tests/test_way_in.py",
+    "shipped_models": "names: tests/test_way_in.py",
     "MODELS": "the registry",
     "_WEIGHT_FILES": "names of files",
     "_FIRST_LAYER": "a pattern of names",
