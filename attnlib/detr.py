@@ -616,7 +616,8 @@ def _residual_block(
 ) -> Float[Tensor, "B D Hp Wp"]:
     """A block of a ResNet of torchvision's: relu(shortcut + two or three convolutions).
 
-    A block with a hook, or with another activation or shortcut, is called.
+    A block of another class, also of a subclass of torchvision's, or one with a hook or with
+    another activation or shortcut, is called.
 
     Parameters
     ----------
@@ -628,14 +629,16 @@ def _residual_block(
     -------
     Tensor
     """
-    if torch.compiler.is_compiling() or not is_plain(block, type(block)):
+    with requires("detection"):
+        from torchvision.models.resnet import BasicBlock, Bottleneck
+    if torch.compiler.is_compiling() or not is_plain(block, BasicBlock, Bottleneck):
         return block(x)
     if not is_plain(block.relu, nn.ReLU):
         return block(x)
-    if block.downsample is not None and not is_plain(block.downsample, nn.Sequential):
-        return block(x)
     shortcut = x
     if block.downsample is not None:
+        if not is_plain(block.downsample, nn.Sequential) or len(block.downsample) != 2:
+            return block(x)
         conv, norm = block.downsample
         shortcut = _frozen_conv(conv, norm, x)
     x = _frozen_conv(block.conv1, block.bn1, x).relu_()

@@ -633,8 +633,40 @@ def _can_replace(module: nn.Module) -> bool:
     return known and all(is_plain(part, type(part)) for part in module.modules())
 
 
+_BLOCK_PARTS = {  # of a block of a ResNet: a child's name without its number, its classes
+    "conv": (nn.Conv2d,),
+    "bn": (FrozenBatchNorm2d, nn.BatchNorm2d),
+    "relu": (nn.ReLU,),
+    "downsample": (nn.Sequential,),
+}
+
+
+def _can_pack_block(block: nn.Module) -> bool:
+    """Return whether a module is a block of a ResNet with the children that its class makes.
+
+    Parameters
+    ----------
+    block : Module
+
+    Returns
+    -------
+    bool
+    """
+    with requires("detection"):
+        from torchvision.models.resnet import BasicBlock, Bottleneck
+    if type(block) not in (BasicBlock, Bottleneck):
+        return False
+    for name, child in block.named_children():
+        if type(child) not in _BLOCK_PARTS.get(name.rstrip("123"), ()):
+            return False
+    if block.downsample is None:
+        return True
+    classes = [type(part) for part in block.downsample]
+    return len(classes) == 2 and classes[0] is nn.Conv2d and classes[1] in _BLOCK_PARTS["bn"]
+
+
 def _can_pack_resnet(model: nn.Module) -> bool:
-    """Return whether a module is a `ResNet` whose convolutions and norms nobody has changed.
+    """Return whether a module is a `ResNet` whose parts nobody has changed.
 
     Parameters
     ----------
@@ -646,11 +678,12 @@ def _can_pack_resnet(model: nn.Module) -> bool:
     """
     if type(model) is not ResNet:
         return False
-    with requires("detection"):
-        from torchvision.models.resnet import BasicBlock, Bottleneck
-    known = (ResNet, BasicBlock, Bottleneck, nn.Sequential, nn.Conv2d, FrozenBatchNorm2d,
-             nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d)
-    return all(is_plain(part, *known) for part in model.modules())
+    if type(model.conv1) is not nn.Conv2d or type(model.bn1) not in _BLOCK_PARTS["bn"]:
+        return False
+    for layer in (model.layer1, model.layer2, model.layer3, model.layer4):
+        if type(layer) is not nn.Sequential or not all(map(_can_pack_block, layer)):
+            return False
+    return all(is_plain(part, type(part)) for part in model.modules())
 
 
 def replace_module(module: nn.Module) -> nn.Module:

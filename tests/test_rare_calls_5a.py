@@ -1,0 +1,110 @@
+"""Calls of models, caches and copies that once went wrong without a word."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+import tools.torchvision_ops  # noqa: F401
+from attnlib.detr import ResNet
+from attnlib.finetune import fold_normalization
+from attnlib.inference import FastResNet, optimize_for_inference
+from attnlib.panoptic import MaskHead
+from attnlib.vit import VisionTransformer
+
+SMALL = dict(img_size=16, patch_size=4, num_classes=3, embed_dim=16, depth=2, num_heads=2)
+
+
+def close(a, b, tolerance=1e-5):
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+# --- parts that somebody has changed ----------------------------------------------------------
+
+
+def stages(model, x):
+    """A ResNet's maps, by calls of its parts alone."""
+    x = model.maxpool(model.bn1(model.conv1(x)).relu())
+    maps = []
+    for layer in (model.layer1, model.layer2, model.layer3, model.layer4):
+        x = layer(x)
+        maps.append(x)
+    return maps
+
+
+def with_a_subclass(model):
+    from torchvision.models.resnet import BasicBlock
+
+    class Doubled(BasicBlock):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model.layer2[1].__class__ = Doubled
+
+
+def with_a_longer_shortcut(model):
+    shortcut = model.layer3[0].downsample
+    model.layer3[0].downsample = nn.Sequential(*shortcut, nn.Sigmoid())
+
+
+def with_a_nested_stage(model):
+    model.layer4 = nn.Sequential(model.layer4[0], nn.Sequential(model.layer4[1], nn.Tanh()))
+
+
+def with_another_convolution(model):
+    conv = model.layer1[0].conv2
+    model.layer1[0].conv2 = nn.Sequential(conv, nn.ReLU())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [with_a_subclass, with_a_longer_shortcut, with_a_nested_stage, with_another_convolution],
+)
+def test_a_changed_resnet_computes_what_its_parts_do(change):
+    torch.manual_seed(0)
+    model = ResNet("resnet18").eval()
+    x = torch.rand(1, 3, 32, 32)
+    with torch.no_grad():
+        before = model(x)[-1]
+        change(model)
+        wanted = stages(model, x)
+        found = model(x)
+        fast = optimize_for_inference(model)(x)
+    assert not torch.allclose(before, wanted[-1], rtol=1e-2)
+    for a, b, c in zip(wanted, found, fast):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(c, a, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_an_unchanged_resnet_is_packed(name):
+    assert isinstance(optimize_for_inference(ResNet(name)), FastResNet)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(padding=1),
+        dict(padding=1, padding_mode="circular"),
+        dict(padding=2, dilation=2),
+        dict(padding=1, groups=4),
+        dict(padding=1, stride=2),
+        dict(padding="same"),
+        dict(padding=1, bias=False),
+    ],
+)
+def test_a_mask_head_calls_its_first_convolution_as_it_is(options):
+    torch.manual_seed(0)
+    head = MaskHead(embed_dim=32, num_heads=8, channels=[16, 8], num_groups=1).double()
+    head.layers[0] = nn.Conv2d(40, 40, kernel_size=3, **options).double()
+    x = torch.randn(2, 32, 6, 6).double()
+    maps = torch.rand(3, 8, 6, 6).double()
+    image = torch.tensor([0, 1, 1])
+    wanted = head.layers[0](torch.cat([x[image], maps], dim=1))
+    close(head.first_layer(x, maps, image), wanted, 1e-12)
+
+
+def test_a_normalization_is_not_folded_into_groups():
+    model = VisionTransformer(**SMALL)
+    model.patch_embed.proj = nn.Conv2d(3, 18, kernel_size=4, stride=4, groups=3)
+    with pytest.raises(ValueError, match="3 groups"):
+        fold_normalization(model, [0.5] * 3, [0.5] * 3)
