@@ -6,12 +6,13 @@
 __all__ = ['to_2tuple', 'check_counts', 'check_naturals', 'check_sizes', 'hidden_width', 'check_rates', 'check_numbers',
            'check_positive', 'requires', 'is_unchanged', 'is_plain', 'DropPath', 'drop_path_rates', 'init_weights',
            'classifier', 'feature_take_indices', 'as_map', 'resample_abs_pos_embed', 'resample_parameter',
-           'resample_stored', 'Backbone', 'frozen_copy', 'resize', 'guard']
+           'resample_stored', 'evaluation', 'Backbone', 'frozen_copy', 'resize', 'guard']
 
 # %% ../nbs/94_backbone.ipynb #imports
 import copy
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -501,6 +502,47 @@ def resample_stored(
         state_dict[key] = resample_abs_pos_embed(old, grid_size, old_size, num_prefix_tokens)
     return state_dict
 
+# %% ../nbs/94_backbone.ipynb #evaluation
+_open_blocks = {}  # part: number of open `evaluation` blocks, and its mode before the first
+_lock = threading.Lock()
+
+
+@contextmanager
+def evaluation(
+    model: Any, parts: list[nn.Module] | None = None
+) -> Iterator[nn.Module]:
+    """Evaluation mode inside the `with` block; afterwards each part has the mode that it had.
+
+    Blocks may overlap, for example in several threads that generate with one model: the part
+    stays in evaluation mode until the last of them ends.
+
+    Parameters
+    ----------
+    model : Module
+    parts : list of Module, optional
+        ``list(model.modules())``, for a caller that opens many blocks.
+    """
+    if parts is None:
+        parts = list(model.modules())
+    with _lock:
+        if not any(part.training or part in _open_blocks for part in parts):
+            parts = []  # there is nothing to change or to restore
+        for part in parts:
+            count, mode = _open_blocks.get(part, (0, part.training))
+            _open_blocks[part] = (count + 1, mode)
+        if parts:
+            model.eval()
+    try:
+        yield model
+    finally:
+        with _lock:
+            for part in parts:
+                count, mode = _open_blocks.pop(part)
+                if count > 1:
+                    _open_blocks[part] = (count - 1, mode)
+                else:
+                    part.training = mode
+
 # %% ../nbs/94_backbone.ipynb #backbone
 class Backbone(nn.Module):
     """What the vision models of the book share.
@@ -623,8 +665,11 @@ class Backbone(nn.Module):
         return {name for name, _ in self.named_parameters(recurse=False)}
 
     def attention_maps(self, x: Float[Tensor, "B in_chans H W"]) -> list[Tensor]:
-        """The weights of every call of `attention` for images x: a list of (B, h, N, N)."""
-        with record_attention() as maps:
+        """The weights of every call of `attention` for images x: a list of (B, h, N, N).
+
+        The model is in evaluation mode meanwhile: no dropout, and no norm learns from x.
+        """
+        with evaluation(self), record_attention() as maps:
             self.forward_features(x)
         return maps
 

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from .backbone import check_counts, check_numbers
+from .backbone import check_counts, check_numbers, evaluation
 from .seq2seq import check_some_tokens, check_token
-from .transformer import evaluation
 
 # %% ../nbs/22_decoding.ipynb #next-log-probs
 def next_log_probs(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .attention import attention, record_attention
 from attnlib.backbone import (
-    check_counts, check_naturals, check_rates, is_plain, requires,
+    check_counts, check_naturals, check_rates, evaluation, is_plain, requires,
 )
 from .models import register_model
 from .multihead import MultiHeadAttention, merge_heads, split_heads
@@ -893,10 +893,11 @@ class DETR(nn.Module):
     ) -> list[Float[Tensor, "B heads Q h w"]]:
         """The attention of queries, for each decoder layer: a list of (B, heads, Q, h, w).
 
-        With a mask, a map covers the padded image and is 0 in the padding. Before it is drawn
-        over an image it must be cut, as `attnlib.panoptic.cut_padding` does.
+        The model is in evaluation mode meanwhile: no dropout, and no norm learns from the
+        images. With a mask, a map covers the padded image and is 0 in the padding. Before it is
+        drawn over an image it must be cut, as `attnlib.panoptic.cut_padding` does.
         """
-        with torch.no_grad(), record_attention() as maps:
+        with torch.no_grad(), evaluation(self), record_attention() as maps:
             memory = self.forward_features(images, mask).memory
         size = memory.shape[-2:]
         of_decoder = maps[-2 * len(self.decoder) :]  # the last; a backbone may attend as well

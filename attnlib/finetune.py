@@ -96,8 +96,8 @@ def _check_folding(model: nn.Module, mean: Sequence[float], std: Sequence[float]
                          "patch_embed.proj, without hooks, and nothing else may read "
                          "the images")
     if conv.groups != 1:
-        raise ValueError(f"model has a first layer of {conv.groups} groups, each of which reads "
-                         "some of the channels; mean and std can be folded into 1 group only")
+        raise ValueError(f"model has a first layer of {conv.groups} groups, each of which sees "
+                         "a part of the channels; mean and std can be folded into 1 group only")
     if any(conv.padding):
         raise ValueError(f"model pads its first layer with {conv.padding} zeros, which are not "
                          "pixels; mean and std cannot be folded into it")

@@ -164,7 +164,7 @@ class MaskHead(nn.Module):
     def first_layer(
         self, x: Float[Tensor, "B C h w"], maps: Float[Tensor, "M heads h w"],
         image: Int[Tensor, "M"],
-    ) -> Float[Tensor, "M _ h w"]:
+    ) -> Float[Tensor, "M _ _ _"]:
         """The first convolution (M, C + heads, h, w) of images and maps side by side.
 
         The images' share is computed once for each image, unless the layer is of another class,

@@ -1,15 +1,18 @@
 """Calls of models, caches and copies that once went wrong without a word."""
 
+from pkgutil import resolve_name
+
 import pytest
 import torch
 import torch.nn as nn
 
 import tools.torchvision_ops  # noqa: F401
-from attnlib.detr import ResNet
+from attnlib.detr import ResNet, small_detr
 from attnlib.finetune import fold_normalization
 from attnlib.inference import FastResNet, optimize_for_inference
 from attnlib.panoptic import MaskHead
 from attnlib.vit import VisionTransformer
+from helpers import BACKBONES, TOKENS, WINDOWS
 
 SMALL = dict(img_size=16, patch_size=4, num_classes=3, embed_dim=16, depth=2, num_heads=2)
 
@@ -108,3 +111,42 @@ def test_a_normalization_is_not_folded_into_groups():
     model.patch_embed.proj = nn.Conv2d(3, 18, kernel_size=4, stride=4, groups=3)
     with pytest.raises(ValueError, match="3 groups"):
         fold_normalization(model, [0.5] * 3, [0.5] * 3)
+
+
+# --- a look does not change the model ---------------------------------------------------------
+
+
+def modes(model):
+    return [part.training for part in model.modules()]
+
+
+def test_the_maps_of_a_detector_leave_its_norms_alone():
+    torch.manual_seed(0)
+    model = small_detr(3).train()
+    model.decoder.eval()
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    kept = modes(model)
+    x = torch.randn(2, 3, 48, 48)
+    found = model.attention_maps(x)
+    assert modes(model) == kept
+    for key, now in model.state_dict().items():
+        assert torch.equal(now, before[key]), key
+    for a, b in zip(found, model.eval().attention_maps(x)):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("family", sorted(BACKBONES))
+def test_the_maps_of_a_backbone_have_no_dropout(family):
+    cls, _, options = BACKBONES[family]
+    sizes = WINDOWS if family.startswith("swin") else TOKENS
+    torch.manual_seed(0)
+    rates = dict(proj_drop_rate=0.5, drop_path_rate=0.5)
+    if family == "tnt":
+        rates = dict(proj_drop_rate=0.5)
+    model = resolve_name(f"attnlib.{cls}")(**sizes | options | rates).train()
+    kept = modes(model)
+    x = torch.randn(2, 3, 32, 32)
+    found = model.attention_maps(x)
+    assert modes(model) == kept and all(kept)
+    for a, b in zip(found, model.eval().attention_maps(x), strict=True):
+        assert torch.equal(a, b)
