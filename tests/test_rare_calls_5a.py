@@ -150,3 +150,22 @@ def test_the_maps_of_a_backbone_have_no_dropout(family):
     assert modes(model) == kept and all(kept)
     for a, b in zip(found, model.eval().attention_maps(x), strict=True):
         assert torch.equal(a, b)
+
+
+# --- new heads --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", sorted(BACKBONES))
+def test_a_new_head_has_the_scale_of_the_first(family):
+    cls, _, options = BACKBONES[family]
+    sizes = WINDOWS if family.startswith("swin") else TOKENS
+    torch.manual_seed(0)
+    model = resolve_name(f"attnlib.{cls}")(**sizes | options | dict(num_classes=2000))
+    first = [model.get_submodule(name).weight.std().item() for name in model.classifiers]
+    model.reset_classifier(2000)
+    for name, scale in zip(model.classifiers, first, strict=True):
+        head = model.get_submodule(name)
+        assert head.weight.std().item() == pytest.approx(scale, rel=0.05)
+        assert not head.bias.any()
+    model.reset_classifier(0)
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, model.num_features)
