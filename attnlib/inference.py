@@ -752,13 +752,20 @@ def _refuse_maps(*inputs, **options) -> NoReturn:
     raise RuntimeError("a copy made by optimize_for_inference keeps no attention maps; "
                        "ask the model itself")
 
+
+def _refuse_state_dict(part: nn.Module, prefix: str, keep_vars: bool) -> NoReturn:
+    """A hook that refuses the state dict of an optimized copy, for all that PyTorch passes."""
+    raise RuntimeError("state_dict of a copy made by optimize_for_inference would lack the "
+                       "weights that are packed; save the model itself")
+
 # %% ../nbs/53_inference.ipynb #optimize
 def optimize_for_inference(model: nn.Module) -> nn.Module:
     """A frozen copy of a model that is faster and gives the same output.
 
     A layer that somebody has changed, by another class, a method, or a hook, is called as it
-    is. The copy refuses gradients, training mode, and `load_state_dict`; the caller promises to
-    change neither its weights nor its parts in other ways. The model itself stays as it is.
+    is. The copy refuses gradients, training mode, and `load_state_dict`, and on the CPU also
+    `state_dict`, which would lack packed weights; the caller promises to change neither its
+    weights nor its parts in other ways. The model itself stays as it is.
 
     Parameters
     ----------
@@ -781,8 +788,8 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     ImportError
         If it is on a GPU and Triton is missing.
     RuntimeError
-        When the copy is asked for gradients, training mode, other weights, or attention maps,
-        also those of `record_attention`.
+        When the copy is asked for gradients, training mode, other weights, a state dict of
+        packed weights, or attention maps, also those of `record_attention`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model of type {type(model).__name__} must be an nn.Module")
@@ -794,6 +801,8 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         model = fuse(model)
     else:
         model = guard(_pack_all(frozen_copy(model)))
+        for part in model.modules():
+            part.register_state_dict_pre_hook(_refuse_state_dict)
     for part in model.modules():  # the copy may be of a model inside of another one
         if hasattr(part, "attention_maps"):
             part.attention_maps = _refuse_maps

@@ -1,5 +1,7 @@
 """Calls of models, caches and copies that once went wrong without a word."""
 
+import copy
+import io
 from pkgutil import resolve_name
 
 import pytest
@@ -169,3 +171,22 @@ def test_a_new_head_has_the_scale_of_the_first(family):
         assert not head.bias.any()
     model.reset_classifier(0)
     assert model(torch.zeros(1, 3, 32, 32)).shape == (1, model.num_features)
+
+
+# --- state dicts ------------------------------------------------------------------------------
+
+
+def test_a_copy_for_inference_has_no_state_dict():
+    torch.manual_seed(0)
+    model = VisionTransformer(**SMALL).eval()
+    fast = optimize_for_inference(model)
+    for part in (fast, nn.Sequential(fast), fast.blocks[0], copy.deepcopy(fast)):
+        with pytest.raises(RuntimeError, match="state_dict of a copy .* save the model itself"):
+            part.state_dict()
+    x = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        stored = io.BytesIO()
+        torch.save(fast, stored)
+        again = torch.load(io.BytesIO(stored.getvalue()), weights_only=False)
+        close(again(x), model(x))
+    assert len(model.state_dict()) == 32
