@@ -9,8 +9,11 @@ import torch
 import torch.nn as nn
 
 import tools.torchvision_ops  # noqa: F401
+from attnlib.attention import attention
+from attnlib.decoding import KVCache
 from attnlib.detr import ResNet, small_detr
 from attnlib.finetune import fold_normalization
+from attnlib.gpt import GPT, GPTConfig
 from attnlib.inference import FastResNet, optimize_for_inference
 from attnlib.panoptic import MaskHead
 from attnlib.vit import VisionTransformer
@@ -190,3 +193,63 @@ def test_a_copy_for_inference_has_no_state_dict():
         again = torch.load(io.BytesIO(stored.getvalue()), weights_only=False)
         close(again(x), model(x))
     assert len(model.state_dict()) == 32
+
+
+# --- caches -----------------------------------------------------------------------------------
+
+
+def small_gpt():
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=11, n_layer=2, n_head=2, n_embd=8, block_size=32)
+    return GPT(config).double().eval()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copied_cache_goes_on_by_itself(copied):
+    model = small_gpt()
+    tokens = torch.randint(11, (1, 9))
+    cache = KVCache()
+    with torch.no_grad():
+        model(tokens[:, :4], cache=cache)
+        other = copied(cache)
+        model(tokens[:, 4:6], cache=cache)
+        model(tokens[:, 6:8], cache=other)
+        first = model(tokens[:, 8:], cache=cache)
+        second = model(tokens[:, 8:], cache=other)
+        texts = [tokens[:, [0, 1, 2, 3, 4, 5, 8]], tokens[:, [0, 1, 2, 3, 6, 7, 8]]]
+        close(first[:, -1], model(texts[0])[:, -1], 1e-12)
+        close(second[:, -1], model(texts[1])[:, -1], 1e-12)
+
+
+def test_queries_learn_from_a_cache_of_frozen_keys():
+    torch.manual_seed(0)
+    k = torch.randn(1, 2, 3, 4).double()
+    v = torch.randn(1, 2, 3, 4).double()
+    q = torch.randn(1, 2, 1, 4).double().requires_grad_()
+    cache = KVCache()
+    total = 0
+    wanted = 0
+    for i in range(3):
+        keys, values = cache.update(0, k[:, :, i : i + 1], v[:, :, i : i + 1])
+        total = total + attention(q, keys, values).sum()
+        logits = q @ k[:, :, : i + 1].mT / 2
+        wanted = wanted + (logits.softmax(-1) @ v[:, :, : i + 1]).sum()
+    (found,) = torch.autograd.grad(total, q)
+    (gradient,) = torch.autograd.grad(wanted, q)
+    close(found, gradient, 1e-12)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_cache_of_inference_mode_goes_on_outside(mode):
+    model = small_gpt()
+    tokens = torch.randint(11, (1, 8))
+    cache = KVCache()
+    with torch.inference_mode():
+        model(tokens[:, :4], cache=cache)
+    with mode():
+        for i in range(4, 8):
+            found = model(tokens[:, i : i + 1], cache=cache)
+    with torch.no_grad():
+        close(found[:, -1], model(tokens)[:, -1], 1e-12)
+    if mode is torch.enable_grad:
+        found.sum().backward()
