@@ -335,6 +335,8 @@ class SetCriterion(nn.Module):
     ------
     ValueError
         If `weights` has another name; when called, if there are not K + 1 logits.
+    TypeError
+        If `matcher` is a class, or cannot be called.
     """
 
     def __init__(
@@ -352,6 +354,9 @@ class SetCriterion(nn.Module):
                 self.weights[name] = weight
         if matcher is None:
             matcher = HungarianMatcher()
+        if isinstance(matcher, type) or not callable(matcher):
+            raise TypeError(f"matcher ({matcher!r}) must be a function or an object that is "
+                            "called, such as HungarianMatcher()")
         self.matcher = matcher
 
     def loss_labels(

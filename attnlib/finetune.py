@@ -375,7 +375,16 @@ def fine_tune(
     averaged : torch.nn.Module
         The same model with the averaged weights, in evaluation mode.
     history : list of (step, value)
+
+    Raises
+    ------
+    ValueError
+        If the model is a DeiT after `set_distilled_training`, whose two heads have no teacher
+        here.
     """
+    if getattr(model, "distilled_training", False):
+        raise ValueError("model.distilled_training (True) must be False, as fine_tune has no "
+                         "teacher: call model.set_distilled_training(False)")
     optimizer = adamw(model, lr, (0.9, 0.98), 0.05, lr_scale=layer_scales(model, decay))
     warmup = max(1, steps // 10)
 

@@ -115,7 +115,8 @@ class FeedForward(nn.Module):
     Raises
     ------
     ValueError
-        If there is no activation of that name, or a width is not an integer of at least 1.
+        If there is no activation of that name, it is a class, such as `nn.GELU` without
+        parentheses, or a width is not an integer of at least 1.
     """
 
     def __init__(
@@ -124,8 +125,10 @@ class FeedForward(nn.Module):
     ):
         super().__init__()
         known = isinstance(activation, str) and activation in _ACTIVATIONS
-        if not known and not callable(activation):
-            raise ValueError(f"activation ({activation!r}) must be one of {list(_ACTIVATIONS)}")
+        is_function = callable(activation) and not isinstance(activation, type)
+        if not known and not is_function:
+            raise ValueError(f"activation ({activation!r}) must be one of {list(_ACTIVATIONS)} "
+                             "or a function or module, such as nn.GELU(); a class is neither")
         check_counts(d_model=d_model, dim_feedforward=dim_feedforward)
         self.linear1 = nn.Linear(d_model, dim_feedforward)
         self.linear2 = nn.Linear(dim_feedforward, d_model)

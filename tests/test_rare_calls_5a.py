@@ -7,15 +7,18 @@ from pkgutil import resolve_name
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 import tools.torchvision_ops  # noqa: F401
 from attnlib.attention import attention
 from attnlib.decoding import KVCache
-from attnlib.detr import ResNet, small_detr
-from attnlib.finetune import fold_normalization
+from attnlib.deit import DistilledVisionTransformer
+from attnlib.detr import HungarianMatcher, ResNet, SetCriterion, small_detr
+from attnlib.finetune import fine_tune, fold_normalization
 from attnlib.gpt import GPT, GPTConfig
 from attnlib.inference import FastResNet, optimize_for_inference
 from attnlib.panoptic import MaskHead
+from attnlib.transformer import DecoderLayer, EncoderLayer, FeedForward
 from attnlib.vit import VisionTransformer
 from helpers import BACKBONES, TOKENS, WINDOWS
 
@@ -253,3 +256,33 @@ def test_a_cache_of_inference_mode_goes_on_outside(mode):
         close(found[:, -1], model(tokens)[:, -1], 1e-12)
     if mode is torch.enable_grad:
         found.sum().backward()
+
+
+# --- arguments --------------------------------------------------------------------------------
+
+
+def test_fine_tuning_refuses_two_heads_without_a_teacher():
+    torch.manual_seed(0)
+    model = DistilledVisionTransformer(**SMALL)
+    images = torch.rand(6, 3, 16, 16)
+    labels = torch.arange(6) % 3
+    model.set_distilled_training()
+    with pytest.raises(ValueError, match=r"distilled_training \(True\) must be False"):
+        fine_tune(model, images, labels, steps=1, lr=1e-3, batch_size=3)
+    model.set_distilled_training(False)
+    averaged, _ = fine_tune(model, images, labels, steps=1, lr=1e-3, batch_size=3)
+    assert averaged(images).shape == (6, 3)
+
+
+@pytest.mark.parametrize("make", [FeedForward, EncoderLayer, DecoderLayer])
+def test_an_activation_is_no_class(make):
+    with pytest.raises(ValueError, match=r"activation \(<class .*GELU'>\) must be"):
+        make(8, 2, activation=nn.GELU)
+    for activation in (nn.GELU(), F.gelu, "gelu"):
+        make(8, 2, activation=activation)
+
+
+def test_a_matcher_is_no_class():
+    with pytest.raises(TypeError, match=r"matcher \(<class .*HungarianMatcher'>\) must be"):
+        SetCriterion(3, matcher=HungarianMatcher)
+    SetCriterion(3, matcher=HungarianMatcher())
