@@ -490,6 +490,9 @@ def sdpa(
     bias: Tensor | None, scale: float | None, dropout_p: float,
 ) -> Float[Tensor, "... N d_v"]:
     """Attention by PyTorch's fused kernels; the arguments are those of `attention`."""
+    if bias is not None and bias.requires_grad and 0 in (q.numel(), k.numel(), v.numel()):
+        # the kernels return no gradient of the bias then, where it is zero
+        return reference(q, k, v, mask, bias, scale, dropout_p)
     if scale is not None and scale <= 0:  # a kernel may mask first: 0 · (-inf) is NaN
         if scale < 0:
             q = -q

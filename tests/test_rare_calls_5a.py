@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import tools.torchvision_ops  # noqa: F401
-from attnlib.attention import attention
+from attnlib.attention import attention, attention_backend
 from attnlib.decoding import KVCache
 from attnlib.deit import DistilledVisionTransformer
 from attnlib.detr import HungarianMatcher, ResNet, SetCriterion, small_detr
@@ -18,6 +18,7 @@ from attnlib.finetune import fine_tune, fold_normalization
 from attnlib.gpt import GPT, GPTConfig
 from attnlib.inference import FastResNet, optimize_for_inference
 from attnlib.panoptic import MaskHead
+from attnlib.swin import SwinTransformer
 from attnlib.transformer import DecoderLayer, EncoderLayer, FeedForward
 from attnlib.vit import VisionTransformer
 from helpers import BACKBONES, TOKENS, WINDOWS
@@ -286,3 +287,27 @@ def test_a_matcher_is_no_class():
     with pytest.raises(TypeError, match=r"matcher \(<class .*HungarianMatcher'>\) must be"):
         SetCriterion(3, matcher=HungarianMatcher)
     SetCriterion(3, matcher=HungarianMatcher())
+
+
+# --- empty batches ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "auto"])
+@pytest.mark.parametrize("batch, n, m", [(0, 4, 5), (1, 0, 5), (1, 4, 0)])
+def test_a_bias_has_a_gradient_without_tokens(backend, batch, n, m):
+    q = torch.randn(batch, 2, n, 8, requires_grad=True)
+    k = torch.randn(batch, 2, m, 8, requires_grad=True)
+    v = torch.randn(batch, 2, m, 8, requires_grad=True)
+    bias = torch.randn(2, n, m, requires_grad=True)
+    with attention_backend(backend):
+        out = attention(q, k, v, bias=bias)
+    assert out.shape == q.shape and not out.any()
+    for x, gradient in zip((q, k, v, bias), torch.autograd.grad(out.sum(), (q, k, v, bias))):
+        assert gradient.shape == x.shape and not gradient.any()
+
+
+def test_an_empty_batch_leaves_no_parameter_without_a_gradient():
+    torch.manual_seed(0)
+    model = SwinTransformer(**WINDOWS, window_size=4)
+    model(torch.zeros(0, 3, 32, 32)).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
