@@ -260,9 +260,11 @@ class KVCache:
             self.room[layer] = grown
             self.filled[layer] = end
             return grown[0], grown[1]
-        # what `torch.inference_mode` has made cannot be written to outside of it
-        outside = not torch.is_inference_mode_enabled()
-        if room is None or end > room.shape[3] or (room.is_inference() and outside):
+        closed = False
+        if room is not None and not torch.compiler.is_compiling():  # a compiler cannot ask this
+            # what `torch.inference_mode` has made cannot be written to outside of it
+            closed = room.is_inference() and not torch.is_inference_mode_enabled()
+        if room is None or end > room.shape[3] or closed:
             rows, heads, _, width = k.shape
             larger = k.new_empty(2, rows, heads, 2 * end, width)
             if past > 0:
