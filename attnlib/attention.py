@@ -22,6 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor  # not documented
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -483,6 +484,19 @@ def _narrow_bias(bias: Tensor, q: Float[Tensor, "... N d_k"]) -> Tensor:
     largest = bias.detach().amax(-1, keepdim=True)  # (..., N, 1)
     return (bias - largest).to(q.dtype)
 
+
+def _kernels_lose_gradient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> bool:
+    """Return whether PyTorch's kernels would not compute the gradient of a bias.
+
+    They return None for it where there are no tokens. Under `torch.vmap`, PyTorch does not see
+    that a bias requires a gradient, and chooses a kernel that has none.
+    """
+    if bias.requires_grad and 0 in (q.numel(), k.numel(), v.numel()):
+        return True
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return is_batchedtensor(bias)
+
 # %% ../nbs/10_attention.ipynb #sdpa
 def sdpa(
     q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
@@ -490,8 +504,7 @@ def sdpa(
     bias: Tensor | None, scale: float | None, dropout_p: float,
 ) -> Float[Tensor, "... N d_v"]:
     """Attention by PyTorch's fused kernels; the arguments are those of `attention`."""
-    if bias is not None and bias.requires_grad and 0 in (q.numel(), k.numel(), v.numel()):
-        # the kernels return no gradient of the bias then, where it is zero
+    if bias is not None and _kernels_lose_gradient(q, k, v, bias):
         return reference(q, k, v, mask, bias, scale, dropout_p)
     if scale is not None and scale <= 0:  # a kernel may mask first: 0 · (-inf) is NaN
         if scale < 0:

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.func import functional_call, stack_module_state
 
 import tools.torchvision_ops  # noqa: F401
 from attnlib.attention import attention, attention_backend
+from attnlib.beit import Beit
 from attnlib.decoding import KVCache
 from attnlib.deit import DistilledVisionTransformer
 from attnlib.detr import HungarianMatcher, ResNet, SetCriterion, small_detr
@@ -19,6 +21,7 @@ from attnlib.gpt import GPT, GPTConfig
 from attnlib.inference import FastResNet, optimize_for_inference
 from attnlib.panoptic import MaskHead
 from attnlib.swin import SwinTransformer
+from attnlib.swinv2 import SwinTransformerV2
 from attnlib.transformer import DecoderLayer, EncoderLayer, FeedForward
 from attnlib.vit import VisionTransformer
 from helpers import BACKBONES, TOKENS, WINDOWS
@@ -311,3 +314,67 @@ def test_an_empty_batch_leaves_no_parameter_without_a_gradient():
     model = SwinTransformer(**WINDOWS, window_size=4)
     model(torch.zeros(0, 3, 32, 32)).sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+# --- ensembles by torch.func ------------------------------------------------------------------
+
+
+def ensemble(cls, **options):
+    models = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = cls(**options).double().eval()
+        for p in model.parameters():
+            p.data.add_(0.1 * torch.randn_like(p))
+        models.append(model)
+    return models
+
+
+ENSEMBLES = {
+    "vit": (VisionTransformer, SMALL),
+    "beit": (Beit, SMALL),
+    "swin": (SwinTransformer, WINDOWS | dict(window_size=4)),
+    "swinv2": (SwinTransformerV2, WINDOWS | dict(window_size=4)),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("name", ENSEMBLES)
+def test_an_ensemble_by_vmap_is_trained(name, backend):
+    cls, options = ENSEMBLES[name]
+    models = ensemble(cls, **options)
+    size = options["img_size"]
+    x = torch.randn(2, 3, size, size).double()
+    wanted = [model(x) for model in models]
+    gradients = []
+    for model, y in zip(models, wanted):
+        gradients.append(torch.autograd.grad(y.square().sum(), list(model.parameters())))
+    parameters, buffers = stack_module_state(models)
+
+    def one(parameters, buffers):
+        return functional_call(models[0], (parameters, buffers), (x,))
+
+    def loss(parameters):
+        return torch.vmap(one)(parameters, buffers).square().sum()
+
+    with attention_backend(backend):
+        found = torch.vmap(one)(parameters, buffers)
+        of_all = torch.autograd.grad(found.square().sum(), list(parameters.values()))
+        by_func = torch.func.grad(loss)({key: p.detach() for key, p in parameters.items()})
+    close(found, torch.stack(wanted), 1e-10)
+    for a, b, parts in zip(of_all, by_func.values(), zip(*gradients), strict=True):
+        close(a, torch.stack(parts), 1e-10)
+        close(b, torch.stack(parts), 1e-10)
+
+
+@pytest.mark.parametrize("name", ENSEMBLES)
+def test_one_model_under_vmap_is_trained(name):
+    cls, options = ENSEMBLES[name]
+    model = ensemble(cls, **options)[0]
+    size = options["img_size"]
+    x = torch.randn(2, 1, 3, size, size).double()
+    parameters = list(model.parameters())
+    wanted = torch.autograd.grad(model(x[:, 0]).square().sum(), parameters)
+    found = torch.autograd.grad(torch.vmap(model)(x).square().sum(), parameters)
+    for a, b in zip(found, wanted, strict=True):
+        close(a, b, 1e-10)
