@@ -20,6 +20,7 @@ import os
 import pickle
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from numbers import Integral
@@ -310,19 +311,23 @@ def read_weights(path: str | Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
     if path.suffix == ".json":
-        file = _tensors_of(path)
+        state, file = _checkpoint_of(path)
         weights = _model_part(_read_safetensors(file))
         if not weights:
             raise ValueError(f"{path} holds no weights: none of the tensors in {file} is named "
                              "model.NAME, as train.fit names those of a model")
+        weights = OrderedDict(weights)
+        weights._metadata = {}  # PyTorch's notes, by the names of modules
+        for name, window in state.get("trained_windows", {}).items():
+            weights._metadata[name] = dict(trained_window=tuple(window))
         return weights
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     return _read_pickle(path)
 
 
-def _tensors_of(path: Path) -> Path:
-    """The file of tensors to which a checkpoint's JSON file belongs."""
+def _checkpoint_of(path: Path) -> tuple[dict, Path]:
+    """The state in a checkpoint's JSON file, and the file of tensors to which it belongs."""
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         file = path.with_name(state["tensors"])
@@ -334,7 +339,7 @@ def _tensors_of(path: Path) -> Path:
                          "train.load_checkpoint reads it")
     if not file.is_file():
         raise FileNotFoundError(f"{path} belongs to {file}, which is missing")
-    return file
+    return state, file
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -607,8 +612,9 @@ def load_pretrained(
         embeddings and bias tables that have the model's shape are loaded as they are, and
         others are resampled as those of square images. Weights of square images for a model
         whose grid has another form and equally many patches, such as 12 by 12 and 9 by 16, need
-        this argument. So do weights of a `SwinTransformerV2` for other windows, unless they are
-        a model's state dict or `torch.save` wrote them, which notes the windows.
+        this argument. So do weights of a `SwinTransformerV2` for other windows in a safetensors
+        file, unless a checkpoint's JSON file tells the windows. A model's state dict, also one
+        that `torch.save` wrote, notes them.
 
     Returns
     -------

@@ -622,6 +622,18 @@ def _unpacked(
     return weights, moments
 
 
+def _trained_windows(model: torch.nn.Module) -> dict[str, list[int]]:
+    """The windows, rows and columns, for which parts of a model were trained, by their names.
+
+    Layers of a Swin Transformer V2 have such a window; see `WindowAttentionV2`.
+    """
+    windows = {}
+    for name, part in model.named_modules():
+        if hasattr(part, "trained_window"):
+            windows[name] = list(part.trained_window())
+    return windows
+
+
 def _like(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
@@ -692,6 +704,8 @@ def _resume(
     optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
     if optimizer.scaler is not None and state.get("scaler"):
         optimizer.scaler.load_state_dict(state["scaler"])
+    for name, window in state.get("trained_windows", {}).items():
+        model.get_submodule(name).set_pretrained_window(tuple(window))
     return state["step"], state["history"]
 
 # %% ../nbs/91_train.ipynb #fit-helpers
@@ -879,11 +893,18 @@ def _save_run(
     checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict,
     accelerator: Accelerator, sharded: bool,
 ) -> None:
-    """Write the checkpoint of a run: all processes together if sharded, else the main one."""
+    """Write the checkpoint of a run: all processes together if sharded, else the main one.
+
+    The windows for which a Swin Transformer V2 was trained are no tensors; they belong to the
+    state.
+    """
     scaler = None
     if optimizer.scaler is not None:
         scaler = optimizer.scaler.state_dict()
     state = {**state, "scaler": scaler}
+    windows = _trained_windows(model)
+    if windows:
+        state["trained_windows"] = windows
     if sharded:
         _save_shards(checkpoint, _training_state(model, optimizer), state)
     elif accelerator.is_main_process:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 from pkgutil import resolve_name
 
 import pytest
@@ -19,9 +20,11 @@ from attnlib.detr import HungarianMatcher, ResNet, SetCriterion, small_detr
 from attnlib.finetune import fine_tune, fold_normalization
 from attnlib.gpt import GPT, GPTConfig
 from attnlib.inference import FastResNet, optimize_for_inference
+from attnlib.models import load_pretrained
 from attnlib.panoptic import MaskHead
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinTransformerV2
+from attnlib.train import fit
 from attnlib.transformer import DecoderLayer, EncoderLayer, FeedForward
 from attnlib.vit import VisionTransformer
 from helpers import BACKBONES, TOKENS, WINDOWS
@@ -378,3 +381,67 @@ def test_one_model_under_vmap_is_trained(name):
     found = torch.autograd.grad(torch.vmap(model)(x).square().sum(), parameters)
     for a, b in zip(found, wanted, strict=True):
         close(a, b, 1e-10)
+
+
+# --- windows that were trained ----------------------------------------------------------------
+
+
+def swinv2(window_size):
+    torch.manual_seed(0)
+    return SwinTransformerV2(**WINDOWS, window_size=window_size).eval()
+
+
+def trained_windows(model):
+    return [block.attn.trained_window() for block in model.blocks]
+
+
+def test_a_checkpoint_remembers_the_windows_that_were_trained(tmp_path):
+    x = torch.randn(4, 3, 32, 32)
+    labels = torch.arange(4)
+    path = tmp_path / "run.json"
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), torch.tensor(4)
+
+    def train(model, **options):
+        return fit(
+            model, loss, lambda step: (x, labels), steps=4, lr=0.05, log_every=2, **options
+        )
+
+    model = swinv2(8)
+    load_pretrained(model, swinv2(4).state_dict())
+    assert trained_windows(model) == [(4, 4)] * 4
+    train(model, checkpoint=path, stop_after=2)
+    again = swinv2(8)
+    assert trained_windows(again) != [(4, 4)] * 4
+    train(again, checkpoint=path)
+    assert trained_windows(again) == [(4, 4)] * 4
+    whole = swinv2(8)
+    load_pretrained(whole, swinv2(4).state_dict())
+    train(whole)
+    loaded = swinv2(8)
+    load_pretrained(loaded, path)
+    with torch.no_grad():
+        wanted = whole(x)
+        close(again(x), wanted, 1e-4)
+        close(loaded(x), wanted, 1e-4)
+        for block in loaded.blocks:
+            block.attn.set_pretrained_window(0)
+        assert (loaded(x) - wanted).abs().max() > 1e-3
+    assert "trained_windows" in json.loads(path.read_text())
+
+
+def test_a_checkpoint_of_another_model_changes_no_window(tmp_path):
+    path = tmp_path / "run.json"
+    x = torch.randn(4, 3, 32, 32)
+
+    def loss(model, batch):
+        return model(batch[0]).square().sum(), torch.tensor(4)
+
+    fit(swinv2(4), loss, lambda step: (x,), steps=1, checkpoint=path)
+    torch.manual_seed(0)
+    other = SwinTransformerV2(**WINDOWS | dict(num_classes=7), window_size=8)
+    before = trained_windows(other)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        fit(other, loss, lambda step: (x,), steps=1, checkpoint=path)
+    assert trained_windows(other) == before
