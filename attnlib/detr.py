@@ -634,11 +634,11 @@ def _residual_block(
     -------
     Tensor
     """
+    if torch.compiler.is_compiling():
+        return block(x)
     with requires("detection"):
         from torchvision.models.resnet import BasicBlock, Bottleneck
-    if torch.compiler.is_compiling() or not is_plain(block, BasicBlock, Bottleneck):
-        return block(x)
-    if not is_plain(block.relu, nn.ReLU):
+    if not is_plain(block, BasicBlock, Bottleneck) or not is_plain(block.relu, nn.ReLU):
         return block(x)
     shortcut = x
     if block.downsample is not None:
