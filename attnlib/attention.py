@@ -490,6 +490,9 @@ def sdpa(
     bias: Tensor | None, scale: float | None, dropout_p: float,
 ) -> Float[Tensor, "... N d_v"]:
     """Attention by PyTorch's fused kernels; the arguments are those of `attention`."""
+    if bias is not None and bias.requires_grad and 0 in (q.numel(), k.numel(), v.numel()):
+        # the kernels return no gradient of the bias then, where it is zero
+        return reference(q, k, v, mask, bias, scale, dropout_p)
     if scale is not None and scale <= 0:  # a kernel may mask first: 0 · (-inf) is NaN
         if scale < 0:
             q = -q
@@ -502,11 +505,17 @@ def sdpa(
         return F.scaled_dot_product_attention(q, k, v, **options)
     if isinstance(mask, str) and bias is None and q.shape[-2] == k.shape[-2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
-    bias, empty = combined_bias(mask, bias, q, k)
-    bias = _narrow_bias(bias, q)
-    while bias.ndim < q.ndim:  # with an axis missing PyTorch is slow
-        bias = bias.unsqueeze(0)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, **options)
+    both, empty = combined_bias(mask, bias, q, k)
+    both = _narrow_bias(both, q)
+    while both.ndim < q.ndim:  # with an axis missing PyTorch is slow
+        both = both.unsqueeze(0)
+    try:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=both, **options)
+    except RuntimeError as error:
+        if "not differentiable with respect to argument 'attn_mask'" not in str(error):
+            raise
+        # `torch.vmap` hides that the bias requires a gradient, and PyTorch takes another kernel
+        return reference(q, k, v, mask, bias, scale, dropout_p)
     return out.masked_fill(empty, 0)
 
 # %% ../nbs/10_attention.ipynb #backend

@@ -610,7 +610,7 @@ class AutoFormer(Backbone):
                                dtype=like.dtype)
         init_weights(self.head)
         self.head.train(self.training)
-        self.update_config(num_classes=num_classes)
+        self.update_config(num_classes=num_classes, global_pool=self.global_pool)
 
     def embed(
         self, x: Float[Tensor, "B C H W"], embed_dim: int | None = None

@@ -6,13 +6,14 @@
 __all__ = ['to_2tuple', 'check_counts', 'check_naturals', 'check_sizes', 'hidden_width', 'check_rates', 'check_numbers',
            'check_positive', 'requires', 'is_unchanged', 'is_plain', 'DropPath', 'drop_path_rates', 'init_weights',
            'classifier', 'feature_take_indices', 'as_map', 'resample_abs_pos_embed', 'resample_parameter',
-           'resample_stored', 'Backbone', 'frozen_copy', 'resize', 'guard', 'describe_model']
+           'resample_stored', 'evaluation', 'Backbone', 'frozen_copy', 'resize', 'guard', 'describe_model']
 
 # %% ../nbs/94_backbone.ipynb #imports
 import copy
 import functools
 import json
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -503,6 +504,47 @@ def resample_stored(
         state_dict[key] = resample_abs_pos_embed(old, grid_size, old_size, num_prefix_tokens)
     return state_dict
 
+# %% ../nbs/94_backbone.ipynb #evaluation
+_open_blocks = {}  # part: number of open `evaluation` blocks, and its mode before the first
+_lock = threading.Lock()
+
+
+@contextmanager
+def evaluation(
+    model: Any, parts: list[nn.Module] | None = None
+) -> Iterator[nn.Module]:
+    """Evaluation mode inside the `with` block; afterwards each part has the mode that it had.
+
+    Blocks may overlap, for example in several threads that generate with one model: the part
+    stays in evaluation mode until the last of them ends.
+
+    Parameters
+    ----------
+    model : Module
+    parts : list of Module, optional
+        ``list(model.modules())``, for a caller that opens many blocks.
+    """
+    if parts is None:
+        parts = list(model.modules())
+    with _lock:
+        if not any(part.training or part in _open_blocks for part in parts):
+            parts = []  # there is nothing to change or to restore
+        for part in parts:
+            count, mode = _open_blocks.get(part, (0, part.training))
+            _open_blocks[part] = (count + 1, mode)
+        if parts:
+            model.eval()
+    try:
+        yield model
+    finally:
+        with _lock:
+            for part in parts:
+                count, mode = _open_blocks.pop(part)
+                if count > 1:
+                    _open_blocks[part] = (count - 1, mode)
+                else:
+                    part.training = mode
+
 # %% ../nbs/94_backbone.ipynb #backbone
 class Backbone(nn.Module):
     """What the vision models of the book share.
@@ -604,7 +646,7 @@ class Backbone(nn.Module):
             head = classifier(self.num_features, num_classes, like.device, like.dtype)
             parent, _, own = name.rpartition(".")
             setattr(self.get_submodule(parent), own, head.train(self.training))
-        self.update_config(num_classes=num_classes)
+        self.update_config(num_classes=num_classes, global_pool=self.global_pool)
 
     def update_config(self, **changes) -> None:
         """Enter changes in the descriptions of a model that `create_model` made, if it did.
@@ -612,21 +654,32 @@ class Backbone(nn.Module):
         Parameters
         ----------
         **changes
-            New values of entries that `data_config` or `pretrained_cfg` have.
+            New values of entries that `data_config` or `pretrained_cfg` have, or of arguments
+            of the model's class; "input_size" counts as its `img_size`.
         """
         for name in ("data_config", "pretrained_cfg"):
             config = getattr(self, name, None)
             if config is not None:
                 known = {key: value for key, value in changes.items() if key in config}
                 setattr(self, name, config | known)
+        config = getattr(self, "checkpoint_config", None)
+        if config is None:
+            return
+        arguments = dict(changes)
+        if "input_size" in arguments:
+            arguments["img_size"] = arguments.pop("input_size")[1:]
+        self.checkpoint_config = config | {"model_args": config["model_args"] | arguments}
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that are not to decay: the model's own, tokens and positions."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
     def attention_maps(self, x: Float[Tensor, "B in_chans H W"]) -> list[Tensor]:
-        """The weights of every call of `attention` for images x: a list of (B, h, N, N)."""
-        with record_attention() as maps:
+        """The weights of every call of `attention` for images x: a list of (B, h, N, N).
+
+        The model is in evaluation mode meanwhile: no dropout, and no norm learns from x.
+        """
+        with evaluation(self), record_attention() as maps:
             self.forward_features(x)
         return maps
 
@@ -794,11 +847,7 @@ def describe_model(
     config = getattr(model, "checkpoint_config", None)
     if config is None:
         return None
-    arguments = dict(config["model_args"])
-    if isinstance(getattr(model, "num_classes", None), int):  # it may have got another head
-        arguments["num_classes"] = model.num_classes
-    found = {"architecture": config["architecture"], "model_args": arguments,
-             "attnlib": __version__}
+    found = {**config, "attnlib": __version__}
     if label_names is None:
         label_names = getattr(model, "label_names", None)
     if label_names is not None:

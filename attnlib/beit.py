@@ -906,8 +906,21 @@ class Beit(Backbone):
         self.place_norm()  # with "avg" the norm is `fc_norm`, after the mean
         self.head = classifier(embed_dim, num_classes, **options)
         _init_beit(self)
-        if num_classes:
-            self.head.weight.data.mul_(0.001)  # so the first logits are nearly zero
+        self._shrink_head()
+
+    def _shrink_head(self) -> None:
+        """Make the weights of a new head so small that the first logits are nearly zero."""
+        if self.num_classes > 0:
+            self.head.weight.data.mul_(0.001)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Make a new head as the constructor does, and possibly another pooling.
+
+        Parameters and errors are those of `Backbone.reset_classifier`; timm's head starts with
+        weights a thousand times as large.
+        """
+        super().reset_classifier(num_classes, global_pool)
+        self._shrink_head()
 
     def embed(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L D"]:
         """Embed images (B, C, H, W) as tokens (B, 1 + N, D) without position embeddings."""

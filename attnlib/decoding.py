@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from .backbone import check_counts, check_numbers
+from .backbone import check_counts, check_numbers, evaluation
 from .seq2seq import check_some_tokens, check_token
-from .transformer import evaluation
 
 # %% ../nbs/22_decoding.ipynb #next-log-probs
 def next_log_probs(
@@ -190,6 +189,11 @@ class KVCache:
 
     A layer that is called by itself needs `update` alone.
 
+    `copy.copy` and `copy.deepcopy` return a cache that goes on by itself. A cache that began
+    in `torch.inference_mode` may go on outside of it, though PyTorch allows no gradient for an
+    encoder's output from that mode. Where gradients are computed, each call copies all keys and
+    values, because they need those of the earlier calls.
+
     Attributes
     ----------
     length : int
@@ -214,14 +218,19 @@ class KVCache:
     def __len__(self) -> int:
         return self.length
 
-    def __deepcopy__(self, memo):
+    def __copy__(self):
         """A copy with its own room; what belongs to the memory never changes and is shared."""
-        other = copy.copy(self)
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self))
         other.room = {layer: room.clone() for layer, room in self.room.items()}
         other.filled = dict(self.filled)
         other.memory = dict(self.memory)
         other.sources = dict(self.sources)
         return other
+
+    def __deepcopy__(self, memo):
+        """A copy as `copy.copy` makes it."""
+        return copy.copy(self)
 
     def tokens_of(self, layer: int) -> int:
         """Return the number of tokens that a layer has read."""
@@ -242,8 +251,8 @@ class KVCache:
         room = self.room.get(layer)  # (2, B, h, past and spare, d), or None
         if room is not None and room.shape[1] != k.shape[0]:
             raise ValueError(f"cache has {room.shape[1]} rows and cannot take {k.shape[0]}")
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            # a gradient needs the earlier ones as they were: nothing is written over
+        if torch.is_grad_enabled():
+            # a gradient, be it of the queries alone, needs the earlier ones as they were
             grown = torch.stack([k, v])  # (2, B, h, N, d)
             if room is not None:
                 earlier = room[:, :, :, :past]
@@ -251,7 +260,11 @@ class KVCache:
             self.room[layer] = grown
             self.filled[layer] = end
             return grown[0], grown[1]
-        if room is None or end > room.shape[3]:
+        closed = False
+        if room is not None and not torch.compiler.is_compiling():  # a compiler cannot ask this
+            # what `torch.inference_mode` has made cannot be written to outside of it
+            closed = room.is_inference() and not torch.is_inference_mode_enabled()
+        if room is None or end > room.shape[3] or closed:
             rows, heads, _, width = k.shape
             larger = k.new_empty(2, rows, heads, 2 * end, width)
             if past > 0:

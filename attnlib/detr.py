@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .attention import attention, record_attention
 from attnlib.backbone import (
-    check_counts, check_naturals, check_rates, is_plain, requires,
+    check_counts, check_naturals, check_rates, evaluation, is_plain, requires,
 )
 from .models import register_model
 from .multihead import MultiHeadAttention, merge_heads, split_heads
@@ -335,6 +335,8 @@ class SetCriterion(nn.Module):
     ------
     ValueError
         If `weights` has another name; when called, if there are not K + 1 logits.
+    TypeError
+        If `matcher` is a class, or cannot be called.
     """
 
     def __init__(
@@ -352,6 +354,9 @@ class SetCriterion(nn.Module):
                 self.weights[name] = weight
         if matcher is None:
             matcher = HungarianMatcher()
+        if isinstance(matcher, type) or not callable(matcher):
+            raise TypeError(f"matcher ({matcher!r}) must be a function or an object that is "
+                            "called, such as HungarianMatcher()")
         self.matcher = matcher
 
     def loss_labels(
@@ -616,7 +621,8 @@ def _residual_block(
 ) -> Float[Tensor, "B D Hp Wp"]:
     """A block of a ResNet of torchvision's: relu(shortcut + two or three convolutions).
 
-    A block with a hook, or with another activation or shortcut, is called.
+    A block of another class, also of a subclass of torchvision's, or one with a hook or with
+    another activation or shortcut, is called.
 
     Parameters
     ----------
@@ -628,14 +634,16 @@ def _residual_block(
     -------
     Tensor
     """
-    if torch.compiler.is_compiling() or not is_plain(block, type(block)):
+    if torch.compiler.is_compiling():
         return block(x)
-    if not is_plain(block.relu, nn.ReLU):
-        return block(x)
-    if block.downsample is not None and not is_plain(block.downsample, nn.Sequential):
+    with requires("detection"):
+        from torchvision.models.resnet import BasicBlock, Bottleneck
+    if not is_plain(block, BasicBlock, Bottleneck) or not is_plain(block.relu, nn.ReLU):
         return block(x)
     shortcut = x
     if block.downsample is not None:
+        if not is_plain(block.downsample, nn.Sequential) or len(block.downsample) != 2:
+            return block(x)
         conv, norm = block.downsample
         shortcut = _frozen_conv(conv, norm, x)
     x = _frozen_conv(block.conv1, block.bn1, x).relu_()
@@ -890,10 +898,11 @@ class DETR(nn.Module):
     ) -> list[Float[Tensor, "B heads Q h w"]]:
         """The attention of queries, for each decoder layer: a list of (B, heads, Q, h, w).
 
-        With a mask, a map covers the padded image and is 0 in the padding. Before it is drawn
-        over an image it must be cut, as `attnlib.panoptic.cut_padding` does.
+        The model is in evaluation mode meanwhile: no dropout, and no norm learns from the
+        images. With a mask, a map covers the padded image and is 0 in the padding. Before it is
+        drawn over an image it must be cut, as `attnlib.panoptic.cut_padding` does.
         """
-        with torch.no_grad(), record_attention() as maps:
+        with torch.no_grad(), evaluation(self), record_attention() as maps:
             memory = self.forward_features(images, mask).memory
         size = memory.shape[-2:]
         of_decoder = maps[-2 * len(self.decoder) :]  # the last; a backbone may attend as well

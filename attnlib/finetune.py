@@ -95,6 +95,9 @@ def _check_folding(model: nn.Module, mean: Sequence[float], std: Sequence[float]
         raise ValueError(f"model ({type(model).__name__}) must begin with the convolution "
                          "patch_embed.proj, without hooks, and nothing else may read "
                          "the images")
+    if conv.groups != 1:
+        raise ValueError(f"model has a first layer of {conv.groups} groups, each of which sees "
+                         "a part of the channels; mean and std can be folded into 1 group only")
     if any(conv.padding):
         raise ValueError(f"model pads its first layer with {conv.padding} zeros, which are not "
                          "pixels; mean and std cannot be folded into it")
@@ -372,7 +375,16 @@ def fine_tune(
     averaged : torch.nn.Module
         The same model with the averaged weights, in evaluation mode.
     history : list of (step, value)
+
+    Raises
+    ------
+    ValueError
+        If the model is a DeiT after `set_distilled_training`, whose two heads have no teacher
+        here.
     """
+    if getattr(model, "distilled_training", False):
+        raise ValueError("model.distilled_training (True) must be False, as fine_tune has no "
+                         "teacher: call model.set_distilled_training(False)")
     optimizer = adamw(model, lr, (0.9, 0.98), 0.05, lr_scale=layer_scales(model, decay))
     warmup = max(1, steps // 10)
 

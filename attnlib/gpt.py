@@ -21,14 +21,14 @@ from torch import Tensor
 
 from .attention import attention, check_attention, check_fits
 from .backbone import (check_counts, check_naturals, check_positive, check_rates,
-                              requires)
+                              evaluation, requires)
 from .convert import GPT2, LLAMA, fuse_qkv, rename_keys
 from .decoding import KVCache, next_token
 from .models import BUILDERS
 from .multihead import merge_heads, split_heads
 from .position import position_angles, relative_positions, rotate_halves
 from .seq2seq import check_token, check_tokens
-from .transformer import check_tied, evaluation, tie
+from .transformer import check_tied, tie
 from .vit_variants import SwiGLU
 
 # %% ../nbs/24_gpt.ipynb #config

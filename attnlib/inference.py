@@ -633,8 +633,40 @@ def _can_replace(module: nn.Module) -> bool:
     return known and all(is_plain(part, type(part)) for part in module.modules())
 
 
+_BLOCK_PARTS = {  # of a block of a ResNet: a child's name without its number, its classes
+    "conv": (nn.Conv2d,),
+    "bn": (FrozenBatchNorm2d, nn.BatchNorm2d),
+    "relu": (nn.ReLU,),
+    "downsample": (nn.Sequential,),
+}
+
+
+def _can_pack_block(block: nn.Module) -> bool:
+    """Return whether a module is a block of a ResNet with the children that its class makes.
+
+    Parameters
+    ----------
+    block : Module
+
+    Returns
+    -------
+    bool
+    """
+    with requires("detection"):
+        from torchvision.models.resnet import BasicBlock, Bottleneck
+    if type(block) not in (BasicBlock, Bottleneck):
+        return False
+    for name, child in block.named_children():
+        if type(child) not in _BLOCK_PARTS.get(name.rstrip("123"), ()):
+            return False
+    if block.downsample is None:
+        return True
+    classes = [type(part) for part in block.downsample]
+    return len(classes) == 2 and classes[0] is nn.Conv2d and classes[1] in _BLOCK_PARTS["bn"]
+
+
 def _can_pack_resnet(model: nn.Module) -> bool:
-    """Return whether a module is a `ResNet` whose convolutions and norms nobody has changed.
+    """Return whether a module is a `ResNet` whose parts nobody has changed.
 
     Parameters
     ----------
@@ -646,11 +678,12 @@ def _can_pack_resnet(model: nn.Module) -> bool:
     """
     if type(model) is not ResNet:
         return False
-    with requires("detection"):
-        from torchvision.models.resnet import BasicBlock, Bottleneck
-    known = (ResNet, BasicBlock, Bottleneck, nn.Sequential, nn.Conv2d, FrozenBatchNorm2d,
-             nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d)
-    return all(is_plain(part, *known) for part in model.modules())
+    if type(model.conv1) is not nn.Conv2d or type(model.bn1) not in _BLOCK_PARTS["bn"]:
+        return False
+    for layer in (model.layer1, model.layer2, model.layer3, model.layer4):
+        if type(layer) is not nn.Sequential or not all(map(_can_pack_block, layer)):
+            return False
+    return all(is_plain(part, type(part)) for part in model.modules())
 
 
 def replace_module(module: nn.Module) -> nn.Module:
@@ -719,13 +752,20 @@ def _refuse_maps(*inputs, **options) -> NoReturn:
     raise RuntimeError("a copy made by optimize_for_inference keeps no attention maps; "
                        "ask the model itself")
 
+
+def _refuse_state_dict(part: nn.Module, prefix: str, keep_vars: bool) -> NoReturn:
+    """A hook that refuses the state dict of an optimized copy, for all that PyTorch passes."""
+    raise RuntimeError("state_dict of a copy made by optimize_for_inference would lack the "
+                       "weights that are packed; save the model itself")
+
 # %% ../nbs/53_inference.ipynb #optimize
 def optimize_for_inference(model: nn.Module) -> nn.Module:
     """A frozen copy of a model that is faster and gives the same output.
 
     A layer that somebody has changed, by another class, a method, or a hook, is called as it
-    is. The copy refuses gradients, training mode, and `load_state_dict`; the caller promises to
-    change neither its weights nor its parts in other ways. The model itself stays as it is.
+    is. The copy refuses gradients, training mode, and `load_state_dict`, and on the CPU also
+    `state_dict`, which would lack packed weights; the caller promises to change neither its
+    weights nor its parts in other ways. The model itself stays as it is.
 
     Parameters
     ----------
@@ -748,8 +788,8 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     ImportError
         If it is on a GPU and Triton is missing.
     RuntimeError
-        When the copy is asked for gradients, training mode, other weights, or attention maps,
-        also those of `record_attention`.
+        When the copy is asked for gradients, training mode, other weights, a state dict of
+        packed weights, or attention maps, also those of `record_attention`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model of type {type(model).__name__} must be an nn.Module")
@@ -761,6 +801,8 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         model = fuse(model)
     else:
         model = guard(_pack_all(frozen_copy(model)))
+        for part in model.modules():
+            part.register_state_dict_pre_hook(_refuse_state_dict)
     for part in model.modules():  # the copy may be of a model inside of another one
         if hasattr(part, "attention_maps"):
             part.attention_maps = _refuse_maps

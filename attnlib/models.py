@@ -20,6 +20,7 @@ import os
 import pickle
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from numbers import Integral
@@ -313,19 +314,30 @@ def read_weights(path: str | Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
     if path.suffix == ".json":
-        file = _tensors_of(path)
+        state, file = _checkpoint_of(path)
         weights = _model_part(_read_safetensors(file))
         if not weights:
             raise ValueError(f"{path} holds no weights: none of the tensors in {file} is named "
                              "model.NAME, as train.fit names those of a model")
-        return weights
+        return _with_windows(weights, state.get("trained_windows", {}))
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     return _read_pickle(path)
 
 
-def _tensors_of(path: Path) -> Path:
-    """The file of tensors to which a checkpoint's JSON file belongs."""
+def _with_windows(
+    weights: dict[str, Tensor], windows: dict[str, Sequence[int]]
+) -> dict[str, Tensor]:
+    """Weights with notes, as PyTorch keeps them, on the windows of their training."""
+    weights = OrderedDict(weights)
+    weights._metadata = {}
+    for name, window in windows.items():
+        weights._metadata[name] = dict(trained_window=tuple(window))
+    return weights
+
+
+def _checkpoint_of(path: Path) -> tuple[dict, Path]:
+    """The state in a checkpoint's JSON file, and the file of tensors to which it belongs."""
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         file = path.with_name(state["tensors"])
@@ -337,7 +349,7 @@ def _tensors_of(path: Path) -> Path:
                          "train.load_checkpoint reads it")
     if not file.is_file():
         raise FileNotFoundError(f"{path} belongs to {file}, which is missing")
-    return file
+    return state, file
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -645,8 +657,9 @@ def load_pretrained(
         embeddings and bias tables that have the model's shape are loaded as they are, and
         others are resampled as those of square images. Weights of square images for a model
         whose grid has another form and equally many patches, such as 12 by 12 and 9 by 16, need
-        this argument. So do weights of a `SwinTransformerV2` for other windows, unless they are
-        a model's state dict or `torch.save` wrote them, which notes the windows.
+        this argument. So do weights of a `SwinTransformerV2` for other windows in a safetensors
+        file, unless a checkpoint's JSON file tells the windows. A model's state dict, also one
+        that `torch.save` wrote, notes them.
 
     Returns
     -------
@@ -981,7 +994,11 @@ def load_model(path: str | Path) -> nn.Module:
         raise ValueError(f"{file} does not say how its model was made: make it, and give the "
                          "path to load_pretrained; create_model's models and GPT are "
                          "described by train.fit") from None
-    weights = read_weights(path / "model.safetensors" if path.is_dir() else path)
+    if path.is_dir():
+        weights = _with_windows(read_weights(path / "model.safetensors"),
+                                description.get("trained_windows", {}))
+    else:
+        weights = read_weights(path)
     try:
         model = _make_again(architecture, arguments)
         model.load_state_dict(weights)
@@ -1000,6 +1017,9 @@ def load_model(path: str | Path) -> nn.Module:
 
 def _make_again(architecture: str, arguments: dict[str, Any]) -> nn.Module:
     """A model with random weights, by its name or its architecture."""
+    for name, value in arguments.items():
+        if isinstance(value, list):  # JSON has no tuples
+            arguments = arguments | {name: tuple(value)}
     if architecture in BUILDERS:
         return BUILDERS[architecture](**arguments)
     return create_model(architecture, **arguments)
@@ -1028,8 +1048,12 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
                          "arguments that JSON can hold, or be a GPT")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: x.detach().cpu().contiguous().clone()
-               for name, x in model.state_dict().items()}
+    stored = model.state_dict()
+    notes = stored._metadata.items()
+    windows = {name: note["trained_window"] for name, note in notes if "trained_window" in note}
+    if windows:  # for which a Swin Transformer V2 was trained
+        description["trained_windows"] = windows
+    tensors = {name: x.detach().cpu().contiguous().clone() for name, x in stored.items()}
     save_file(tensors, folder / "model.safetensors")
     text = json.dumps(description, indent=1)
     (folder / "config.json").write_text(text, encoding="utf-8")

@@ -164,18 +164,22 @@ class MaskHead(nn.Module):
     def first_layer(
         self, x: Float[Tensor, "B C h w"], maps: Float[Tensor, "M heads h w"],
         image: Int[Tensor, "M"],
-    ) -> Float[Tensor, "M _ h w"]:
+    ) -> Float[Tensor, "M _ _ _"]:
         """The first convolution (M, C + heads, h, w) of images and maps side by side.
 
-        The images' share is computed once for each image, unless the layer is of another class
-        or has a hook, as adapters and pruning add them: then the layer is called.
+        The images' share is computed once for each image, unless the layer is of another class,
+        has a hook, as adapters and pruning add them, groups channels, or pads with other values
+        than zeros: then the layer is called.
         """
         first = self.layers[0]
         if torch.compiler.is_compiling() or not is_plain(first, nn.Conv2d):
             return first(torch.cat([x[image], maps], dim=1))
+        if first.groups != 1 or first.padding_mode != "zeros":
+            return first(torch.cat([x[image], maps], dim=1))
         of_image, of_maps = first.weight.split([x.shape[1], maps.shape[1]], dim=1)
-        x = F.conv2d(x, of_image, first.bias, padding=1)
-        return x[image] + F.conv2d(maps, of_maps, padding=1)
+        options = dict(stride=first.stride, padding=first.padding, dilation=first.dilation)
+        x = F.conv2d(x, of_image, first.bias, **options)
+        return x[image] + F.conv2d(maps, of_maps, **options)
 
 # %% ../nbs/43_panoptic.ipynb #class
 class PanopticDETR(nn.Module):

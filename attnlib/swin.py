@@ -979,6 +979,7 @@ class SwinTransformer(Backbone):
                                 self.patch_embed.grid_size, len(self.layers), self.small_maps)
         for stage, window in zip(self.layers, windows):
             stage.set_window_size(window)
+        self.update_config(window_size=windows[0])
 
     def resample_state_dict(
         self, state_dict: dict[str, Tensor], img_size: int | tuple[int, int] | None = None

@@ -372,7 +372,9 @@ class SwinTransformerV2(SwinTransformer):
         As for `SwinTransformer`.
     pretrained_window_sizes : int, or a sequence with an int or (int, int) for each stage
         The windows, in tokens, for which the weights were trained, if the model is to have
-        others; 0 if not.
+        others; 0 if not. A state dict and the checkpoints of `train.fit` note these windows. A
+        safetensors file does not: a model that loads one for other windows must be told them
+        here, or by the `img_size` of `load_pretrained`.
 
     Raises
     ------

@@ -900,6 +900,18 @@ def _unpacked(tensors: dict[str, Tensor]) -> dict[str, dict]:
     return parts
 
 
+def _trained_windows(model: torch.nn.Module) -> dict[str, list[int]]:
+    """The windows, rows and columns, for which parts of a model were trained, by their names.
+
+    Layers of a Swin Transformer V2 have such a window; see `WindowAttentionV2`.
+    """
+    windows = {}
+    for name, part in model.named_modules():
+        if hasattr(part, "trained_window"):
+            windows[name] = list(part.trained_window())
+    return windows
+
+
 def _like(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
@@ -976,6 +988,8 @@ def _resume(
     kept.best = {name: x.to(own[name].device) for name, x in parts["best"].items()}
     if optimizer.scaler is not None and state.get("scaler"):
         optimizer.scaler.load_state_dict(state["scaler"])
+    for name, window in state.get("trained_windows", {}).items():
+        model.get_submodule(name).set_pretrained_window(tuple(window))
     return state["step"], state["history"]
 
 # %% ../nbs/91_train.ipynb #fit-data
@@ -1375,13 +1389,20 @@ def _save_run(
     state: dict,
     kept: _Kept, train: Any, accelerator: Accelerator, sharded: bool,
 ) -> None:
-    """Write the checkpoint of a run: all processes together if sharded, else the main one."""
+    """Write the checkpoint of a run: all processes together if sharded, else the main one.
+
+    The windows for which a Swin Transformer V2 was trained are no tensors; they belong to the
+    state.
+    """
     if checkpoint is None:
         return
     scaler = None
     if optimizer.scaler is not None:
         scaler = optimizer.scaler.state_dict()
     state = {**state, "scaler": scaler, "model": describe_model(model, _class_names(train))}
+    windows = _trained_windows(model)
+    if windows:
+        state["trained_windows"] = windows
     if sharded:
         _save_shards(checkpoint, _training_state(model, optimizer, kept), state)
     elif accelerator.is_main_process:

@@ -4,14 +4,12 @@
 
 # %% auto #0
 __all__ = ['POSITIONS', 'SelfAttention', 'CrossAttention', 'FeedForward', 'EncoderLayer', 'DecoderLayer', 'Encoder', 'Decoder',
-           'Positions', 'check_tied', 'tie', 'evaluation', 'Transformer', 'label_smoothing_loss', 'from_torch']
+           'Positions', 'check_tied', 'tie', 'Transformer', 'label_smoothing_loss', 'from_torch']
 
 # %% ../nbs/21_transformer.ipynb #imports
 import copy
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -21,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .attention import attention, record_attention
-from .backbone import check_counts, check_naturals, check_rates
+from .backbone import check_counts, check_naturals, check_rates, evaluation
 from .multihead import MultiHeadAttention, merge_heads
 from .position import (LearnedPositionalEmbedding, RelativePositionBias, alibi_bias,
                               apply_rotary, sinusoidal_encoding)
@@ -117,7 +115,8 @@ class FeedForward(nn.Module):
     Raises
     ------
     ValueError
-        If there is no activation of that name, or a width is not an integer of at least 1.
+        If there is no activation of that name, it is a class, such as `nn.GELU` without
+        parentheses, or a width is not an integer of at least 1.
     """
 
     def __init__(
@@ -126,8 +125,10 @@ class FeedForward(nn.Module):
     ):
         super().__init__()
         known = isinstance(activation, str) and activation in _ACTIVATIONS
-        if not known and not callable(activation):
-            raise ValueError(f"activation ({activation!r}) must be one of {list(_ACTIVATIONS)}")
+        is_function = callable(activation) and not isinstance(activation, type)
+        if not known and not is_function:
+            raise ValueError(f"activation ({activation!r}) must be one of {list(_ACTIVATIONS)} "
+                             "or a function or module, such as nn.GELU(); a class is neither")
         check_counts(d_model=d_model, dim_feedforward=dim_feedforward)
         self.linear1 = nn.Linear(d_model, dim_feedforward)
         self.linear2 = nn.Linear(dim_feedforward, d_model)
@@ -446,47 +447,6 @@ def _check_rows(tgt: Tensor, memory: Tensor) -> None:
     if tgt.shape[0] != memory.shape[0]:
         raise ValueError(f"tgt has {tgt.shape[0]} rows; for {memory.shape[0]} sources it "
                          "must have as many")
-
-# %% ../nbs/21_transformer.ipynb #evaluation
-_open_blocks = {}  # part: number of open `evaluation` blocks, and its mode before the first
-_lock = threading.Lock()
-
-
-@contextmanager
-def evaluation(
-    model: Any, parts: list[nn.Module] | None = None
-) -> Iterator[nn.Module]:
-    """Evaluation mode inside the `with` block; afterwards each part has the mode that it had.
-
-    Blocks may overlap, for example in several threads that generate with one model: the part
-    stays in evaluation mode until the last of them ends.
-
-    Parameters
-    ----------
-    model : Module
-    parts : list of Module, optional
-        ``list(model.modules())``, for a caller that opens many blocks.
-    """
-    if parts is None:
-        parts = list(model.modules())
-    with _lock:
-        if not any(part.training or part in _open_blocks for part in parts):
-            parts = []  # there is nothing to change or to restore
-        for part in parts:
-            count, mode = _open_blocks.get(part, (0, part.training))
-            _open_blocks[part] = (count + 1, mode)
-        if parts:
-            model.eval()
-    try:
-        yield model
-    finally:
-        with _lock:
-            for part in parts:
-                count, mode = _open_blocks.pop(part)
-                if count > 1:
-                    _open_blocks[part] = (count - 1, mode)
-                else:
-                    part.training = mode
 
 # %% ../nbs/21_transformer.ipynb #class
 class Transformer(nn.Module):

@@ -1147,11 +1147,11 @@ SECOND |= {
         lambda found: [state(found[0]), state(found[1]), of_training(found[2])],
     ),
     "scaling._OwnRandomness": Row(dict(rank=0), dict(rank=1), own_numbers),
+    "backbone.evaluation": Row(
+        dict(model=regressor()), dict(model=mixed_modes(), parts=[]), other_modes
+    ),
     "train.modes_restored": Row(
         dict(model=regressor()), dict(model=regressor().eval()), other_modes
-    ),
-    "transformer.evaluation": Row(
-        dict(model=regressor()), dict(model=mixed_modes(), parts=[]), other_modes
     ),
 }
 

@@ -741,7 +741,7 @@ def test_a_copy_takes_no_other_weights(name):
     if name == "detr":
         pytest.importorskip("torchvision")
     model = noisy(CHANGEABLE[name]())
-    fast, other = optimize_for_inference(model), optimize_for_inference(noisy(model, 1))
+    fast, other = optimize_for_inference(model), noisy(copy.deepcopy(model), 1)
     before, whole = output_of(fast), nn.Sequential(fast)
     parts = [part for part in fast.modules() if any(True for _ in part.parameters())]
     for copied in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
@@ -752,7 +752,7 @@ def test_a_copy_takes_no_other_weights(name):
     with pytest.raises(RuntimeError, match="load it into the model"):
         whole.load_state_dict(nn.Sequential(other).state_dict())
     with pytest.raises(RuntimeError, match="load it into the model"):
-        parts[-1].load_state_dict(parts[-1].state_dict())
+        parts[-1].load_state_dict({})
     same(output_of(fast), before, 0)
     model.load_state_dict(model.state_dict())  # which is not its copy
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlib.attention import attention_backend, causal_mask
+from attnlib.backbone import evaluation
 from attnlib.decoding import KVCache, greedy
 from attnlib.train import fit, shuffled_batches
 from attnlib.transformer import (
@@ -23,7 +24,6 @@ from attnlib.transformer import (
     Positions,
     SelfAttention,
     Transformer,
-    evaluation,
     from_torch,
     label_smoothing_loss,
 )

@@ -345,11 +345,54 @@ def test_the_best_weights_are_loaded(fruits, tmp_path):
     assert torch.equal(tensors["best.head.weight"], model.head.weight)
 
 
-def test_a_head_that_was_replaced(tmp_path):
-    model = small()
-    model.reset_classifier(7)
+def test_a_swin_v2_remembers_the_window_of_its_training(tmp_path):
+    torch.manual_seed(0)
+    model = create_model("swinv2_tiny_window8_256", img_size=64, window_size=4, depths=(2, 2),
+                         embed_dim=16, num_heads=(1, 2), num_classes=3)  # fmt: skip
+    model.set_input_size(img_size=128, window_size=8)
+    expected = [part.trained_window() for part in layers(model)]
     save_model(model, tmp_path)
-    assert load_model(tmp_path).num_classes == 7
+    data = torch.randn(4, 3, 128, 128), torch.arange(4) % 3
+    again = load_model(tmp_path)
+    assert [part.trained_window() for part in layers(again)] == expected
+    with torch.no_grad():
+        torch.testing.assert_close(again(data[0]), model.eval()(data[0]))
+
+
+def layers(model):
+    return [part for part in model.modules() if hasattr(part, "trained_window")]
+
+
+CHANGED = {
+    "vit_tiny_patch16_224": dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2),
+    "deit_tiny_distilled_patch16_224": SMALL,
+    "beit_base_patch16_224": SMALL,
+    "tnt_s_patch16_224": dict(img_size=32, patch_size=8, embed_dim=24, depth=2, inner_dim=8,
+                              num_heads_outer=2, num_heads_inner=2),
+    "swin_tiny_patch4_window7_224": dict(img_size=32, window_size=4, depths=(2, 2), embed_dim=8,
+                                         num_heads=(1, 2)),
+    "swinv2_tiny_window8_256": dict(img_size=32, window_size=4, depths=(2, 2), embed_dim=8,
+                                    num_heads=(1, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("pool", ["avg", None])
+def test_a_model_that_was_changed_after_it_was_made(tmp_path, name, pool):
+    """Another head, pooling, size of the images, and window; the loaded model is the same."""
+    torch.manual_seed(0)
+    model = create_model(name, **CHANGED[name])
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    model.set_input_size(64, **dict(window_size=8) if "swin" in name else {})
+    if "distilled" not in name:
+        model.reset_classifier(7, pool)
+    save_model(model, tmp_path)
+    again = load_model(tmp_path)
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(again(x), model.eval()(x))
+    assert again.data_config == model.data_config and again.num_classes == model.num_classes
 
 
 def test_a_gpt_comes_with_its_tokenizer(tmp_path):

@@ -201,6 +201,7 @@ KEPT = {  # "module.function": (what makes the model, the call)
         partial(build, "vit"),
         lambda m: backbone.is_plain(m, vit.VisionTransformer),
     ),
+    "backbone.evaluation": (partial(build, "vit"), lambda m: evaluate_inside(m)),
     "backbone.frozen_copy": (partial(build, "vit"), backbone.frozen_copy),
     "beit._adapt_tables": (
         partial(build, "beit"),
@@ -383,7 +384,6 @@ KEPT = {  # "module.function": (what makes the model, the call)
         make_transformer,
         lambda m: transformer.check_tied(m, m.state_dict()),
     ),
-    "transformer.evaluation": (make_transformer, lambda m: evaluate_inside(m)),
     "transformer.Encoder": (
         lambda: transformer.EncoderLayer(16, 2, 24, 0.0),
         lambda m: transformer.Encoder([m])(torch.ones(1, 3, 16)),
@@ -431,7 +431,7 @@ def turn_modes(model):
 
 
 def evaluate_inside(model):
-    with transformer.evaluation(model):
+    with backbone.evaluation(model):
         assert not any(part.training for part in model.modules())
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import timm.layers
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from draws import batches, drawn, dtypes, layouts, map_sizes, normal, seeds, tolerance
 from hypothesis import assume, example
@@ -28,6 +29,7 @@ from attnlib.backbone import (
     check_sizes,
     classifier,
     drop_path_rates,
+    evaluation,
     feature_take_indices,
     hidden_width,
     init_weights,
@@ -333,6 +335,34 @@ def test_whole_examples_are_dropped_as_timm_does(shape, batch, dtype, seed):
     assert layer.eval()(x) is x
 
 
+# --- modes ------------------------------------------------------------------------------------
+
+
+@drawn(st.lists(st.booleans(), min_size=4, max_size=4), st.integers(0, 3), st.booleans())
+def test_modes_come_back(modes, depth, fails):
+    """Of each part, from blocks in blocks, also when an error ends them."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)))
+    parts = list(model.modules())
+    for part, mode in zip(parts, modes):
+        part.training = mode
+
+    def inside(level):
+        if level > 0:
+            with evaluation(model, parts if level == 2 else None) as same:
+                assert same is model and not any(part.training for part in parts)
+                inside(level - 1)
+                assert not any(part.training for part in parts)
+        elif fails:
+            raise KeyError
+
+    if fails:
+        with pytest.raises(KeyError):
+            inside(depth)
+    else:
+        inside(depth)
+    assert [part.training for part in parts] == modes
+
+
 # --- heads and checks -------------------------------------------------------------------------
 
 
@@ -477,6 +507,7 @@ ORACLES = {
     check_sizes: test_sizes_are_one_number_or_two,
     classifier: test_a_classifier_is_linear_or_nothing,
     drop_path_rates: test_depth_rates_are_timms,
+    evaluation: test_modes_come_back,
     feature_take_indices: test_indices_are_timms,
     hidden_width: test_a_hidden_width_is_rounded_down,
     init_weights: test_weights_are_initialized_as_timms,

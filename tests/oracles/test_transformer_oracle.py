@@ -26,7 +26,6 @@ from attnlib.transformer import (
     _check_rows,
     _layer_from_torch,
     check_tied,
-    evaluation,
     from_torch,
     label_smoothing_loss,
 )
@@ -480,32 +479,7 @@ def test_the_smoothed_loss_is_its_formula(
         close(*grads, dtype, 8)
 
 
-# --- modes and checks -------------------------------------------------------------------------
-
-
-@drawn(st.lists(st.booleans(), min_size=4, max_size=4), st.integers(0, 3), st.booleans())
-def test_modes_come_back(modes, depth, fails):
-    """Of each part, from blocks in blocks, also when an error ends them."""
-    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)))
-    parts = list(model.modules())
-    for part, mode in zip(parts, modes):
-        part.training = mode
-
-    def inside(level):
-        if level > 0:
-            with evaluation(model, parts if level == 2 else None) as same:
-                assert same is model and not any(part.training for part in parts)
-                inside(level - 1)
-                assert not any(part.training for part in parts)
-        elif fails:
-            raise KeyError
-
-    if fails:
-        with pytest.raises(KeyError):
-            inside(depth)
-    else:
-        inside(depth)
-    assert [part.training for part in parts] == modes
+# --- checks -----------------------------------------------------------------------------------
 
 
 def passes(call, *errors):
@@ -568,7 +542,6 @@ ORACLES = {
     "Positions": test_schemes_of_positions,
     "check_tied": test_a_tied_parameter_has_one_tensor,
     "_check_rows": test_rows_of_targets,
-    "evaluation": test_modes_come_back,
     "Transformer": test_any_transformer_is_its_equations,
     "label_smoothing_loss": test_the_smoothed_loss_is_its_formula,
     "_layer_from_torch": test_layers_of_torch,
