@@ -322,6 +322,11 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     "detr": {
         "detection_extra": "use attnlib.backbone.requires",
     },
+    "finetune": {
+        "fine_tune": "use train.fit with lr_scale=layer_scales(model), "
+                     "loss_fn=MixupCrossEntropy(model.num_classes), and ema=0.9",
+        "moving_average": "use train.fit(ema=...), or PyTorch's AveragedModel",
+    },
     "gpt": {
         "min_p_filter": "use attnlib.decoding.min_p_filter",
     },

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 # %% ../nbs/10_attention.ipynb #masked-softmax
 def masked_softmax(
-    logits: Float[Tensor, "*batch N M"], mask: Tensor | None = None
-) -> Float[Tensor, "*batch N M"]:
+    logits: Float[Tensor, "... N M"], mask: Tensor | None = None
+) -> Float[Tensor, "... N M"]:
     """Softmax over the last axis among the entries that may be chosen.
 
     Parameters
@@ -263,7 +263,7 @@ def check_attention(
 # %% ../nbs/10_attention.ipynb #combine
 def combined_bias(
     mask: Tensor | Literal["causal"] | None, bias: Tensor | None,
-    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
+    q: Tensor, k: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Mask and bias as one tensor for the logits, and which queries have no key.
 
@@ -298,8 +298,11 @@ def combined_bias(
 
 # %% ../nbs/10_attention.ipynb #weights
 def attention_weights(
-    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"], *,
-    mask: Tensor | Literal["causal"] | None = None, bias: Tensor | None = None,
+    q: Float[Tensor, "... N d_k"],
+    k: Float[Tensor, "... M d_k"],
+    *,
+    mask: Tensor | Literal["causal"] | None = None,
+    bias: Tensor | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "... N M"]:
     """The weights softmax(QKᵀ/√d_k + bias) with which `attention` averages the values.
@@ -339,10 +342,9 @@ def attention_weights(
 
 # %% ../nbs/10_attention.ipynb #reference
 def reference(
-    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
-    v: Float[Tensor, "... M d_v"], mask: Tensor | Literal["causal"] | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
     bias: Tensor | None, scale: float | None, dropout_p: float,
-) -> Float[Tensor, "... N d_v"]:
+) -> Tensor:
     """Attention as the equation says it; the arguments are those of `attention`."""
     weights = attention_weights(q, k, mask=mask, bias=bias, scale=scale)  # (..., N, M)
     return _average_values(weights, v, dropout_p)
@@ -358,9 +360,14 @@ def _average_values(
 
 # %% ../nbs/10_attention.ipynb #attention
 def attention(
-    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
-    v: Float[Tensor, "... M d_v"], *, mask: Tensor | Literal["causal"] | None = None,
-    bias: Tensor | None = None, scale: float | None = None, dropout_p: float = 0.0,
+    q: Float[Tensor, "... N d_k"],
+    k: Float[Tensor, "... M d_k"],
+    v: Float[Tensor, "... M d_v"],
+    *,
+    mask: Tensor | Literal["causal"] | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
 ) -> Float[Tensor, "... N d_v"]:
     """Scaled dot-product attention softmax(QKᵀ/√d_k + bias) V
     (Vaswani et al. 2017, equation 1).
@@ -422,10 +429,9 @@ class _MapRecorder:
         self.backend = reference if backend in ("auto", "reference") else backend
 
     def __call__(
-        self, q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
-        v: Float[Tensor, "... M d_v"], mask: Tensor | Literal["causal"] | None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
         bias: Tensor | None, scale: float | None, dropout_p: float,
-    ) -> Float[Tensor, "... N d_v"]:
+    ) -> Tensor:
         """Attention; the arguments are those of `attention`."""
         weights = attention_weights(q, k, mask=mask, bias=bias, scale=scale)  # (..., N, M)
         for maps in self.lists:
@@ -437,7 +443,7 @@ class _MapRecorder:
 
 
 @contextmanager
-def record_attention() -> Iterator[list[Float[Tensor, "... N M"]]]:
+def record_attention() -> Iterator[list[Tensor]]:
     """Keep the weights of every call of `attention` inside the `with` block, in this thread.
 
     Blocks may be nested: a call is recorded by each block that it is in, also inside an
@@ -457,7 +463,7 @@ def record_attention() -> Iterator[list[Float[Tensor, "... N M"]]]:
         yield maps
 
 # %% ../nbs/10_attention.ipynb #narrow
-def _narrow_bias(bias: Tensor, q: Float[Tensor, "... N d_k"]) -> Tensor:
+def _narrow_bias(bias: Tensor, q: Tensor) -> Tensor:
     """A bias in q's dtype, with the differences within each row as exact as they can be.
 
     The kernels add a bias in the dtype of the queries. In bfloat16, 300 and 301 are one number,
@@ -485,10 +491,9 @@ def _narrow_bias(bias: Tensor, q: Float[Tensor, "... N d_k"]) -> Tensor:
 
 # %% ../nbs/10_attention.ipynb #sdpa
 def sdpa(
-    q: Float[Tensor, "... N d_k"], k: Float[Tensor, "... M d_k"],
-    v: Float[Tensor, "... M d_v"], mask: Tensor | Literal["causal"] | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
     bias: Tensor | None, scale: float | None, dropout_p: float,
-) -> Float[Tensor, "... N d_v"]:
+) -> Tensor:
     """Attention by PyTorch's fused kernels; the arguments are those of `attention`."""
     if bias is not None and bias.requires_grad and 0 in (q.numel(), k.numel(), v.numel()):
         # the kernels return no gradient of the bias then, where it is zero

@@ -4,25 +4,21 @@
 
 # %% auto #0
 __all__ = ['fold_normalization', 'mask_patches', 'rollout_map', 'gradient_map', 'occlusion_map', 'layer_numbers', 'layer_scales',
-           'mixup', 'moving_average', 'fine_tune', 'normalize_for', 'transfer']
+           'mixup', 'MixupCrossEntropy', 'normalize_for', 'transfer']
 
 # %% ../nbs/36_finetune.ipynb #imports
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ._renamed import former_arguments
-from .backbone import is_plain
+from .backbone import check_counts, is_plain
 from .models import create_model, data_config
-from .train import (adamw, frozen_in_evaluation, learning_rate, modes_restored, seeded,
-                           shuffled_batches)
+from .train import CrossEntropy, fit
 from .vit import check_divides, patch_shares
 
 # %% ../nbs/36_finetune.ipynb #fold
@@ -326,99 +322,39 @@ def mixup(
     return tuple(torch.lerp(x[order], x, share) for x in (images, targets))
 
 
-def moving_average(model: nn.Module, decay: float = 0.99) -> AveragedModel:
-    """The moving average of a model's weights; call `update_parameters(model)` each step.
+class MixupCrossEntropy(CrossEntropy):
+    """The loss of a classifier on blended images, for `train.fit`; in validation on plain ones.
 
     Parameters
     ----------
-    model : Module
-    decay : float
-        What a step leaves of the average; the model has the rest.
-
-    Returns
-    -------
-    torch.optim.swa_utils.AveragedModel
+    num_classes : int
+        Outputs of the model.
+    alpha : float
+        Of `mixup`.
+    label_smoothing : float
+        As of `CrossEntropy`.
     """
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
-# %% ../nbs/36_finetune.ipynb #fine-tune
-@former_arguments(every="log_every")
-def fine_tune(
-    model: nn.Module, images: Float[Tensor, "n C H W"], labels: Int[Tensor, "n"], *, steps: int,
-    lr: float, decay: float = 0.75, alpha: float = 0.0, average: float = 0.9,
-    batch_size: int = 16, seed: int = 0, evaluate: Callable | None = None, log_every: int = 50,
-) -> tuple[nn.Module, list[tuple]]:
-    """Train a classifier with AdamW, rates by layer, mixup and a moving average of the weights.
+    def __init__(self, num_classes: int, alpha: float = 0.2, label_smoothing: float = 0.0):
+        super().__init__(label_smoothing)
+        check_counts(num_classes=num_classes)
+        if not alpha >= 0:
+            raise ValueError(f"alpha ({alpha}) must be at least 0")
+        self.num_classes = num_classes
+        self.alpha = alpha
 
-    Afterwards, PyTorch's random number generators are in the state in which they were, and so
-    is each module's training or evaluation mode; the parameters have no gradients.
-
-    Parameters
-    ----------
-    model : Module
-        A `Backbone`, trained in place. Frozen modules stay in evaluation mode if they are in
-        it, as in `train.fit`.
-    images, labels : Tensor
-    steps : int
-    lr : float
-        The rate of the head rises over a tenth of the steps and falls to 0 by a cosine.
-    decay, alpha, average : float
-        Of `layer_scales`, `mixup` and `moving_average`.
-    batch_size, seed : int
-    evaluate : callable, optional
-        ``evaluate(model)`` gives what the history keeps; called in evaluation mode.
-    log_every : int
-        Steps between two such evaluations.
-
-    Returns
-    -------
-    averaged : torch.nn.Module
-        The same model with the averaged weights, in evaluation mode.
-    history : list of (step, value)
-
-    Raises
-    ------
-    ValueError
-        If the model is a DeiT after `set_distilled_training`, whose two heads have no teacher
-        here.
-    """
-    if getattr(model, "distilled_training", False):
-        raise ValueError("model.distilled_training (True) must be False, as fine_tune has no "
-                         "teacher: call model.set_distilled_training(False)")
-    optimizer = adamw(model, lr, (0.9, 0.98), 0.05, lr_scale=layer_scales(model, decay))
-    warmup = max(1, steps // 10)
-
-    def rate(step):
-        step = min(step, steps - 1)
-        return learning_rate(step, steps=steps, warmup=warmup, schedule="cosine")
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    averaged = moving_average(model, average)
-    history = []
-    batches = shuffled_batches(images, labels, batch_size=batch_size, seed=seed)
-    device = next(model.parameters()).device
-    frozen = frozen_in_evaluation(model)
-    with seeded(seed), modes_restored(model), ExitStack() as stack:
-        stack.callback(optimizer.zero_grad)  # or the last gradients would stay
-        for step in range(1, steps + 1):
-            x, y = batches(step - 1)
-            x = x.to(device)
-            targets = F.one_hot(y.to(device), model.num_classes)
-            targets = targets.to(torch.promote_types(x.dtype, torch.float32))
-            x, targets = mixup(x, targets, alpha)
-            model.train()
-            for module in frozen:
-                module.training = False
-            loss = F.cross_entropy(model(x), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            averaged.update_parameters(model)
-            if evaluate and (step % log_every == 0 or step == steps):
-                history.append((step, evaluate(model.eval())))
-    return averaged.module.eval(), history
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        """The sum over a batch of images and int64 labels, and their number."""
+        images, labels = batch
+        if not model.training:
+            return super().__call__(model, batch)
+        targets = F.one_hot(labels, self.num_classes)
+        targets = targets.to(torch.promote_types(images.dtype, torch.float32))
+        images, targets = mixup(images, targets, self.alpha)
+        logits = self.logits(model, images)
+        total = F.cross_entropy(logits, targets, reduction="sum",
+                                label_smoothing=self.label_smoothing)
+        return total, len(labels)
 
 # %% ../nbs/36_finetune.ipynb #prepared
 def _check_pixels(name: str, images: Float[Tensor, "n C H W"]) -> None:
@@ -490,18 +426,23 @@ def normalize_for(
 def transfer(
     name: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *,
     img_size: int | tuple[int, int] | None = None, pretrained: bool = True,
-    device: torch.device | str = "cpu", **options,
+    decay: float = 0.75, alpha: float = 0.0, **options,
 ) -> tuple[nn.Module, float]:
-    """Fine-tune the weights of a name for images of one's own.
+    """Fine-tune the weights of a name for images of one's own, with rates by layer.
+
+    The run is one of `train.fit`: on a GPU if there is one. The weights are averaged.
 
     Parameters
     ----------
-    name, img_size, pretrained, device
+    name, img_size, pretrained
         As in `create_model`; there is a new classifier.
     train, test : (Tensor, Tensor)
         Images (n, 3, H, W) from 0 to 1, and int64 labels (n,).
+    decay, alpha : float
+        Of `layer_scales` and `mixup`.
     **options
-        Those of `fine_tune`, `steps` and `lr` at least.
+        Those of `train.fit`; `lr`, and `steps` or `epochs`, at least. By default the batches
+        have 16 images, and the weights decay by 0.05.
 
     Returns
     -------
@@ -519,9 +460,14 @@ def transfer(
     """
     for part, (images, _) in (("train", train), ("test", test)):
         _check_pixels(f"{part}: images", images)
-    model = create_model(name, pretrained=pretrained, img_size=img_size, device=device)
+    model = create_model(name, pretrained=pretrained, img_size=img_size)
     model.reset_classifier(int(train[1].max()) + 1)  # a new head, also for as many classes
-    model, _ = fine_tune(model, normalize_for(train[0], name, img_size), train[1], **options)
+    defaults = dict(batch_size=16, weight_decay=0.05, ema=0.9)
+    fit(model, (normalize_for(train[0], name, img_size), train[1]),
+        loss_fn=MixupCrossEntropy(model.num_classes, alpha),
+        lr_scale=layer_scales(model, decay), **defaults | options)
+    model.eval()
+    device = next(model.parameters()).device
     with torch.no_grad():
         answers = torch.cat([model(normalize_for(x, name, img_size).to(device)).argmax(-1).cpu()
                              for x in test[0].split(100)])

@@ -457,12 +457,20 @@ class CrossEntropy:
             raise ValueError(f"label_smoothing ({label_smoothing}) must be from 0 to 1")
         self.label_smoothing = label_smoothing
 
+    def logits(self, model: torch.nn.Module, images: Tensor) -> Tensor:
+        """What a classifier returns, in float32 at least, so that sums are not rounded."""
+        logits = model(images)
+        if not isinstance(logits, torch.Tensor):
+            raise TypeError(f"model returned {_described(logits)}; it must return logits. A "
+                            "DeiT does after set_distilled_training(False)")
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
     def __call__(
         self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, int]:
         """The sum over a batch of images and int64 labels, and their number."""
         images, labels = batch
-        logits = _wide(model(images))
+        logits = self.logits(model, images)
         total = F.cross_entropy(logits, labels, reduction="sum",
                                 label_smoothing=self.label_smoothing)
         return total, len(labels)
@@ -472,15 +480,11 @@ class CrossEntropy:
     ) -> dict[str, tuple[Tensor, int]]:
         """What `fit` reports of validation data: {name: (sum over the batch, its number)}."""
         images, labels = batch
-        logits = _wide(model(images))
+        logits = self.logits(model, images)
         total = F.cross_entropy(logits, labels, reduction="sum")
         right = (logits.argmax(-1) == labels).sum()
         return {"valid_loss": (total, len(labels)), "accuracy": (right, len(labels))}
 
-
-def _wide(x: Tensor) -> Tensor:
-    """In float32 at least, so that sums are not rounded to half precision."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 # %% ../nbs/91_train.ipynb #adamw
 def _without_decay(model: torch.nn.Module) -> set[str]:
@@ -817,7 +821,8 @@ class _Kept:
             return
         for name, p in self.model.named_parameters():
             if name in self.average:
-                self.average[name].mul_(self.ema).add_(p.detach(), alpha=1 - self.ema)
+                average = self.average[name]
+                average += (1 - self.ema) * (p.detach() - average)  # exactly p if p stays
             else:
                 self.average[name] = p.detach().clone()
 
@@ -1049,8 +1054,8 @@ def _steps_of_epoch(
     else:
         count = len(train) // batch_size
     if count < 1:
-        raise ValueError(f"batch_size ({batch_size}) must be at most the number of rows in "
-                         "train, of which a batch takes so many")
+        raise ValueError(f"batch_size ({batch_size}) must be at most the number of rows, "
+                         "or of images, in train")
     return count
 
 
@@ -1301,14 +1306,6 @@ def _engine(accelerator: Accelerator | None, model: torch.nn.Module) -> Iterator
         yield accelerator
 
 
-def _progress_bar(start: int, end: int, steps: int, accelerator: Accelerator) -> tqdm:
-    """The steps from `start` to `end`, with a bar on the terminal of one process, if any."""
-    silent = None  # where there is no terminal
-    if not accelerator.is_local_main_process:
-        silent = True
-    return tqdm(range(start, end), total=steps, initial=start, disable=silent)
-
-
 def _start_step(model: torch.nn.Module, frozen: list[torch.nn.Module], number: int) -> None:
     """Put a model into training mode, except for its frozen parts, and seed a step."""
     model.train()
@@ -1520,6 +1517,14 @@ def _add_record(
         history.append(entry)
         if valid is not None and _records_since_best(history) == 0:
             kept.keep_as_best()
+
+
+def _progress_bar(start: int, end: int, steps: int, accelerator: Accelerator) -> tqdm:
+    """The steps from `start` to `end`, with a bar on the terminal of one process, if any."""
+    silent = None  # where there is no terminal
+    if not accelerator.is_local_main_process:
+        silent = True
+    return tqdm(range(start, end), total=steps, initial=start, disable=silent)
 
 # %% ../nbs/91_train.ipynb #fit
 @former_arguments(every="log_every", clip="max_grad_norm", batches="train")

@@ -81,7 +81,7 @@ class PatchEmbed(nn.Module):
         columns = img_size[1] // self.patch_size[1]
         return rows, columns
 
-    def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B ... D"]:
+    def forward(self, x: Tensor) -> Tensor:
         """Images (B, C, H, W) to tokens (B, N, D), or to a map (B, H', W', D)."""
         only_size = self.img_size if self.strict_img_size else None
         check_images(x, self.in_chans, only_size)
@@ -113,7 +113,7 @@ def check_divides(patch_size: tuple[int, int], img_size: tuple[int, int]) -> Non
 
 
 def check_images(
-    x: Float[Tensor, "B in_chans H W"], in_chans: int, img_size: tuple[int, int] | None = None
+    x: Tensor, in_chans: int, img_size: tuple[int, int] | None = None
 ) -> None:
     """Raise unless x is a batch of images with so many channels, and of `img_size` if given.
 
@@ -180,10 +180,8 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden_features, out_features, device=device, dtype=dtype)
         self.drop = nn.Dropout(drop)
 
-    def forward(
-        self, x: Float[Tensor, "*batch in_features"]
-    ) -> Float[Tensor, "*batch out_features"]:
-        """Tokens to tokens, each by itself."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (..., in_features) to tokens (..., out_features), each by itself."""
         x = self.act(self.fc1(x))  # (..., in) -> (..., hidden)
         x = self.drop(x)
         x = self.fc2(x)  # -> (..., out)
@@ -235,7 +233,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim, **options)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B N dim"]:
+    def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, N, dim) to tokens."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, N, 3 dim) -> three times (B, N, dim)
         q = split_heads(q, self.num_heads)  # (B, N, dim) -> (B, h, N, d), d = dim / h
@@ -269,7 +267,7 @@ class LayerScale(nn.Module):
         ones = torch.ones(dim, device=device, dtype=dtype)
         self.gamma = nn.Parameter(init_values * ones)
 
-    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+    def forward(self, x: Tensor) -> Tensor:
         """Tokens (..., dim) to tokens."""
         return self.gamma * x
 
@@ -333,7 +331,7 @@ class Block(nn.Module):
             self.ls2 = LayerScale(dim, init_values, **options)
         self.drop_path = DropPath(drop_path)  # in training, zeros for some of the images
 
-    def forward(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B N dim"]:
+    def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, N, dim) to tokens."""
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))  # equation (2)
         return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))  # equation (3)
@@ -457,7 +455,7 @@ class VisionTransformer(Backbone):
         tokens = [self.cls_token, self.reg_token]
         return [token for token in tokens if token is not None]
 
-    def embed(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L D"]:
+    def embed(self, x: Tensor) -> Tensor:
         """Images (B, C, H, W) to the tokens z₀ (B, k + N, D) of equation (1), mostly k = 1."""
         x = self.patch_embed(x)  # (B, C, H, W) -> (B, H', W', D)
         grid_size = x.shape[1:3]
@@ -465,26 +463,25 @@ class VisionTransformer(Backbone):
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         x = torch.cat([*prefix, x], dim=1)  # -> (B, k + N, D)
 
-        pos_embed = self.pos_embed  # (1, k + N, D)
+        pos_embed = self.pos_embed  # (1, k + N, D); with `no_embed_class` (1, N, D)
         if self.dynamic_img_size:
             pos_embed = resample_abs_pos_embed(
-                pos_embed, grid_size, self.patch_embed.grid_size, self.num_placed_tokens)
+                pos_embed, new_size=grid_size, old_size=self.patch_embed.grid_size,
+                num_prefix_tokens=self.num_placed_tokens)
         if self.no_embed_class:  # there are N positions, and prefix tokens get zeros
             zeros = pos_embed.new_zeros(1, self.num_prefix_tokens, self.embed_dim)
             pos_embed = torch.cat([zeros, pos_embed], dim=1)  # (1, N, D) -> (1, k + N, D)
         x = self.pos_drop(x + pos_embed)  # equation (1)
         return self.norm_pre(x)
 
-    def forward_features(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L D"]:
+    def forward_features(self, x: Tensor) -> Tensor:
         """All tokens (B, k + N, D) after the last norm."""
         x = self.embed(x)  # (B, C, H, W) -> (B, k + N, D)
         for block in self.blocks:
             x = self.checkpointed(block, x)  # Backbone's: block(x), and may save memory
         return self.norm(x)  # equation (4); with "avg" an identity, and `fc_norm` the norm
 
-    def forward_head(
-        self, x: Float[Tensor, "B L D"], pre_logits: bool = False
-    ) -> Float[Tensor, "B ... num_classes"]:
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Logits (B, num_classes) of the tokens; with `pre_logits` what the head is given."""
         # Backbone's: x[:, 0] for "token", x[:, k:].mean(1) for "avg", and all of x for ""
         x = self.pool(x)  # (B, k + N, D) -> (B, D)
@@ -494,9 +491,7 @@ class VisionTransformer(Backbone):
             return x
         return self.head(x)  # -> (B, num_classes)
 
-    def forward(
-        self, x: Float[Tensor, "B in_chans H W"]
-    ) -> Float[Tensor, "B ... num_classes"]:
+    def forward(self, x: Tensor) -> Tensor:
         """Logits (B, num_classes) of images (B, in_chans, H, W)."""
         x = self.forward_features(x)  # (B, C, H, W) -> (B, k + N, D)
         return self.forward_head(x)  # -> (B, num_classes)
@@ -506,8 +501,9 @@ class VisionTransformer(Backbone):
         embed = self.patch_embed
         old_grid = embed.grid_size
         embed.set_input_size(img_size)
-        self.pos_embed = resample_parameter(self.pos_embed, embed.grid_size, old_grid,
-                                            self.num_placed_tokens)
+        self.pos_embed = resample_parameter(  # as above, kept as a parameter
+            self.pos_embed, new_size=embed.grid_size, old_size=old_grid,
+            num_prefix_tokens=self.num_placed_tokens)
         self.update_config(input_size=(embed.in_chans, *embed.img_size))
 
     def resample_state_dict(
@@ -518,11 +514,12 @@ class VisionTransformer(Backbone):
         `img_size` is the size of the images that the weights belong to, as in
         `load_pretrained`.
         """
-        old_grid = None
+        old_grid = None  # a square
         if img_size is not None:
             old_grid = self.patch_embed.grid_of(img_size)
-        return resample_stored(state_dict, "pos_embed", self.patch_embed.grid_size,
-                               self.num_placed_tokens, old_grid)
+        return resample_stored(
+            state_dict, "pos_embed", grid_size=self.patch_embed.grid_size,
+            num_prefix_tokens=self.num_placed_tokens, old_size=old_grid)
 
 # %% ../nbs/30_vit.ipynb #register
 SIZES = {  # B, L and H: table 1 of the paper; Ti and S: table 1 of Touvron et al. 2021
@@ -549,7 +546,7 @@ register_model("vit_collages", VisionTransformer, hub="attnlib/vit_collages", nu
 
 # %% ../nbs/30_vit.ipynb #attention-distance
 def attention_distance(
-    weights: Float[Tensor, "B h N N"], grid_size: int | tuple[int, int],
+    weights: Float[Tensor, "B h tokens tokens"], grid_size: int | tuple[int, int],
     patch_size: int | tuple[int, int] = 1, num_prefix_tokens: int = 1,
 ) -> Float[Tensor, "h"]:
     """Mean distance at which each head attends, in pixels (Dosovitskiy et al. 2021, D.7).
@@ -592,7 +589,9 @@ def attention_distance(
     return distance.sum((0, 2)) / counted  # -> (h,)
 
 # %% ../nbs/30_vit.ipynb #rollout
-def attention_rollout(maps: Sequence[Float[Tensor, "B h N N"]]) -> Float[Tensor, "B N N"]:
+def attention_rollout(
+    maps: Sequence[Float[Tensor, "B h tokens tokens"]],
+) -> Float[Tensor, "B tokens tokens"]:
     """Where the last layer's tokens come from (Abnar and Zuidema 2020, section 3).
 
     Parameters
@@ -626,7 +625,7 @@ def attention_rollout(maps: Sequence[Float[Tensor, "B h N N"]]) -> Float[Tensor,
     return rollout
 
 
-def patch_shares(model: nn.Module, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N"]:
+def patch_shares(model: nn.Module, x: Tensor) -> Float[Tensor, "B patches"]:
     """Return the shares of the patches in what the head reads, by `attention_rollout`.
 
     Parameters

@@ -20,8 +20,9 @@ from attnlib import (  # noqa: F401  they register their models
     vit,
 )
 from attnlib.data import describe_scenes, draw_scenes
-from attnlib.finetune import fine_tune
+from attnlib.finetune import MixupCrossEntropy, layer_scales
 from attnlib.models import create_model
+from attnlib.train import fit
 from benchmarks.records import write_record
 from benchmarks.runner import (
     Commands,
@@ -33,7 +34,7 @@ from benchmarks.runner import (
 from benchmarks.timing import peak_mib, take_turns
 
 MODEL = "vit_collages"
-CONTESTANTS = {  # pretrained, settings of `fine_tune`, rates
+CONTESTANTS = {  # pretrained, layer decay and mixup, rates
     "from scratch": (False, dict(decay=1.0), (5e-4, 1e-3, 2e-3)),
     "one rate": (True, dict(decay=1.0), (3e-4, 1e-3, 3e-3)),
     "layer decay": (True, dict(decay=0.65), (1e-3, 3e-3, 1e-2)),
@@ -95,19 +96,37 @@ class FineTuning(Runs):
             pretrained, options, _ = CONTESTANTS[name]
             torch.manual_seed(seed)
             model = network(pretrained)
-            averaged, curve = fine_tune(
+            curve = []
+            tested = {}
+
+            def look(model, record):
+                """The accuracy of the weights themselves, and not of their average."""
+                model.eval()
+                curve.append((record["step"], accuracy(model, self.valid)))
+                tested["test"] = accuracy(model, self.test)
+
+            fit(
                 model,
-                *shapes(labels, 100 + seed),
-                **dict(steps=steps, lr=lr, seed=seed, log_every=max(1, steps // 4)),
-                **options,
-                evaluate=lambda model: accuracy(model, self.valid),
+                shapes(labels, 100 + seed),
+                loss_fn=MixupCrossEntropy(10, options.get("alpha", 0.0)),
+                steps=steps,
+                batch_size=16,
+                lr=lr,
+                warmup=max(1, steps // 10),
+                weight_decay=0.05,
+                lr_scale=layer_scales(model, options["decay"]),
+                ema=0.9,
+                seed=seed,
+                log_every=max(1, steps // 4),
+                callback=look,
             )
+            model.eval()
             return dict(
                 curve=curve,
                 valid=curve[-1][1],
-                valid_averaged=accuracy(averaged, self.valid),
-                test=accuracy(model, self.test),
-                test_averaged=accuracy(averaged, self.test),
+                valid_averaged=accuracy(model, self.valid),
+                test=tested["test"],
+                test_averaged=accuracy(model, self.test),
             )
 
         what = dict(contestant=name, labels=labels, steps=steps, lr=lr, seed=seed)

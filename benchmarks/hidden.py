@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from attnlib.data import digits, standardize
-from attnlib.finetune import fine_tune
+from attnlib.finetune import layer_scales
+from attnlib.train import fit
 from benchmarks.runner import accuracy, logistic_regression
 
 COUNTS = 20, 50, 100, 1200  # labels; 1,200 are all
@@ -95,7 +96,7 @@ def fine_tuned(make, parts, labels, seed, steps, lr, decay):
     parts, labels, seed
         As in `probe`.
     steps, lr, decay
-        As in `attnlib.finetune.fine_tune`: with a decay of 1 all layers learn with one rate.
+        Of `attnlib.finetune.layer_scales`: with a decay of 1 all layers learn with one rate.
 
     Returns
     -------
@@ -105,8 +106,20 @@ def fine_tuned(make, parts, labels, seed, steps, lr, decay):
     torch.manual_seed(seed)
     began = time.process_time()
     data = few(parts["train"], labels, seed)
-    options = dict(steps=steps, lr=lr, decay=decay, batch_size=min(32, labels), seed=seed)
-    model, _ = fine_tune(make(), *data, **options)
+    model = make()
+    fit(
+        model,
+        data,
+        steps=steps,
+        batch_size=min(32, labels),
+        lr=lr,
+        warmup=max(1, steps // 10),
+        weight_decay=0.05,
+        lr_scale=layer_scales(model, decay),
+        ema=0.9,
+        seed=seed,
+    )
+    model.eval()
     seconds = round(time.process_time() - began, 1)
     found = {name: accuracy(model, parts[name]) for name in ("valid", "test")}
     return dict(**found, seconds=seconds)

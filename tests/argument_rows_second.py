@@ -830,14 +830,8 @@ OTHER_PAIR = 2 * PICTURES, LABELS.flip(0)
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 PADDING_VIT = seeded(vit.VisionTransformer, **TINY_VIT)
 PADDING_VIT.patch_embed.proj.padding = (1, 1)
-FINE = dict(model=VIT, images=PICTURES, labels=LABELS, steps=6, lr=0.01, batch_size=2)
-FINE |= dict(evaluate=lambda model: model.head.weight.sum().item(), log_every=2, alpha=0.4)
 RECORDS = sorted(train.find_records())
 HISTORY = [dict(step=1, loss=2.0, time=3.0), dict(step=2, loss=1.0, time=5.0)]
-
-
-def of_fine_tuning(pair):
-    return dict(pair[0].state_dict()), pair[1]
 
 
 def of_training(history):
@@ -858,20 +852,6 @@ def dropping(rate):
 
 def a_future(error=None):
     return SimpleNamespace(done=lambda: True, exception=lambda: error)
-
-
-def averaged_once(average):
-    """What is left of weights 1 if the model has become 0."""
-    with torch.no_grad():
-        for p in average.module.parameters():
-            p.fill_(1)
-    average.n_averaged += 1
-    model = regressor(average.module[0].out_features)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    average.update_parameters(model)
-    return state(average)
 
 
 def half_frozen():
@@ -941,23 +921,12 @@ SECOND |= {
     "finetune._check_pixels": Row(
         dict(name="train", images=IMAGES), dict(images=Fails(9 * IMAGES, "train"))
     ),
-    "finetune.fine_tune": Row(
-        FINE,
-        dict(
-            model=OTHER_VIT,
-            images=2 * PICTURES,
-            labels=LABELS.flip(0),
-            steps=7,
-            lr=0.02,
-            decay=0.5,
-            alpha=0.0,
-            average=0.5,
-            batch_size=3,
-            seed=1,
-            evaluate=lambda model: model.head.bias.sum().item(),
-            log_every=3,
+    "finetune.MixupCrossEntropy": Row(
+        dict(num_classes=5, alpha=0.0),
+        dict(num_classes=6, alpha=9.0, label_smoothing=0.3),
+        lambda loss: loss(
+            torch.nn.Flatten(), (numbers(4, loss.num_classes, 1, 1), torch.arange(4))
         ),
-        of_fine_tuning,
     ),
     "finetune.fold_normalization": Row(
         dict(model=VIT, mean=MEAN, std=STD),
@@ -973,11 +942,6 @@ SECOND |= {
         dict(model=OTHER_VIT, x=2 * PICTURES, patch_size=2),
     ),
     "finetune.layer_numbers": Row(dict(model=VIT), dict(model=TINY_SWIN)),
-    "finetune.moving_average": Row(
-        dict(model=regressor()),
-        dict(model=regressor(5), decay=0.5),
-        lambda average: [state(average), averaged_once(average)],
-    ),
     "finetune.occlusion_map": Row(
         dict(model=VIT, x=PICTURES, patch_size=4),
         dict(model=OTHER_VIT, x=2 * PICTURES, patch_size=2),
@@ -1135,7 +1099,8 @@ SECOND |= {
             train=(PHOTOS**2, LABELS),
             test=(PHOTOS, LABELS * 0 + 7),
             img_size=48,
-            device=NOWHERE,
+            decay=0.1,
+            alpha=3.0,
             steps=3,
             lr=0.002,
         ),

@@ -12,14 +12,13 @@ from timm.optim import param_groups_layer_decay
 
 from attnlib.deit import DistilledVisionTransformer
 from attnlib.finetune import (
-    fine_tune,
+    MixupCrossEntropy,
     fold_normalization,
     gradient_map,
     layer_numbers,
     layer_scales,
     mask_patches,
     mixup,
-    moving_average,
     normalize_for,
     occlusion_map,
     rollout_map,
@@ -29,7 +28,7 @@ from attnlib.mae import MaskedAutoencoder
 from attnlib.models import classify, create_model, data_config, preprocess
 from attnlib.swin import SwinTransformer
 from attnlib.tnt import TNT
-from attnlib.train import adamw
+from attnlib.train import adamw, fit
 from attnlib.vit import VisionTransformer
 from helpers import build, close
 
@@ -110,7 +109,8 @@ def test_without_decay_one_rate_and_with_zero_the_head_alone():
     moving = {name for name, scale in layer_scales(model, 0.0).items() if scale > 0}
     assert moving == {"head.weight", "head.bias"}
     before = copy.deepcopy(model.state_dict())
-    fine_tune(model, images(8), torch.arange(8) % 3, steps=3, lr=0.1, decay=0.0, batch_size=4)
+    data = images(8), torch.arange(8) % 3
+    fit(model, data, steps=3, lr=0.1, batch_size=4, lr_scale=layer_scales(model, 0.0))
     changed = {key for key, x in model.state_dict().items() if not torch.equal(x, before[key])}
     assert changed == {"head.weight", "head.bias"}
 
@@ -139,18 +139,6 @@ def test_the_mixed_loss_is_the_mean_of_two():
     assert torch.isclose(F.cross_entropy(logits, soft), parts)
 
 
-def test_the_average_is_the_recurrence():
-    torch.manual_seed(0)
-    layer = nn.Linear(2, 2)
-    average, wanted = moving_average(layer, 0.9), None
-    for _ in range(5):
-        nn.init.normal_(layer.weight)
-        average.update_parameters(layer)
-        weight = layer.weight.detach().clone()
-        wanted = weight if wanted is None else 0.9 * wanted + 0.1 * weight
-    assert torch.allclose(average.module.weight, wanted, atol=1e-6)
-
-
 def test_fine_tuning_learns_and_repeats():
     x = images(32)
     y = (x.mean((1, 2, 3)) > 0).long()
@@ -158,15 +146,20 @@ def test_fine_tuning_learns_and_repeats():
     found = []
     for _ in range(2):
         model = small()
-        averaged, history = fine_tune(
+        history = fit(
             model,
-            *(x, y),
-            **dict(steps=30, lr=1e-2, alpha=0.2, log_every=20),
-            evaluate=lambda model: (model(x).argmax(-1) == y).float().mean().item(),
+            (x, y),
+            loss_fn=MixupCrossEntropy(3),
+            steps=30,
+            batch_size=16,
+            lr=1e-2,
+            lr_scale=layer_scales(model, 0.75),
+            log_every=20,
+            evaluate=lambda model: dict(right=(model(x).argmax(-1) == y).float().mean()),
         )
-        found.append((averaged.state_dict(), history))
-    assert [step for step, _ in found[0][1]] == [20, 30] and found[0][1][-1][1] > 0.9
-    assert found[0][1] == found[1][1]
+        found.append((model.state_dict(), history))
+    assert [record["step"] for record in found[0][1]] == [20, 30]
+    assert found[0][1][-1]["right"] > 0.9 and found[0][1] == found[1][1]
     assert all(torch.equal(a, b) for a, b in zip(found[0][0].values(), found[1][0].values()))
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from signatures import unchecked
 
 from attnlib.backbone import check_counts, check_naturals, check_sizes, is_plain
-from attnlib.finetune import fine_tune, gradient_map, mask_patches, occlusion_map
+from attnlib.finetune import gradient_map, mask_patches, occlusion_map
 from attnlib.models import (
     class_names,
     create_model,
@@ -105,26 +105,6 @@ def test_the_largest_vit_is_published_without_classes():
 def test_an_argument_that_a_model_does_not_take_is_named(name, given):
     with pytest.raises(ValueError, match=f"{next(iter(given))} cannot be given for '{name}'"):
         create_model(name, **given)
-
-
-# --- fine-tuning ------------------------------------------------------------------------------
-
-
-def test_fine_tuning_leaves_no_gradients():
-    model = small_vit()
-    images, labels = torch.randn(6, 3, 16, 16), torch.arange(6) % 3
-    averaged, _ = fine_tune(model, images, labels, steps=2, lr=1e-3, batch_size=3)
-    assert all(p.grad is None for p in model.parameters())
-    assert all(p.grad is None for p in averaged.parameters())
-
-    def fail(model):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fine_tune(
-            model, images, labels, steps=2, lr=1e-3, batch_size=3, evaluate=fail, log_every=1
-        )
-    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("explain", [gradient_map, occlusion_map])

@@ -17,7 +17,7 @@ from attnlib.beit import Beit
 from attnlib.decoding import KVCache
 from attnlib.deit import DistilledVisionTransformer
 from attnlib.detr import HungarianMatcher, ResNet, SetCriterion, small_detr
-from attnlib.finetune import fine_tune, fold_normalization
+from attnlib.finetune import fold_normalization
 from attnlib.gpt import GPT, GPTConfig
 from attnlib.inference import FastResNet, optimize_for_inference
 from attnlib.models import load_pretrained
@@ -274,11 +274,11 @@ def test_fine_tuning_refuses_two_heads_without_a_teacher():
     images = torch.rand(6, 3, 16, 16)
     labels = torch.arange(6) % 3
     model.set_distilled_training()
-    with pytest.raises(ValueError, match=r"distilled_training \(True\) must be False"):
-        fine_tune(model, images, labels, steps=1, lr=1e-3, batch_size=3)
+    with pytest.raises(TypeError, match=r"set_distilled_training\(False\)"):
+        fit(model, (images, labels), steps=1, batch_size=3)
     model.set_distilled_training(False)
-    averaged, _ = fine_tune(model, images, labels, steps=1, lr=1e-3, batch_size=3)
-    assert averaged(images).shape == (6, 3)
+    fit(model, (images, labels), steps=1, batch_size=3)
+    assert model(images).shape == (6, 3)
 
 
 @pytest.mark.parametrize("make", [FeedForward, EncoderLayer, DecoderLayer])
@@ -405,7 +405,13 @@ def test_a_checkpoint_remembers_the_windows_that_were_trained(tmp_path):
 
     def train(model, **options):
         return fit(
-            model, loss, lambda step: (x, labels), steps=4, lr=0.05, log_every=2, **options
+            model,
+            lambda step: (x, labels),
+            loss_fn=loss,
+            steps=4,
+            lr=0.05,
+            log_every=2,
+            **options,
         )
 
     model = swinv2(8)
@@ -438,10 +444,10 @@ def test_a_checkpoint_of_another_model_changes_no_window(tmp_path):
     def loss(model, batch):
         return model(batch[0]).square().sum(), torch.tensor(4)
 
-    fit(swinv2(4), loss, lambda step: (x,), steps=1, checkpoint=path)
+    fit(swinv2(4), lambda step: (x,), loss_fn=loss, steps=1, checkpoint=path)
     torch.manual_seed(0)
     other = SwinTransformerV2(**WINDOWS | dict(num_classes=7), window_size=8)
     before = trained_windows(other)
     with pytest.raises(ValueError, match="belongs to another model"):
-        fit(other, loss, lambda step: (x,), steps=1, checkpoint=path)
+        fit(other, lambda step: (x,), loss_fn=loss, steps=1, checkpoint=path)
     assert trained_windows(other) == before

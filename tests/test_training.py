@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from processes import SHARDED, together
 
 from attnlib.beit import VectorQuantizer
-from attnlib.finetune import fine_tune
+from attnlib.finetune import MixupCrossEntropy
 from attnlib.train import fit, load_checkpoint
 from helpers import build
 
@@ -153,33 +153,32 @@ def classifier(seed=0):
     return model
 
 
-def test_fine_tuning_leaves_frozen_parts_in_evaluation_mode():
+def test_blended_images_leave_frozen_parts_in_evaluation_mode():
     model, modes = classifier(), []
     before = {name: x.clone() for name, x in model.state_dict().items()}
     model.blocks[0].register_forward_hook(lambda part, *_: modes.append(part.training))
     model.blocks[1].register_forward_hook(lambda part, *_: modes.append(part.training))
     flags = [part.training for part in model.modules()]
     images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    run = dict(steps=3, lr=1e-2, batch_size=3, alpha=0.2, evaluate=lambda m: 0, log_every=2)
-    averaged, _ = fine_tune(model, images, torch.arange(6) % 5, **run)
+    run = dict(steps=3, lr=1e-2, batch_size=3, ema=0.9, loss_fn=MixupCrossEntropy(5))
+    fit(model, (images, torch.arange(6) % 5), **run)
     assert modes == [False, True] * 3
     assert [part.training for part in model.modules()] == flags
     for name, x in model.state_dict().items():
         assert torch.equal(x, before[name]) == name.startswith("blocks.0."), name
-    assert not any(part.training for part in averaged.modules())
 
 
-def test_fine_tuning_twice_is_the_same_and_draws_no_numbers():
+def test_blending_twice_is_the_same_and_draws_no_numbers():
     images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     found = []
     for seed in range(2):
         model = classifier()
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        run = dict(steps=3, lr=1e-2, batch_size=3, alpha=0.2)
-        averaged, _ = fine_tune(model, images, torch.arange(6) % 5, **run)
+        run = dict(steps=3, lr=1e-2, batch_size=3, ema=0.9, loss_fn=MixupCrossEntropy(5))
+        fit(model, (images, torch.arange(6) % 5), **run)
         assert torch.equal(torch.get_rng_state(), before)
-        found.append(torch.cat([x.flatten() for x in averaged.state_dict().values()]))
+        found.append(torch.cat([x.flatten() for x in model.state_dict().values()]))
     assert torch.equal(*found)
 
 

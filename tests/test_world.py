@@ -334,7 +334,6 @@ KEPT = {  # "module.function": (what makes the model, the call)
     ),
     "finetune.layer_numbers": (partial(build, "swin"), finetune.layer_numbers),
     "finetune.layer_scales": (partial(build, "swin"), finetune.layer_scales),
-    "finetune.moving_average": (partial(build, "vit"), finetune.moving_average),
     "recipes.classification_loss": (
         partial(build, "vit"),
         lambda m: recipes.classification_loss(m, (image(), labels())),
@@ -509,22 +508,6 @@ CHANGED = {  # "module.function": (model, call, the kinds of changes, words of t
         lambda m: finetune.occlusion_map(m, image(), 8),
         {"training"},
         "put into evaluation mode",
-    ),
-    "finetune.fine_tune": (
-        partial(build, "vit"),
-        lambda m: finetune.fine_tune(
-            m,
-            image(),
-            labels(),
-            steps=2,
-            lr=1e-3,
-            batch_size=2,
-            alpha=0.2,
-            evaluate=id,
-            log_every=1,
-        ),
-        WEIGHTS,
-        "trained in place",
     ),
     "recipes.train_classifier": (
         partial(build, "vit"),
@@ -754,7 +737,9 @@ def tuned():
     model = build("vit")
     model.load_state_dict(weights("vit"))
     x, y = image(n=4), torch.arange(4)
-    return finetune.fine_tune(model, x, y, steps=2, lr=1e-3, batch_size=2, alpha=0.2)[0]
+    loss_fn = finetune.MixupCrossEntropy(model.num_classes)
+    train.fit(model, (x, y), loss_fn=loss_fn, steps=2, lr=1e-3, batch_size=2, ema=0.9)
+    return model
 
 
 def fitted():
@@ -812,7 +797,6 @@ SEEDED = {  # "module.function": a call that has numbers of its own
         torch.zeros(4, 20), generator=torch_generator()
     ),
     "gpt.text_batches": lambda: gpt.text_batches(torch.arange(50), 5, 3)(1),
-    "finetune.fine_tune": tuned,
     "recipes.train_translator": lambda: recipes.train_translator(
         number_tokenizer(), tiny_parts(), **SMALL_RUN, warmup=1
     )[0],
@@ -882,7 +866,7 @@ def test_a_seed_decides_and_the_numbers_of_the_caller_go_on(name):
     function, found = SEEDED[name], []
     for seed in range(2):
         torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
-        with unchanged(numbers=name not in ("finetune.fine_tune", "train.fit")):
+        with unchanged(numbers=name != "train.fit"):
             found.append(compared(function()))
     assert found[0] == found[1]
 

@@ -5,26 +5,26 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from draws import batches, counts, drawn, dtypes, layouts, map_sizes, normal, seeds, tolerance
+from draws import batches, drawn, dtypes, layouts, map_sizes, normal, seeds, tolerance
 from hypothesis import example
 from hypothesis import strategies as st
 from timm.optim._param_groups import param_groups_layer_decay
 
 from attnlib import finetune as module
 from attnlib.finetune import (
+    MixupCrossEntropy,
     _check_pixels,
-    fine_tune,
     gradient_map,
     layer_numbers,
     layer_scales,
     mask_patches,
     mixup,
-    moving_average,
     normalize_for,
     occlusion_map,
     rollout_map,
 )
 from attnlib.models import data_config
+from attnlib.train import fit
 from helpers import BACKBONES, build, close, pair
 
 # --- explanations -----------------------------------------------------------------------------
@@ -150,20 +150,6 @@ def test_images_and_targets_are_blended_alike(batch, classes, alpha, dtype, seed
         close(x.double(), wanted, tolerance(dtype, 8))
 
 
-@drawn(st.floats(0, 1), counts, seeds)
-def test_an_average_follows_the_recurrence(decay, steps, seed):
-    layer = torch.nn.Linear(3, 2).double()
-    average = moving_average(layer, decay)
-    wanted = None
-    for step in range(steps):
-        with torch.no_grad():
-            layer.weight.copy_(normal((2, 3), seed=seed + step))
-        average.update_parameters(layer)
-        own = layer.weight.detach().clone()
-        wanted = own if wanted is None else decay * wanted + (1 - decay) * own
-    close(average.module.weight, wanted, 1e-12)
-
-
 @drawn(st.integers(1, 4), st.sampled_from((1.0, 0.5, 0.0)), seeds)
 def test_fine_tuning_is_these_steps(steps, decay, seed):
     """AdamW by hand, for a model whose head alone counts."""
@@ -185,9 +171,11 @@ def test_fine_tuning_is_these_steps(steps, decay, seed):
     model = Head()
     weight, bias = (p.detach().clone().requires_grad_() for p in model.parameters())
     images, labels = normal((3, 1, 2, 2), seed=seed), torch.arange(3)
-    averaged, history = fine_tune(
-        model, images, labels, steps=steps, lr=0.1, decay=decay, batch_size=3, average=0.7,
-        evaluate=lambda m: m.head.weight.detach().clone(), log_every=1,
+    seen = []
+    fit(
+        model, (images, labels), steps=steps, lr=0.1, warmup=1, batch_size=3, ema=0.7,
+        weight_decay=0.05, lr_scale=layer_scales(model, decay), log_every=1,
+        callback=lambda m, record: seen.append(m.head.weight.detach().clone()),
     )  # fmt: skip
     groups = [dict(params=[weight], weight_decay=0.05), dict(params=[bias], weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.98))
@@ -205,11 +193,36 @@ def test_fine_tuning_is_these_steps(steps, decay, seed):
             group["lr"] = rate
         optimizer.step()
         mean = weight.detach().clone() if mean is None else 0.7 * mean + 0.3 * weight.detach()
-        number, seen = history[step - 1]
-        assert number == step
-        close(seen, weight, 1e-9)
-    assert len(history) == steps and not averaged.training
-    close(averaged.head.weight, mean, 1e-9)
+        close(seen[step - 1], weight, 1e-9)
+    assert len(seen) == steps
+    close(model.head.weight, mean, 1e-9)
+
+
+@drawn(st.sampled_from((0.0, 0.4, 3.0)), st.sampled_from((0.0, 0.3)), dtypes(), seeds)
+def test_the_loss_of_blended_images(alpha, smoothing, dtype, seed):
+    """The targets of both images of each blend, in their shares."""
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 4)).to(dtype)
+    images, labels = normal((5, 6, 1, 1), dtype, seed), torch.arange(5) % 4
+    loss_fn = MixupCrossEntropy(4, alpha, smoothing)
+    torch.manual_seed(seed)
+    total, count = loss_fn(model, (images, labels))
+    torch.manual_seed(seed)
+    share, order = 1.0, torch.arange(5)
+    if alpha:
+        share = torch.distributions.Beta(alpha, alpha).sample().item()
+        order = torch.randperm(5)
+    blended = share * images.double() + (1 - share) * images[order].double()
+    logs = model(blended.to(dtype)).double().log_softmax(-1)
+    one = F.one_hot(labels, 4).double()
+    targets = share * one + (1 - share) * one[order]
+    targets = (1 - smoothing) * targets + smoothing / 4
+    wanted = -(targets * logs).sum()
+    assert count == 5
+    close(total.double(), wanted, 40 * tolerance(dtype))
+    plain, _ = loss_fn(model.eval(), (images, labels))
+    logs = model(images).double().log_softmax(-1)
+    targets = (1 - smoothing) * one + smoothing / 4
+    close(plain.double(), -(targets * logs).sum(), 40 * tolerance(dtype))
 
 
 # --- pictures ---------------------------------------------------------------------------------
@@ -268,8 +281,7 @@ ORACLES = {
     "layer_numbers": test_rates_by_layer_are_timms,
     "layer_scales": test_rates_by_layer_are_timms,
     "mixup": test_images_and_targets_are_blended_alike,
-    "moving_average": test_an_average_follows_the_recurrence,
-    "fine_tune": test_fine_tuning_is_these_steps,
+    "MixupCrossEntropy": test_the_loss_of_blended_images,
     "_check_pixels": test_pixels_are_from_black_to_white,
     "normalize_for": test_images_are_scaled_and_standardized,
 }
@@ -277,7 +289,7 @@ NOT_HERE = {
     "fold_normalization": "tested in test_finetune.py",
     "_check_folding": "part of fold_normalization",
     "_folded_config": "part of fold_normalization",
-    "transfer": "an experiment of create_model and fine_tune, tested in test_finetune.py",
+    "transfer": "an experiment of create_model and fit, tested in test_finetune.py",
 }
 
 

@@ -342,8 +342,8 @@ ORACLES = {
     "read_record": test_records_are_found_by_name,
 }
 NOT_HERE = {
-    "frozen_in_evaluation": "part of fit and fine_tune; tests/test_world.py",
-    "modes_restored": "part of fit and fine_tune; tests/test_world.py",
+    "frozen_in_evaluation": "part of fit; tests/test_world.py",
+    "modes_restored": "part of fit; tests/test_world.py",
     "shard_blocks": "needs processes: tests/test_train_parallel.py",
     "_share_buffers": "needs processes: tests/test_train_parallel.py",
     "_save_shards": "needs processes: tests/test_train_parallel.py",
