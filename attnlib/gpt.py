@@ -327,7 +327,7 @@ class GPT(nn.Module):
         x = self.drop(x)
         # blocks
         if cache is not None:
-            cache.rewind()
+            cache.rewind()  # keys that an interrupted call has left are dropped
         for layer, block in enumerate(self.h):
             x = block(x, rope=rope, mask=mask, cache=cache, layer=layer)
         if cache is not None:
@@ -482,9 +482,12 @@ def _check_rope_scaling(scaling: Any) -> None:
         If it is no dict, has other entries than its `rope_type` needs, or an entry is out of
         its range.
     """
-    rope_type = scaling.get("rope_type") if isinstance(scaling, dict) else None
-    known = isinstance(rope_type, str) and rope_type in _SCALINGS
-    if not known or set(scaling) != _SCALINGS[rope_type] | {"rope_type"}:
+    rope_type = None
+    given = set()
+    if isinstance(scaling, dict) and isinstance(scaling.get("rope_type"), str):
+        rope_type = scaling["rope_type"]
+        given = set(scaling) - {"rope_type"}
+    if rope_type not in _SCALINGS or given != _SCALINGS[rope_type]:
         some = "; ".join(f"{name!r} with {', '.join(sorted(entries))}"
                          for name, entries in _SCALINGS.items())
         raise ValueError(f"rope_scaling ({scaling!r}) must have the rope_type {some}")
@@ -603,7 +606,9 @@ def decoder_mask(
         if window >= m:
             window = None  # it holds all tokens
     if window is None and attention_mask is None:
-        return "causal" if n > 1 else None
+        if n == 1:
+            return None  # the last token sees all
+        return "causal"  # aligned at the last key, also where n < m
     offsets = relative_positions(n, m, device=device)  # j - (m - n + i), (n, m)
     mask = offsets <= 0
     if attention_mask is not None:
@@ -612,7 +617,9 @@ def decoder_mask(
     if window is not None:
         if attention_mask is not None:
             positions = _token_positions(m, 0, attention_mask)  # (B, m)
-            offsets = positions[:, None, None, :] - positions[:, None, m - n :, None]
+            key_positions = positions[:, None, None, :]  # (B, 1, 1, m)
+            query_positions = positions[:, None, m - n :, None]  # (B, 1, n, 1)
+            offsets = key_positions - query_positions  # padding takes no positions
         mask = mask & (offsets > -window)  # (n, m) or (B, 1, n, m)
     return mask
 
