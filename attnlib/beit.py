@@ -1273,6 +1273,7 @@ def masked_loss(
     """
     images, tokens, masked = batch
     logits = model(images, masked)  # (M, K)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for a long sum
     loss = F.cross_entropy(logits, tokens[masked], reduction="sum")
     return loss, len(logits)
 

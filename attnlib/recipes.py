@@ -29,7 +29,7 @@ from .models import load_pretrained
 from .swin import SwinTransformer
 from .swinv2 import SwinTransformerV2
 from .tnt import TNT
-from .train import find_records, fit, read_record, seeded, shuffled_batches
+from .train import CrossEntropy, find_records, fit, read_record, seeded, shuffled_batches
 from .transformer import Transformer
 from .translation import translation_loss
 from .vit import VisionTransformer
@@ -103,9 +103,7 @@ def classification_loss(
     count : int
         B.
     """
-    images, labels = batch
-    logits = model(images)
-    return F.cross_entropy(logits, labels, reduction="sum"), len(labels)
+    return CrossEntropy()(model, batch)
 
 
 def accuracy(model: nn.Module, data: tuple[Tensor, Tensor], batch_size: int = 256) -> dict:

@@ -368,6 +368,7 @@ def caption_loss(
         raise ValueError(f"penalty ({penalty!r}) must be a number of at least 0")
     if penalty and weights is None:
         raise ValueError(f"weights (None) must be given for a penalty ({penalty})")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for a long sum
     total = F.cross_entropy(logits.mT, targets, ignore_index=pad_id, reduction="sum")
     if penalty:
         words = targets != pad_id  # (B, T)
@@ -548,6 +549,7 @@ def reinforce_loss(
         raise TypeError(f"baseline of type {type(baseline).__name__} must be a RewardBaseline, "
                         "a part of the model, so that checkpoints have its state")
     words = targets != pad_id  # (B, T)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for a long sum
     log_p = -F.cross_entropy(logits.mT, targets, ignore_index=pad_id, reduction="none")
     with torch.no_grad():
         reward = log_p.flip(1).cumsum(1).flip(1)  # of this word and all behind it

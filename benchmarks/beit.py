@@ -374,13 +374,13 @@ class Tokens(Runs):
         both = self.batches(0, x, wanted, self.masks["blocks"][: len(x)])
         wide = shuffled_batches(x, batch_size=4 if self.tiny else 128)
         what = {
-            "tokenizer": (vq(), vq_loss, self.batches(0, x)),
-            "BEiT": (model, masked_loss, both),
-            "MAE": (mae.network(), mae.masked_loss, wide),
+            "tokenizer": (vq(), self.batches(0, x), vq_loss),
+            "BEiT": (model, both, masked_loss),
+            "MAE": (mae.network(), wide, mae.masked_loss),
         }
         calls = {
-            name: lambda run=run: fit(*run, steps=steps, lr=1e-3, log_every=steps)
-            for name, run in what.items()
+            name: partial(fit, model, data, loss_fn=loss, steps=steps, lr=1e-3, log_every=steps)
+            for name, (model, data, loss) in what.items()
         }
         take_turns(calls, 1, "cpu")  # a first round is not counted
         times = take_turns(calls, 2 if self.tiny else 9, "cpu")

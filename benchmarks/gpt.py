@@ -86,7 +86,9 @@ def texts(tiny, vocab=VOCAB):
 def train(model, loss, batches, steps, lr, seed, evaluate=None, times=4):
     """Train on the CPU; the history has `times` rows."""
     return fit(
-        *(model, loss, batches),
+        model,
+        batches,
+        loss_fn=loss,
         **dict(steps=steps, lr=lr, warmup=steps // 15, betas=(0.9, 0.95), weight_decay=0.1),
         **dict(evaluate=evaluate, log_every=max(1, steps // times), seed=seed),
         accelerator=Accelerator(cpu=True),
@@ -248,7 +250,9 @@ def induction_run(layers, steps, seed):
     config = GPTConfig(SYMBOLS, 2 * HALF, n_layer=layers, n_head=2, n_embd=64)
     model = GPT(config).train()
     history = fit(
-        *(model, copy_loss, copies(seed)),
+        model,
+        copies(seed),
+        loss_fn=copy_loss,
         **dict(
             steps=steps, lr=3e-3, warmup=min(50, steps), weight_decay=0.0, schedule="constant"
         ),
@@ -463,7 +467,9 @@ def book_run(texts, vocab, lr, seed, steps, part):
     options = dict(steps=steps, lr=lr, warmup=steps // 15, betas=(0.9, 0.95), weight_decay=0.1)
     accelerator = Accelerator(cpu=True)
     history = fit(
-        *(model, text_loss, batches),
+        model,
+        batches,
+        loss_fn=text_loss,
         **options,
         log_every=max(1, steps // 20),
         seed=seed,
@@ -576,7 +582,9 @@ def longer(data, folder, tiny):
         }
 
     history = fit(
-        *(model, text_loss, text_batches(ids["train"], shape["block_size"], batch)),
+        model,
+        text_batches(ids["train"], shape["block_size"], batch),
+        loss_fn=text_loss,
         **dict(steps=steps, lr=1e-3, warmup=steps // 20, betas=(0.9, 0.95), weight_decay=0.1),
         **dict(
             evaluate=evaluate, log_every=max(1, steps // 20), checkpoint=folder / "gpt.json"

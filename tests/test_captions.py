@@ -389,8 +389,9 @@ def test_an_interrupted_run_goes_on_with_its_baseline(scenes, tmp_path):
         for stop in stops:
             model.load_state_dict(start)  # as a new process does
             fit(
-                *(model, loss_function(baseline=model.baseline)),
+                model,
                 shuffled_batches(images, scenes[1], batch_size=3),
+                loss_fn=loss_function(baseline=model.baseline),
                 **dict(steps=4, lr=0.01, log_every=2, stop_after=stop),
                 checkpoint=tmp_path / f"run_{len(stops)}.json",
             )
