@@ -28,8 +28,8 @@ def test_the_speed_is_recorded(tmp_path):
 
 STAND_IN = """
 import torch.nn as nn, torch.nn.functional as F
-from attnlib.gpt import GPT as Ours, GPTConfig as Config, OF_2019
-def GPTConfig(**shape): return Config(**(OF_2019 | shape))
+from attnlib.gpt import GPT as Ours, GPTConfig as Config, GPT2_STYLE
+def GPTConfig(**shape): return Config(**(GPT2_STYLE | shape))
 class MLP(nn.Module):
     def __init__(self, old):
         super().__init__()
