@@ -576,7 +576,7 @@ class WindowAttention(ShiftedWindows):
     def set_window_size(
         self, window_size: int | tuple[int, int], shift_size: int | tuple[int, int] = 0
     ) -> None:
-        """Change window and shift; the bias table is interpolated."""
+        """Change window and shift (none by default); the bias table is interpolated."""
         window_size, self.shift_size = check_window(window_size, shift_size)
         if window_size == self.window_size:
             return  # an optimizer may hold the table
@@ -739,9 +739,10 @@ def _pad_images(
     rows, columns = padded_size(x.shape[2:], patch_size, "x of size")
     padding = (0, columns - x.shape[3], 0, rows - x.shape[2])
     padded = F.pad(x, padding)
-    if value == 0.0:
+    if isinstance(value, (int, float)) and value == 0:
         return padded
-    outside = 1 - F.pad(torch.ones_like(x[:1, :1]), padding)  # (1, 1, H', W')
+    inside = F.pad(torch.ones_like(x[:1, :1]), padding)  # (1, 1, H', W')
+    outside = 1 - inside
     value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
     return padded + outside * value.view(-1, 1, 1)  # (C, 1, 1)
 
