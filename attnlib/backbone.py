@@ -828,7 +828,7 @@ def guard(model: nn.Module) -> nn.Module:
 def describe_model(
     model: nn.Module, label_names: Sequence[str] | None = None
 ) -> dict[str, Any] | None:
-    """What `models.load_model` needs to make a model again, as timm's config.json has it.
+    """Describe how a model was made, in the form of timm's config.json, for `load_model`.
 
     Parameters
     ----------

@@ -1293,7 +1293,7 @@ def cifar(
 
 # %% ../nbs/90_data.ipynb #image-folder
 class ImageFolder(Dataset):
-    """Photographs in folders, one folder for each class, as tensors that a model can take.
+    """Images in folders, one folder per class, as tensors in the form that a model expects.
 
     `image_folder` makes such datasets. Item i is a float32 Tensor (3, H, W) and an integer, the
     number of its class.
@@ -1375,7 +1375,7 @@ class ImageFolder(Dataset):
         return x, label
 
     def for_model(self, model: nn.Module) -> "ImageFolder":
-        """The same photographs in the size and with the normalization that a model wants.
+        """Return the same images in the size and with the normalization that a model expects.
 
         Parameters
         ----------
@@ -1398,10 +1398,10 @@ def image_folder(
     img_size: int | tuple[int, int] | None = None, augment: bool | Callable = True,
     seed: int = 0, check: bool = False,
 ) -> tuple[ImageFolder, ImageFolder]:
-    """Photographs for training and validation, from a folder with a folder for each class.
+    """Read images for training and validation from a folder that has one folder per class.
 
-    `train.fit` gives a model its photographs in its own size and normalization; other users
-    call `ImageFolder.for_model`.
+    `train.fit` scales and normalizes the images as the model expects them. In a training loop
+    of your own, call `ImageFolder.for_model`.
 
     Parameters
     ----------

@@ -280,7 +280,7 @@ class GPT(nn.Module):
 
     @property
     def checkpoint_config(self) -> dict[str, Any]:
-        """What `models.load_model` makes such a model of."""
+        """The arguments from which `models.load_model` makes such a model."""
         return {"architecture": "GPT", "model_args": asdict(self.config)}
 
     def forward(

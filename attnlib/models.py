@@ -951,7 +951,7 @@ def classify(
 
 # %% ../nbs/93_models.ipynb #load-model
 def load_model(path: str | Path) -> nn.Module:
-    """The trained model of a checkpoint that `train.fit` wrote, or of `save_model`'s folder.
+    """Load a trained model from a checkpoint of `train.fit` or from a folder of `save_model`.
 
     Parameters
     ----------

@@ -458,7 +458,7 @@ class CrossEntropy:
         self.label_smoothing = label_smoothing
 
     def logits(self, model: torch.nn.Module, images: Tensor) -> Tensor:
-        """What a classifier returns, in float32 at least, so that sums are not rounded."""
+        """Return a classifier's logits, in float32 at least, so that sums are not rounded."""
         logits = model(images)
         if not isinstance(logits, torch.Tensor):
             raise TypeError(f"model returned {_described(logits)}; it must return logits. A "
@@ -478,7 +478,7 @@ class CrossEntropy:
     def metrics(
         self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]
     ) -> dict[str, tuple[Tensor, int]]:
-        """What `fit` reports of validation data: {name: (sum over the batch, its number)}."""
+        """Return the metrics of a batch: {name: (sum over its images, their number)}."""
         images, labels = batch
         logits = self.logits(model, images)
         total = F.cross_entropy(logits, labels, reduction="sum")
@@ -622,7 +622,7 @@ def _train_step(
 
 
 def _total_and_terms(found: object, batch: _Batch) -> tuple[Tensor, Tensor | float]:
-    """What a loss returned as a sum and the number of its terms.
+    """Return the result of a loss as a sum and the number of its terms.
 
     Parameters
     ----------
@@ -800,13 +800,13 @@ def _load_shards(folder: Path, numbers: int, like: dict[str, Tensor]) -> dict[st
 
 # %% ../nbs/91_train.ipynb #state
 class _Kept:
-    """What `fit` keeps beside a model's own weights: their moving average, and the best.
+    """The moving average of a model's weights, and its best weights, as `fit` keeps them.
 
     Parameters
     ----------
     model : Module
     ema : float or None
-        What a step leaves of the average; None for no average.
+        Share of the average that a step keeps; None for no average.
     """
 
     def __init__(self, model: torch.nn.Module, ema: float | None):
@@ -1543,9 +1543,9 @@ def fit(
 ) -> list[dict]:
     """Train a model with AdamW, from its last checkpoint if there is one.
 
-    With validation data, the numbers of each record are printed, and at the end the model has
-    the weights of its best record: the one with the highest accuracy or, if the loss tells
-    none, the lowest loss.
+    With validation data, each record is printed, and at the end the model has the weights of
+    the best record: the one with the highest accuracy or, if the loss reports no accuracy, the
+    one with the lowest validation loss.
 
     A run leaves no trace but the trained weights and the device of the model. Afterwards,
     PyTorch's random number generators are in the state in which they were, and so is each
@@ -1596,8 +1596,8 @@ def fit(
         Some parameters' names, and how many times `lr` each of them learns with; such as
         `finetune.layer_scales` makes.
     ema : float, optional
-        Also keep a moving average of the weights, of which a step leaves this share. It is
-        what is evaluated, and what the model has at the end.
+        Also keep an exponential moving average of the weights; a step keeps this share of it.
+        The average is evaluated, and the model has it at the end.
     evaluate : callable, optional
         ``evaluate(model)`` returns a dict of numbers for the history; called in evaluation
         mode without gradients, by all processes with the same data.
