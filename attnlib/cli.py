@@ -24,7 +24,8 @@ from . import __version__
 from .backbone import requires
 from .cost import count_operations, take_turns
 from .models import (MODELS, check_classifies, classify, create_model, data_config,
-                            list_models, load_pretrained, open_picture, preprocess)
+                            list_models, load_pretrained, open_picture, preprocess,
+                            pretrained_cfg)
 from .swin import SwinTransformer
 from .vit import patch_shares
 
@@ -92,6 +93,7 @@ def describe(name: str) -> dict[str, str]:
         If there is no such name; the message has the nearest ones.
     """
     config = data_config(name)  # which refuses names that are none
+    name = pretrained_cfg(name)["architecture"]  # without the tag that it may have
     _, hub, _ = MODELS[name]
     with torch.device("meta"), torch.no_grad():
         model = create_model(name).eval()
@@ -261,7 +263,7 @@ def predict(
         raise ValueError(f"picture ({str(picture)!r}) must be an image that Pillow can read: "
                          f"{error}") from None
     model = create_model(name).eval()
-    _, hub, _ = MODELS[name]
+    hub = model.pretrained_cfg["hf_hub_id"]
     check_classifies(model)
     if hub is None and weights is None:
         raise ValueError(f"weights (None): none are published for {name}; name a file")

@@ -573,6 +573,7 @@ NO_MODEL = {  # functions whose argument only sounds like a model
 ELSEWHERE = {  # functions that are called nowhere here, and why
     "beit.dvae_loss": "a loss of a batch: tests/test_beit.py",
     "autoformer._renew_grid": "a hook of load_state_dict that renews an index",
+    "backbone.FeatureExtractor": "removes layers; its docstring says so",
     "backbone._SameParameters": "a hook of a guarded copy",
     "backbone._keep_evaluation": "the method train of a guarded copy",
     "backbone.resize": "the method set_input_size of a guarded copy",
