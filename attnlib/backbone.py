@@ -769,6 +769,9 @@ class Backbone(nn.Module):
     ) -> list | tuple[Tensor, list]:
         """The maps after some of the stages, as timm returns them.
 
+        Some parameters may get no gradient from them; a `FeatureExtractor` has no such
+        parameters, and so suits `DistributedDataParallel`.
+
         Parameters
         ----------
         x : Tensor

@@ -118,7 +118,7 @@ def list_models(pattern: str = "*") -> list[str]:
 
     names = list(MODELS)
     if "." in pattern:
-        names = [f"{name}.{_tag_of(name)}" for name in MODELS if _tag_of(name)]
+        names += [f"{name}.{_tag_of(name)}" for name in MODELS if _tag_of(name)]
     return sorted(fnmatch.filter(names, pattern), key=natural)
 
 # %% ../nbs/93_models.ipynb #data-config

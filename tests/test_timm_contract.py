@@ -27,7 +27,7 @@ timm = pytest.importorskip("timm")
 from timm.data import create_transform, resolve_model_data_config  # noqa: E402
 from timm.models import _features as timm_features  # noqa: E402
 from timm.models import group_parameters  # noqa: E402
-from timm.optim import param_groups_layer_decay  # noqa: E402
+from timm.optim import create_optimizer_v2, param_groups_layer_decay  # noqa: E402
 from timm.utils import ModelEmaV3  # noqa: E402
 
 FAMILIES = {**{name: partial(build, name) for name in BACKBONES},
@@ -263,6 +263,9 @@ def test_layer_decay_is_timms(name):
 
     ours, theirs = small_pair(name)
     assert scales(ours) == scales(theirs)
+    optimizer = create_optimizer_v2(ours, "adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.5)
+    found = {group["lr_scale"] for group in optimizer.param_groups}
+    assert found == {scale for scale, _ in scales(theirs).values()}
 
 
 def test_layers_of_autoformer():
@@ -343,6 +346,7 @@ def test_a_registered_name_with_a_period_is_itself():
     try:
         assert attnlib.create_model("contract.own").pretrained_cfg["tag"] == ""
         assert data_config("contract.own")["input_size"] == (3, 32, 32)
+        assert list_models("contract.*") == ["contract.own"]
     finally:
         del MODELS["contract.own"]
 
