@@ -6,7 +6,8 @@
 __all__ = ['to_2tuple', 'check_counts', 'check_naturals', 'check_sizes', 'hidden_width', 'check_rates', 'check_numbers',
            'check_positive', 'requires', 'is_unchanged', 'is_plain', 'DropPath', 'drop_path_rates', 'init_weights',
            'classifier', 'feature_take_indices', 'as_map', 'resample_abs_pos_embed', 'resample_parameter',
-           'resample_stored', 'evaluation', 'Backbone', 'frozen_copy', 'resize', 'guard', 'describe_model']
+           'resample_stored', 'FeatureInfo', 'evaluation', 'Backbone', 'FeatureExtractor', 'frozen_copy', 'resize',
+           'guard', 'describe_model']
 
 # %% ../nbs/94_backbone.ipynb #imports
 import copy
@@ -504,6 +505,67 @@ def resample_stored(
         state_dict[key] = resample_abs_pos_embed(old, grid_size, old_size, num_prefix_tokens)
     return state_dict
 
+# %% ../nbs/94_backbone.ipynb #feature-info
+class FeatureInfo(list):
+    """Descriptions of the maps that a model can return, with the methods of timm's class.
+
+    Parameters
+    ----------
+    infos : sequence of dict
+        One for each stage, with the entries "module", "num_chs" (channels) and "reduction" (how
+        many pixels of the image a step on the map is wide).
+    out_indices : sequence of int, optional
+        The stages whose maps are returned; all by default.
+
+    Examples
+    --------
+    >>> infos = [dict(module=f"layers.{i}", num_chs=96 * 2**i, reduction=4 * 2**i)
+    ...          for i in range(4)]
+    >>> FeatureInfo(infos, out_indices=(1, 3)).channels()
+    [192, 768]
+    """
+
+    def __init__(
+        self, infos: Sequence[dict[str, Any]], out_indices: Sequence[int] | None = None
+    ):
+        super().__init__(infos)
+        self.out_indices = tuple(feature_take_indices(out_indices, len(self)))
+
+    def get(self, key: str, idx: int | Sequence[int] | None = None) -> Any:
+        """The entry `key` of stage `idx`, or a list of those of several stages.
+
+        By default these are the stages whose maps are returned.
+        """
+        if isinstance(idx, Integral):
+            return self[idx][key]
+        stages = self.out_indices if idx is None else idx
+        return [self[i][key] for i in stages]
+
+    def channels(self, idx: int | Sequence[int] | None = None) -> int | list[int]:
+        """Channels of the maps; `idx` as in `get`."""
+        return self.get("num_chs", idx)
+
+    def reduction(self, idx: int | Sequence[int] | None = None) -> int | list[int]:
+        """Pixels of the image for each step on a map; `idx` as in `get`."""
+        return self.get("reduction", idx)
+
+    def module_name(self, idx: int | Sequence[int] | None = None) -> str | list[str]:
+        """Names of the modules that make the maps; `idx` as in `get`."""
+        return self.get("module", idx)
+
+    def get_dicts(
+        self, keys: Sequence[str] | None = None, idx: int | Sequence[int] | None = None
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """The entries `keys` (all by default) of the descriptions; `idx` as in `get`."""
+        def part(i: int) -> dict[str, Any]:
+            wanted = self[i] if keys is None else keys
+            return {key: self[i][key] for key in wanted}
+
+        if isinstance(idx, Integral):
+            return part(idx)
+        stages = self.out_indices if idx is None else idx
+        return [part(i) for i in stages]
+
 # %% ../nbs/94_backbone.ipynb #evaluation
 _open_blocks = {}  # part: number of open `evaluation` blocks, and its mode before the first
 _lock = threading.Lock()
@@ -566,6 +628,8 @@ class Backbone(nn.Module):
     num_prefix_tokens = 0  # tokens before those of the patches
     pools = ("token", "avg", "")  # what `global_pool` may be
     classifiers = ("head",)  # names of the layers that make logits
+    stage_list = "blocks"  # name of the list that has a module for each of the stages
+    stem = ("cls_token", "pos_embed", "patch_embed")  # how names begin that precede the blocks
     grad_checkpointing = False
 
     def forward(self, x: Float[Tensor, "B in_chans H W"]) -> Tensor | tuple[Tensor, Tensor]:
@@ -648,6 +712,11 @@ class Backbone(nn.Module):
             setattr(self.get_submodule(parent), own, head.train(self.training))
         self.update_config(num_classes=num_classes, global_pool=self.global_pool)
 
+    def get_classifier(self) -> nn.Module | tuple[nn.Module, ...]:
+        """The layer that makes logits; of a model with several heads, as DeiT, all of them."""
+        heads = [self.get_submodule(name) for name in self.classifiers]
+        return heads[0] if len(heads) == 1 else tuple(heads)
+
     def update_config(self, **changes) -> None:
         """Enter changes in the descriptions of a model that `create_model` made, if it did.
 
@@ -674,6 +743,72 @@ class Backbone(nn.Module):
         """Names of parameters that are not to decay: the model's own, tokens and positions."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns that sort the parameters by depth, for timm's layer-wise learning rates.
+
+        Parameters
+        ----------
+        coarse : bool
+            A group for each stage, where stages have several blocks, and not for each block.
+
+        Returns
+        -------
+        dict
+            What ``timm.optim.param_groups_layer_decay`` asks a model for: "stem" is a pattern
+            of names, "blocks" a list of pairs. The last norm belongs to the last block.
+        """
+        stem = "|".join(self.stem)
+        return dict(stem=f"^(?:{stem})",
+                    blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
+
+    @property
+    def feature_info(self) -> FeatureInfo:
+        """The maps that `forward_intermediates` can return, a description for each stage."""
+        infos = []
+        for i, dim in enumerate(self.stage_dims()):
+            step = dim // self.stage_dims()[0] * max(self.patch_size)  # wider maps are smaller
+            infos.append(dict(module=f"{self.stage_list}.{i}", num_chs=dim, reduction=step,
+                              index=i))
+        return FeatureInfo(infos)
+
+    def stage_dims(self) -> list[int]:
+        """The number of channels of each stage's map."""
+        return [self.num_features] * len(self.stages)
+
+    def prune_intermediate_layers(
+        self, indices: int | Iterable[int] | None = 1, prune_norm: bool = False,
+        prune_head: bool = True,
+    ) -> list[int]:
+        """Remove, for good, what `forward_intermediates` does not need for some maps.
+
+        Parameters
+        ----------
+        indices : int or sequence of int, optional
+            The last so many stages, or these; all by default. Later stages are removed, and
+            with them the last norm and the head, which would not fit any more.
+        prune_norm, prune_head : bool
+            Remove the last norm and the head in any case.
+
+        Returns
+        -------
+        list of int
+            The stages, counted from the first.
+        """
+        dims = self.stage_dims()
+        take = feature_take_indices(indices, len(dims))
+        end = max(take) + 1
+        is_shorter = end < len(dims)
+        if prune_head or is_shorter:
+            self.reset_classifier(0)
+            if hasattr(self, "fc_norm"):
+                self.fc_norm = nn.Identity()
+        if prune_norm or is_shorter:
+            self.norm = nn.Identity()
+        stages = getattr(self, self.stage_list)
+        setattr(self, self.stage_list, stages[:end])
+        self.num_features = dims[end - 1]
+        return take
+
     def attention_maps(self, x: Float[Tensor, "B in_chans H W"]) -> list[Tensor]:
         """The weights of every call of `attention` for images x: a list of (B, h, N, N).
 
@@ -689,6 +824,9 @@ class Backbone(nn.Module):
         intermediates_only: bool = False, return_prefix_tokens: bool = False,
     ) -> list | tuple[Tensor, list]:
         """The maps after some of the stages, as timm returns them.
+
+        Some parameters may get no gradient from them; a `FeatureExtractor` has no such
+        parameters, and so suits `DistributedDataParallel`.
 
         Parameters
         ----------
@@ -728,6 +866,56 @@ class Backbone(nn.Module):
         if intermediates_only:
             return found
         return self.norm(tokens), found
+
+# %% ../nbs/94_backbone.ipynb #feature-extractor
+class FeatureExtractor(nn.Module):
+    """A model that returns maps of several depths and no logits, for detectors and segmenters.
+
+    What the maps do not need is removed from the model: its head, its last norm, and the stages
+    after the last that is wanted. So every parameter has a gradient, as
+    `DistributedDataParallel` demands.
+
+    Parameters
+    ----------
+    model : Backbone
+        It is changed, and then the attribute `model`.
+    out_indices : int or sequence of int, optional
+        The last so many stages, or these; all by default. Maps come in order of depth.
+
+    Raises
+    ------
+    ValueError
+        If there are no such stages.
+    """
+
+    def __init__(self, model: Backbone, out_indices: int | Iterable[int] | None = None):
+        super().__init__()
+        take = model.prune_intermediate_layers(out_indices, prune_norm=True)
+        self.model = model
+        self.out_indices = tuple(sorted(set(take)))
+
+    @property
+    def feature_info(self) -> FeatureInfo:
+        """Descriptions of the maps: `feature_info.channels()` has a number for each."""
+        return FeatureInfo(self.model.feature_info, self.out_indices)
+
+    @property
+    def data_config(self) -> dict[str, Any]:
+        """What images the model wants, if `create_model` made it."""
+        return self.model.data_config
+
+    @property
+    def pretrained_cfg(self) -> dict[str, Any]:
+        """The same for timm's tools."""
+        return self.model.pretrained_cfg
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Trade time for memory in training: store each block's input only."""
+        self.model.set_grad_checkpointing(enable)
+
+    def forward(self, x: Float[Tensor, "B in_chans H W"]) -> list[Tensor]:
+        """Maps (B, num_chs, H / reduction, W / reduction) of images (B, in_chans, H, W)."""
+        return self.model.forward_intermediates(x, self.out_indices, intermediates_only=True)
 
 # %% ../nbs/94_backbone.ipynb #guards
 def frozen_copy(model: nn.Module) -> nn.Module:

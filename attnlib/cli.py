@@ -26,7 +26,7 @@ from .cost import count_operations, take_turns
 from .data import image_folder
 from .models import (MODELS, check_classifies, classify, create_model, data_config,
                             list_models, load_model, load_pretrained, open_picture, preprocess,
-                            shipped_models)
+                            pretrained_cfg, shipped_models)
 from .swin import SwinTransformer
 from .vit import patch_shares
 
@@ -94,6 +94,7 @@ def describe(name: str) -> dict[str, str]:
         If there is no such name; the message has the nearest ones.
     """
     config = data_config(name)  # which refuses names that are none
+    name = pretrained_cfg(name)["architecture"]  # without the tag that it may have
     _, hub, _ = MODELS[name]
     with torch.device("meta"), torch.no_grad():
         model = create_model(name).eval()
@@ -280,7 +281,7 @@ def predict(
 def _with_weights(name: str, weights: str | Path | dict | None) -> torch.nn.Module:
     """The model of a name with published weights, or with those of a file; see `predict`."""
     model = create_model(name).eval()
-    _, hub, _ = MODELS[name]
+    hub = model.pretrained_cfg["hf_hub_id"]
     check_classifies(model)
     if hub is None and weights is None:
         raise ValueError(f"weights (None): none are published for {name}; name a file")

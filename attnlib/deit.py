@@ -32,6 +32,7 @@ class DistilledVisionTransformer(VisionTransformer):
 
     pools = ("token",)
     classifiers = ("head", "head_dist")
+    stem = ("dist_token", *VisionTransformer.stem)
 
     def __init__(self, *args, **options):
         super().__init__(*args, class_token=True, reg_tokens=0, no_embed_class=False,

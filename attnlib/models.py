@@ -14,6 +14,7 @@ import copy
 import difflib
 import fnmatch
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -33,7 +34,7 @@ import torch.nn as nn
 from jaxtyping import Float
 from torch import Tensor
 
-from .backbone import Backbone, describe_model, requires
+from .backbone import Backbone, FeatureExtractor, describe_model, requires
 from .convert import convert_state_dict
 
 # %% ../nbs/93_models.ipynb #register
@@ -73,21 +74,42 @@ def register_model(name: str, cls: Callable, hub: str | None = None, **config) -
     MODELS[name] = (cls, hub, config)
 
 
+def _split_tag(name: str) -> tuple[str, str]:
+    """A name without its tag, and the tag that says how the weights were trained, or ""."""
+    if name in MODELS:
+        return name, ""
+    name, _, tag = str(name).partition(".")
+    return name, tag
+
+
+def _tag_of(name: str) -> str:
+    """The tag of the weights of a name of the table, as in its repository, or ""."""
+    hub = MODELS[name][1] or ""
+    return hub.partition("@")[0].partition(".")[2]
+
+
 def _registered(name: str) -> tuple[Callable, str | None, dict[str, Any]]:
-    """The entry of a name, or an error with the nearest ones."""
+    """The entry of a name, or an error with the nearest ones; it may have a tag."""
+    full_name = name
+    name, tag = _split_tag(full_name)
+    if name in MODELS and tag and tag != _tag_of(name):
+        known = f"the tag there is: {_tag_of(name)}" if _tag_of(name) else "there are no tags"
+        raise ValueError(f"name ({full_name!r}) has a tag that is not known here; for {name} "
+                         f"{known}")
     if name not in MODELS:
-        word = str(name).lower()
+        word = name.lower()
         begun = [known for known in list_models() if known.startswith(word)]
         near = begun[:3] or difflib.get_close_matches(word, MODELS, n=3, cutoff=0.5)
         hint = f"nearest names: {', '.join(near)}" if near else "list_models() has all names"
-        raise ValueError(f"name ({name!r}) is not the name of a model; {hint}")
+        raise ValueError(f"name ({full_name!r}) is not the name of a model; {hint}")
     return MODELS[name]
 
 
 def list_models(pattern: str = "*") -> list[str]:
     """The names that fit a pattern with a shell's wildcards, such as "vit_*_224".
 
-    Numbers in them sort as numbers.
+    Numbers in them sort as numbers. A pattern with a period, such as "vit_*.augreg*", finds
+    names with the tags of their weights.
 
     Returns
     -------
@@ -96,7 +118,10 @@ def list_models(pattern: str = "*") -> list[str]:
     def natural(name: str) -> list[int | str]:
         return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
-    return sorted(fnmatch.filter(MODELS, pattern), key=natural)
+    names = list(MODELS)
+    if "." in pattern:
+        names += [f"{name}.{_tag_of(name)}" for name in MODELS if _tag_of(name)]
+    return sorted(fnmatch.filter(names, pattern), key=natural)
 
 # %% ../nbs/93_models.ipynb #data-config
 _IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), crop_pct=0.9,
@@ -151,6 +176,7 @@ def data_config(
         If there is no such name, or a size or the number of channels is less than 1.
     """
     usual = _registered(name)[2].get("img_size", 224)
+    name, _ = _split_tag(name)
     size = usual if img_size is None else img_size
     size = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     if min(in_chans, *size) < 1:
@@ -190,15 +216,17 @@ def pretrained_cfg(
     Returns
     -------
     dict
-        "architecture", the name; "hf_hub_id", the repository of the weights or None;
+        "architecture", the name; "tag" of its weights, or ""; "hf_hub_id", their repository or
+        None;
         "num_classes"; and the entries of `data_config`, which
         ``timm.data.resolve_model_data_config`` reads.
     """
     _, hub, config = _registered(name)
     if num_classes is None:
         num_classes = config.get("num_classes", 1000)
-    return {"architecture": name, "hf_hub_id": hub, "num_classes": num_classes,
-            **data_config(name, img_size, in_chans)}
+    name, _ = _split_tag(name)
+    return {"architecture": name, "tag": _tag_of(name), "hf_hub_id": hub,
+            "num_classes": num_classes, **data_config(name, img_size, in_chans)}
 
 # %% ../nbs/93_models.ipynb #create
 NoClassifier = Literal[  # names of models that are no `Backbone`, for checkers and editors
@@ -208,11 +236,74 @@ NoClassifier = Literal[  # names of models that are no `Backbone`, for checkers 
 ]
 
 
+_WIDTH = ("dim", "d_model", "hidden_size", "hidden_dim", "embedding_dim", "n_embd", "width")
+_NUMBER = ("depth", "depths", "num_layers", "num_hidden_layers", "layers", "n_layer",
+           "n_layers", "blocks", "num_blocks")
+_HEADS = ("heads", "nhead", "n_head", "n_heads", "num_attention_heads")
+_DROPOUT = ("dropout", "drop", "dropout_p", "dropout_rate", "p", "resid_pdrop")
+_FOREIGN_NAMES = {  # of an argument here: its names, or those of something wider, elsewhere
+    "num_classes": ("num_labels", "n_classes", "nb_classes", "classes", "num_class"),
+    "in_chans": ("channels", "in_channels", "num_channels", "input_channels"),
+    "img_size": ("image_size", "input_size", "resolution", "size"),
+    "global_pool": ("pool", "pool_type", "pooling", "use_mean_pooling", "classifier"),
+    "embed_dim": _WIDTH, "depth": _NUMBER, "depths": _NUMBER,
+    "num_heads": _HEADS, "num_heads_outer": ("num_heads", *_HEADS), "num_heads_inner": _HEADS,
+    "mlp_ratio": ("mlp_dim", "intermediate_size", "dim_feedforward", "ffn_dim", "hidden_ratio"),
+    "drop_rate": (*_DROPOUT, "head_dropout", "classifier_dropout"),
+    "pos_drop_rate": (*_DROPOUT, "emb_dropout", "embd_pdrop", "hidden_dropout_prob"),
+    "proj_drop_rate": (*_DROPOUT, "proj_drop", "hidden_dropout_prob"),
+    "attn_drop_rate": (*_DROPOUT, "attn_drop", "attention_dropout", "attn_pdrop",
+                       "attention_probs_dropout_prob"),
+    "drop_path_rate": (*_DROPOUT, "drop_path", "drop_connect_rate", "stochastic_depth_prob",
+                       "stochastic_depth"),
+    "init_values": ("layer_scale", "layer_scale_init_value", "layerscale_value"),
+    "reg_tokens": ("num_register_tokens", "registers", "num_registers"),
+    "window_size": ("window", "attn_window_size"),
+    "dynamic_img_size": ("interpolate_pos_encoding",),
+}
+
+
+def _arguments_of(cls: Callable) -> list[str]:
+    """The names of all keywords with which a class, or a function, can be called."""
+    makers = [cls]
+    if inspect.isclass(cls):
+        makers = [base.__init__ for base in cls.__mro__ if "__init__" in vars(base)]
+    names = ["num_classes", "in_chans", "img_size"]
+    for maker in makers:
+        parameters = inspect.signature(maker).parameters.values()
+        for parameter in parameters:
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                names.append(parameter.name)
+        if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
+            break  # what else is given goes to no other class
+    return [name for name in dict.fromkeys(names) if name != "self"]
+
+
+def _nearest_arguments(cls: Callable, word: str) -> str:
+    """What one may have meant by an argument `word` that a class does not take."""
+    names = _arguments_of(cls)
+    near = [name for name in names if word.lower() in _FOREIGN_NAMES.get(name, ())]
+    near = near or difflib.get_close_matches(word.lower(), names, n=3, cutoff=0.6)
+    if near:
+        return f"nearest arguments: {', '.join(near)}"
+    return f"it takes {', '.join(names)}"
+
+
+@overload
+def create_model(
+    name: str, pretrained: bool | str | Path | dict[str, Tensor] = False,
+    num_classes: int | None = None, in_chans: int = 3,
+    img_size: int | tuple[int, int] | None = None, *, features_only: Literal[True],
+    out_indices: int | Sequence[int] | None = None, **kwargs: Any,
+) -> FeatureExtractor: ...
+
+
 @overload
 def create_model(
     name: NoClassifier, pretrained: bool | str | Path | dict[str, Tensor] = False,
     num_classes: int | None = None, in_chans: int = 3,
-    img_size: int | tuple[int, int] | None = None, **kwargs: Any,
+    img_size: int | tuple[int, int] | None = None, *, features_only: Literal[False] = False,
+    out_indices: int | Sequence[int] | None = None, **kwargs: Any,
 ) -> nn.Module: ...
 
 
@@ -220,21 +311,23 @@ def create_model(
 def create_model(
     name: str, pretrained: bool | str | Path | dict[str, Tensor] = False,
     num_classes: int | None = None, in_chans: int = 3,
-    img_size: int | tuple[int, int] | None = None, **kwargs: Any,
+    img_size: int | tuple[int, int] | None = None, *, features_only: Literal[False] = False,
+    out_indices: int | Sequence[int] | None = None, **kwargs: Any,
 ) -> Backbone: ...
 
 
 def create_model(
     name: str, pretrained: bool | str | Path | dict[str, Tensor] = False,
     num_classes: int | None = None, in_chans: int = 3,
-    img_size: int | tuple[int, int] | None = None, **kwargs: Any,
+    img_size: int | tuple[int, int] | None = None, *, features_only: bool = False,
+    out_indices: int | Sequence[int] | None = None, **kwargs: Any,
 ) -> nn.Module:
     """Make the model of a name.
 
     Parameters
     ----------
     name : str
-        One of `list_models()`.
+        One of `list_models()`; a period and the tag of its weights may follow, as in timm.
     pretrained : bool or source
         True fetches the published weights; a file, a repository or a state dict is passed on to
         `load_pretrained`.
@@ -246,6 +339,11 @@ def create_model(
     img_size : int or (int, int), optional
         Height and width in pixels if they are not those of the name; published positions are
         resampled. For weights of a file, `load_pretrained` says which positions are.
+    features_only : bool
+        Return a `FeatureExtractor`, which gives a list of maps (B, C, H, W) in place of logits.
+    out_indices : int or sequence of int, optional
+        With `features_only`: the last so many stages, or these. All by default, where timm's
+        ViTs return the last three. Most models have a stage for each block.
     **kwargs
         Further keywords of the model's class, in place of those of the name: `drop_path_rate`,
         `device`, and so on.
@@ -259,13 +357,18 @@ def create_model(
     Raises
     ------
     ValueError
-        If there is no such name (the message has the nearest ones), its model takes no
-        `num_classes` or `img_size`, or there are no weights for it, or they do not fit.
+        If there is no such name (the message has the nearest ones) or its weights have another
+        tag, its model takes no `num_classes` or `img_size` or has no maps, or there are no
+        weights for it, or they do not fit.
+    TypeError
+        If the model's class takes no argument of that name; the message has the nearest ones.
     ConnectionError
         If the weights are neither in the hub's cache nor can be fetched; the message says how
         to pass a file.
     """
     cls, hub, config = _registered(name)
+    if out_indices is not None and not features_only:
+        raise ValueError(f"out_indices ({out_indices!r}) needs features_only=True")
     if pretrained is True and hub is None:
         raise ValueError(f"pretrained (True): no weights are published for {name}; it may be "
                          "False or a file's path")
@@ -275,9 +378,16 @@ def create_model(
         model = cls(**config | dict(in_chans=in_chans) | given | kwargs)
     except TypeError as error:
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if found is None or found[1] not in given:
-            raise
-        raise ValueError(f"{found[1]} cannot be given for {name!r}: {error}") from error
+        if found is not None and found[1] in given:
+            raise ValueError(f"{found[1]} cannot be given for {name!r}: {error}") from error
+        if found is not None and found[1] in kwargs:
+            advice = _nearest_arguments(cls, found[1])
+            raise TypeError(f"{found[1]} ({kwargs[found[1]]!r}) is no argument of {name!r}; "
+                            f"{advice}") from error
+        raise
+    if features_only and not isinstance(model, Backbone):
+        raise ValueError(f"features_only ({features_only}) must be False for {name!r}: its "
+                         "class is no Backbone")
     model.data_config = data_config(name, img_size, in_chans)
     model.pretrained_cfg = pretrained_cfg(name, num_classes, img_size, in_chans)
     made_with = dict(in_chans=in_chans) | given | kwargs
@@ -286,6 +396,8 @@ def create_model(
         trained_size = config.get("img_size", 224) if pretrained is True and img_size else None
         source = hub if pretrained is True else pretrained
         load_pretrained(model, source, trained_size)
+    if features_only:
+        return FeatureExtractor(model, out_indices)
     return model
 
 # %% ../nbs/93_models.ipynb #read-weights

@@ -13,7 +13,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -858,6 +858,8 @@ class SwinTransformer(Backbone):
     family = "swin"  # whose names `attnlib.convert` translates
     pools = ("avg", "")
     classifiers = ("head.fc",)
+    stage_list = "layers"
+    stem = ("patch_embed",)
     block_class = SwinBlock
     merging_class = PatchMerging
     pad_value = 0.0  # of pixels that complete a patch, for all channels or for each
@@ -928,6 +930,28 @@ class SwinTransformer(Backbone):
     def stages(self) -> list[list[nn.Module]]:
         """Lists of layers, after each of which `forward_intermediates` looks."""
         return [[stage.downsample, *stage.blocks] for stage in self.layers]
+
+    def stage_dims(self) -> list[int]:
+        """The number of channels of each stage's map."""
+        return [self.embed_dim * 2**i for i in range(len(self.layers))]
+
+    def prune_intermediate_layers(
+        self, indices: int | Iterable[int] | None = 1, prune_norm: bool = False,
+        prune_head: bool = True,
+    ) -> list[int]:
+        """`Backbone.prune_intermediate_layers`; `depths` has then fewer entries."""
+        take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+        self.depths = self.depths[: len(self.layers)]
+        return take
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """`Backbone.group_matcher`; where a stage starts, merging has a group of its own."""
+        matcher = super().group_matcher(coarse)
+        if coarse:
+            return matcher | dict(blocks=r"^layers\.(\d+)")
+        merging = (r"^layers\.(\d+).downsample", (0,))
+        block = (r"^layers\.(\d+)\.\w+\.(\d+)", None)
+        return matcher | dict(blocks=[merging, block, (r"^norm", (99999,))])
 
     def embed(self, x: Tensor) -> Float[Tensor, "B H W embed_dim"]:
         """Images (B, C, H, W), padded to whole patches, to a map (B, H', W', embed_dim)."""

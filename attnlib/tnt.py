@@ -298,6 +298,8 @@ class TNT(Backbone):
 
     family = "tnt"
     num_prefix_tokens = 1
+    stem = ("cls_token", "patch_pos", "pixel_pos", "pixel_embed", "norm1_proj", "proj",
+            "norm2_proj")
 
     def __init__(
         self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,

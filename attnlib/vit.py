@@ -386,6 +386,7 @@ class VisionTransformer(Backbone):
     """
 
     family = "vit"  # whose names `attnlib.convert` translates
+    stem = ("cls_token", "reg_token", "pos_embed", "patch_embed", "norm_pre")
 
     def __init__(
         self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,

@@ -1419,6 +1419,17 @@ FUNCTIONS |= {
         dict(name="deit_tiny_patch16_224", num_classes=5, in_chans=1, img_size=64),
         lambda model: [state(model), model.data_config],
     ),
+    "models.create_model, maps": Row(
+        dict(
+            name="vit_tiny_patch16_224",
+            features_only=True,
+            out_indices=(0,),
+            depth=2,
+            img_size=32,
+        ),
+        dict(features_only=Fails(False, "out_indices"), out_indices=(0, 1)),
+        state,
+    ),
     "models.list_models": Row(dict(), dict(pattern="vit*")),
     "models.adapt_input_conv": Row(
         dict(weight=numbers(4, 3, 2, 2), in_chans=1),

@@ -166,6 +166,16 @@ FIRST = {
         dict(name="test 2", function=two),
         taken_back,
     ),
+    "backbone.FeatureInfo": Row(
+        dict(infos=[dict(num_chs=3), dict(num_chs=4)], out_indices=(0,)),
+        dict(infos=[dict(num_chs=5), dict(num_chs=4)], out_indices=(1,)),
+        lambda info: info.channels(),
+    ),
+    "backbone.FeatureExtractor": Row(
+        dict(model=small_vit(depth=2), out_indices=(0,)),
+        dict(model=small_beit(), out_indices=(1,)),
+        lambda features: [state(features), features.feature_info.channels()],
+    ),
     "backbone._SameParameters": Row(
         dict(model=linear()),
         dict(model=linear(bias=False)),

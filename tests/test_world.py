@@ -558,6 +558,7 @@ ELSEWHERE = {  # functions that are called nowhere here, and why
     "models.save_model": "writes files: tests/test_way_in.py",
     "beit.dvae_loss": "a loss of a batch: tests/test_beit.py",
     "autoformer._renew_grid": "a hook of load_state_dict that renews an index",
+    "backbone.FeatureExtractor": "removes layers; its docstring says so",
     "backbone._SameParameters": "a hook of a guarded copy",
     "backbone._keep_evaluation": "the method train of a guarded copy",
     "backbone.resize": "the method set_input_size of a guarded copy",

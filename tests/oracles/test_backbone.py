@@ -521,6 +521,8 @@ ORACLES = {
 }
 NOT_HERE = {
     "describe_model": "describes a model for a file: tests/test_way_in.py",
+    "FeatureInfo": "beside timm's class in tests/test_timm_contract.py",
+    "FeatureExtractor": "beside timm's models in tests/test_timm_contract.py",
     "_HOOKS": "names of PyTorch's attributes, read by is_plain",
     "frozen_copy": "copies a model, tested with the fused ones in test_windows_fused.py",
     "_refuse_weights": "raises only, tested with the fused models",
