@@ -162,8 +162,11 @@ def check_fits(name: Literal["mask", "bias"], x: Tensor, shape: tuple[int, ...])
         raise TypeError(
             f"mask of dtype {dtype} must be torch.bool, True where a query may attend")
     if not broadcasts(x.shape, shape):
-        raise ValueError(
-            f"{name} of shape {tuple(x.shape)} must broadcast to the logits' shape {shape}")
+        message = (f"{name} of shape {tuple(x.shape)} must broadcast to the logits' shape "
+                   f"{shape}")
+        if len(shape) == 4 and x.shape == (shape[0], shape[-1]):
+            message += f"; for one {name} per sequence, pass {name}[:, None, None, :]"
+        raise ValueError(message)
 
 # %% ../nbs/10_attention.ipynb #additive-class
 class AdditiveAttention(nn.Module):

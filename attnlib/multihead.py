@@ -6,7 +6,7 @@
 __all__ = ['split_heads', 'merge_heads', 'check_heads', 'MultiHeadAttention']
 
 # %% ../nbs/11_multihead.ipynb #imports
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -52,6 +52,28 @@ def check_heads(num_heads: int, **widths: int) -> None:
     if width % num_heads:
         raise ValueError(f"{name} ({width}) must be divisible by num_heads ({num_heads})")
 
+
+_TORCH_ARGUMENTS = {  # of torch.nn.MultiheadAttention and its call: what to do here
+    "batch_first": "tensors are always (B, N, width)",
+    "add_bias_kv": "there is no such option",
+    "add_zero_attn": "there is no such option",
+    "attn_mask": "pass mask=~attn_mask if it is boolean, since True here means that a query "
+                 "may attend, or bias=attn_mask if it is added to the logits",
+    "key_padding_mask": "pass mask=~key_padding_mask[:, None, None, :], since True here means "
+                        "that a query may attend",
+    "is_causal": "pass mask='causal'",
+    "need_weights": "call attention_maps for the attention weights",
+    "average_attn_weights": "call attention_maps and average over the axis 1",
+}
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    """Raise if there are unexpected arguments, and explain those of PyTorch's layer."""
+    for name, value in others.items():
+        advice = _TORCH_ARGUMENTS.get(name, "there is no such argument")
+        raise TypeError(
+            f"{name} ({value!r}) is not an argument of MultiHeadAttention: {advice}")
+
 # %% ../nbs/11_multihead.ipynb #class
 class MultiHeadAttention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2).
@@ -68,9 +90,13 @@ class MultiHeadAttention(nn.Module):
         Let each of the four projections add a bias.
     dropout : float
         Probability with which a weight is dropped in training.
+    **others
+        None: arguments of torch.nn.MultiheadAttention are refused with an explanation.
 
     Raises
     ------
+    TypeError
+        If there is another argument.
     ValueError
         If a width is not positive, `num_heads` does not divide `embed_dim`, or `dropout` is not
         in [0, 1).
@@ -78,9 +104,10 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, kdim: int | None = None,
-        vdim: int | None = None, bias: bool = True, dropout: float = 0.0,
+        vdim: int | None = None, bias: bool = True, dropout: float = 0.0, **others: Any
     ):
         super().__init__()
+        _refuse(others)  # and explain, if they are arguments of torch.nn.MultiheadAttention
         if kdim is None:
             kdim = embed_dim
         if vdim is None:
@@ -107,6 +134,44 @@ class MultiHeadAttention(nn.Module):
                 nn.init.zeros_(parameter)
             elif name != "out_proj.weight":  # which stays as nn.Linear made it, as in torch
                 nn.init.xavier_uniform_(parameter)
+
+    @classmethod
+    def from_torch(cls, layer: nn.MultiheadAttention) -> "MultiHeadAttention":
+        """Convert PyTorch's layer: the weights are copied, with their mode and what is frozen.
+
+        The call differs: tensors are (B, N, width) whatever `batch_first` was, masks are True
+        where a query may attend, and only the output is returned.
+
+        Parameters
+        ----------
+        layer : torch.nn.MultiheadAttention
+
+        Returns
+        -------
+        MultiHeadAttention
+
+        Raises
+        ------
+        TypeError
+            If it is another layer.
+        ValueError
+            If it adds a key and value of its own, `add_bias_kv` or `add_zero_attn`.
+        """
+        if not isinstance(layer, nn.MultiheadAttention):
+            raise TypeError(f"layer ({type(layer).__name__}) must be a "
+                            "torch.nn.MultiheadAttention")
+        if layer.bias_k is not None or layer.add_zero_attn:
+            raise ValueError("layer must have add_bias_kv (False) and add_zero_attn (False): "
+                             "there are no such options here")
+        weights = layer.state_dict(keep_vars=True)  # parameters, which know if they are trained
+        with torch.device("meta"):
+            ours = cls(layer.embed_dim, layer.num_heads, kdim=layer.kdim, vdim=layer.vdim,
+                       bias=layer.in_proj_bias is not None, dropout=layer.dropout)
+        copies = {name: p.detach().clone() for name, p in weights.items()}
+        ours.load_state_dict(copies, assign=True)
+        for name, p in ours.named_parameters():
+            p.requires_grad_(weights[name].requires_grad)
+        return ours.train(layer.training)
 
     def project(self, *inputs: Tensor) -> list[Tensor]:
         """Queries and, if so many are given, keys and values: (B, N, width) -> (B, h, N, d)."""
@@ -136,6 +201,7 @@ class MultiHeadAttention(nn.Module):
         key: Float[Tensor, "_ M kdim"] | None = None,
         value: Float[Tensor, "_ M vdim"] | None = None, *,
         mask: Tensor | Literal["causal"] | None = None, bias: Tensor | None = None,
+        **others: Any,
     ) -> Float[Tensor, "_ N embed_dim"]:
         """Attend from `query` to `key` and average `value`: a Tensor (B, N, embed_dim).
 
@@ -151,7 +217,10 @@ class MultiHeadAttention(nn.Module):
             ``padding[:, None, None, :]``.
         bias : float Tensor, broadcastable to (B, h, N, M), optional
             Added to the logits.
+        **others
+            None: arguments of PyTorch's layer are refused with an explanation.
         """
+        _refuse(others)
         if key is None:
             key = query
         if value is None:
