@@ -81,7 +81,9 @@ def test_the_readme_lists_the_chapters():
 def test_the_example_in_the_readme_runs():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     found = {}
-    exec(re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1], found)
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (block,) = [block for block in blocks if "record_attention() as maps" in block]
+    exec(block, found)
     assert len(found["maps"]) == 12 and found["maps"][0].shape == (1, 3, 197, 197)
 
 
