@@ -55,6 +55,8 @@ def check_heads(num_heads: int, **widths: int) -> None:
 
 _TORCH_ARGUMENTS = {  # of torch.nn.MultiheadAttention and its call: what to do here
     "batch_first": "tensors are always (B, N, width)",
+    "device": "move the layer: MultiHeadAttention(...).to(device)",
+    "dtype": "convert the layer: MultiHeadAttention(...).to(dtype)",
     "add_bias_kv": "there is no such option",
     "add_zero_attn": "there is no such option",
     "attn_mask": "pass mask=~attn_mask if it is boolean, since True here means that a query "
@@ -62,7 +64,8 @@ _TORCH_ARGUMENTS = {  # of torch.nn.MultiheadAttention and its call: what to do 
     "key_padding_mask": "pass mask=~key_padding_mask[:, None, None, :], since True here means "
                         "that a query may attend",
     "is_causal": "pass mask='causal'",
-    "need_weights": "call attention_maps for the attention weights",
+    "need_weights": "leave it out, since only the output is returned; attention_maps gives the "
+                    "attention weights",
     "average_attn_weights": "call attention_maps and average over the axis 1",
 }
 
