@@ -974,11 +974,20 @@ def operations(model: nn.Module, subnet: Subnet) -> int:
     return total
 
 # %% ../nbs/44_autoformer.ipynb #register
-for name, subnet in RELEASED.items():
-    register_model(f"autoformer_{name}", AutoFormer, embed_dim=subnet.embed_dim,
-                   num_heads=subnet.num_heads, mlp_ratio=subnet.mlp_ratio)
-    register_model(f"autoformer_{name}_supernet", SuperTransformer, space=SPACES[name],
-                   embed_dim=WIDTHS[name])
+for name, size in (
+    ("autoformer_tiny", "tiny"),
+    ("autoformer_small", "small"),
+    ("autoformer_base", "base"),
+):
+    subnet = RELEASED[size]
+    register_model(name, AutoFormer, embed_dim=subnet.embed_dim, num_heads=subnet.num_heads,
+                   mlp_ratio=subnet.mlp_ratio)
+for name, size in (
+    ("autoformer_tiny_supernet", "tiny"),
+    ("autoformer_small_supernet", "small"),
+    ("autoformer_base_supernet", "base"),
+):
+    register_model(name, SuperTransformer, space=SPACES[size], embed_dim=WIDTHS[size])
 
 # %% ../nbs/44_autoformer.ipynb #evolve
 def _mutate_entries(

@@ -1280,13 +1280,15 @@ def masked_loss(
 # %% ../nbs/41_beit.ipynb #register
 SIZES = {"base": dict(embed_dim=768, depth=12, num_heads=12),
          "large": dict(embed_dim=1024, depth=24, num_heads=16)}
-for version, size, img_size, init_values in (
-    ("beit", "base", 224, 0.1), ("beit", "base", 384, 0.1), ("beit", "large", 224, 1e-5),
-    ("beit", "large", 384, 1e-5), ("beit", "large", 512, 1e-5),
-    ("beitv2", "base", 224, 1e-5), ("beitv2", "large", 224, 1e-5),
+for name, size, img_size, init_values, weights in (
+    ("beit_base_patch16_224", "base", 224, 0.1, "in22k_ft_in22k_in1k"),
+    ("beit_base_patch16_384", "base", 384, 0.1, "in22k_ft_in22k_in1k"),
+    ("beit_large_patch16_224", "large", 224, 1e-5, "in22k_ft_in22k_in1k"),
+    ("beit_large_patch16_384", "large", 384, 1e-5, "in22k_ft_in22k_in1k"),
+    ("beit_large_patch16_512", "large", 512, 1e-5, "in22k_ft_in22k_in1k"),
+    ("beitv2_base_patch16_224", "base", 224, 1e-5, "in1k_ft_in22k_in1k"),
+    ("beitv2_large_patch16_224", "large", 224, 1e-5, "in1k_ft_in22k_in1k"),
 ):
-    name = f"{version}_{size}_patch16_{img_size}"
-    weights = "in22k_ft_in22k_in1k" if version == "beit" else "in1k_ft_in22k_in1k"
     register_model(name, Beit, hub=f"timm/{name}.{weights}", img_size=img_size,
                    init_values=init_values, **SIZES[size])
 

@@ -981,11 +981,14 @@ def postprocess(output: tuple, sizes: Tensor | Sequence) -> list[dict]:
     return found
 
 # %% ../nbs/42_detr.ipynb #register
-for depth in (50, 101):
-    register_model(f"detr_resnet{depth}", DETR, hub=f"facebook/detr-resnet-{depth}",
-                   backbone=f"resnet{depth}", num_classes=91)
-    register_model(f"detr_resnet{depth}_dc5", DETR, hub=f"facebook/detr-resnet-{depth}-dc5",
-                   backbone=f"resnet{depth}", num_classes=91, dilation=True)
+register_model("detr_resnet50", DETR, hub="facebook/detr-resnet-50", backbone="resnet50",
+               num_classes=91)
+register_model("detr_resnet50_dc5", DETR, hub="facebook/detr-resnet-50-dc5",
+               backbone="resnet50", num_classes=91, dilation=True)
+register_model("detr_resnet101", DETR, hub="facebook/detr-resnet-101", backbone="resnet101",
+               num_classes=91)
+register_model("detr_resnet101_dc5", DETR, hub="facebook/detr-resnet-101-dc5",
+               backbone="resnet101", num_classes=91, dilation=True)
 
 # %% ../nbs/42_detr.ipynb #slow-small
 class SmallBackbone(nn.Sequential):

@@ -315,9 +315,10 @@ def panoptic_detr(joint_softmax: bool = True, **options) -> PanopticDETR:
     return PanopticDETR(DETR(**keywords), joint_softmax)
 
 
-for depth in (50, 101):
-    register_model(f"detr_resnet{depth}_panoptic", panoptic_detr, backbone=f"resnet{depth}",
-                   hub=f"facebook/detr-resnet-{depth}-panoptic")
+register_model("detr_resnet50_panoptic", panoptic_detr, backbone="resnet50",
+               hub="facebook/detr-resnet-50-panoptic")
+register_model("detr_resnet101_panoptic", panoptic_detr, backbone="resnet101",
+               hub="facebook/detr-resnet-101-panoptic")
 register_model("detr_resnet50_dc5_panoptic", panoptic_detr, backbone="resnet50", dilation=True,
                hub="facebook/detr-resnet-50-dc5-panoptic")
 
