@@ -1,6 +1,9 @@
 """Adapters, hooks, pruning, and quantization take effect in every model, or are refused."""
 
 import copy
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +16,12 @@ from attnlib.beit import BeitForMaskedImageModeling, DiscreteVAE
 from attnlib.decoding import greedy
 from attnlib.detr import DETR, BoxQueryDETR, small_detr
 from attnlib.gpt import GPT, GPTConfig
+from attnlib.inference import optimize_for_inference
 from attnlib.mae import MaskedAutoencoder
 from attnlib.panoptic import PanopticDETR
 from attnlib.spatial import AttentiveConvnet, Captioner, ConvEncoder
 from attnlib.transformer import Transformer
-from helpers import BACKBONES, build
+from helpers import BACKBONES, build, close
 
 LAYERS = nn.Linear, nn.Conv2d, nn.Embedding
 IMAGES = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
@@ -241,3 +245,113 @@ def test_an_adapter_around_the_codes_of_a_tokenizer():
     before = model.decode(places)
     model.codes = Adapter(model.codes)
     assert (model.decode(places) - before).abs().max() > 1e-4
+
+
+# --- low-rank adapters by peft ----------------------------------------------------------------
+
+SAME = 2e-6  # float32 sums of outputs of up to 10
+PAGE = Path(__file__).parent.parent / "nbs" / "36_finetune.ipynb"
+
+
+def documented_targets():
+    """The names for `target_modules` of each model, from the table of the chapter."""
+    (text,) = [
+        "".join(cell["source"])
+        for cell in json.loads(PAGE.read_text(encoding="utf-8"))["cells"]
+        if cell["id"] == "adapters-text"
+    ]
+    found = {}
+    for row in text.splitlines():
+        if row.startswith("|") and "`" in row:
+            models, attention, network, classifier = row.strip("|").split("|")
+            for model in re.findall(r"\w+", models.lower()):
+                found[model] = re.findall("`(.*?)`", attention + network)
+                assert re.findall("`(.*?)`", classifier) == ["head"] * (model in BACKBONES)
+    return found
+
+
+TARGETS = documented_targets()
+
+
+def test_the_table_has_the_models():
+    models = {"vit", "deit", "beit", "swin", "swinv2", "tnt", "gpt", "transformer"}
+    assert TARGETS.keys() == models
+
+
+def with_lora(name, **options):
+    """A model with low-rank adapters that change its output, in evaluation mode."""
+    peft = pytest.importorskip("peft")
+    options = dict(r=2, lora_alpha=4, target_modules=TARGETS[name]) | options
+    if name in BACKBONES:
+        options["modules_to_save"] = ["head"]
+    model = peft.get_peft_model(make(name), peft.LoraConfig(**options)).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:  # zero at first
+                parameter.normal_(std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_lora_trains_the_adapters_and_the_head_only(name):
+    model = with_lora(name)
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    trained = {key for key, p in model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in key or "modules_to_save" in key for key in trained)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    with torch.no_grad():
+        first = run(name, model)
+    run(name, model).square().mean().backward()
+    for key, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and parameter.grad.any(), key
+        else:
+            assert parameter.grad is None, key
+    optimizer.step()
+    for key, x in model.state_dict().items():
+        assert torch.equal(x, before[key]) == (key not in trained), key
+    with torch.no_grad():
+        assert (run(name, model) - first).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_lora_adapts_attention_and_feed_forward_networks_only(name):
+    adapted = {key.split(".lora_")[0] for key in with_lora(name).state_dict() if "lora_" in key}
+    parts = r"\.(attn|attn_in|attn_out|self_attn|multihead_attn|mlp|mlp_in|feed_forward)\.\w+$"
+    expected = set()
+    for key in layers_of(make(name)):
+        if re.search(parts, key):
+            expected.add(f"base_model.model.{key}")
+    assert adapted == expected
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@torch.no_grad()
+def test_lora_merged_saved_loaded_and_optimized_gives_the_same(name, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = with_lora(name)
+    plain, adapted = run(name, make(name)), run(name, model)
+    assert (adapted - plain).abs().max() > 1e-3
+    with model.disable_adapter():
+        close(run(name, model), plain, 1e-6)
+    for whole in (model, model.base_model.model):
+        close(run(name, optimize_for_inference(whole)), adapted, SAME)
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(make(name), tmp_path).eval()
+    close(run(name, loaded), adapted, 0)
+    merged = model.merge_and_unload().eval()
+    assert merged.state_dict().keys() == make(name).state_dict().keys()
+    assert type(merged) is type(make(name))
+    close(run(name, merged), adapted, SAME)
+
+
+@torch.no_grad()
+def test_lora_reaches_the_projections_of_multi_head_attention():
+    options = dict(target_modules=[], target_parameters=["in_proj_weight"])
+    model = with_lora("transformer", **options)
+    plain, adapted = run("transformer", make("transformer")), run("transformer", model)
+    assert (adapted - plain).abs().max() > 1e-3
+    merged = model.merge_and_unload()
+    close(run("transformer", merged), adapted, SAME)
+    close(run("transformer", optimize_for_inference(merged)), adapted, SAME)
