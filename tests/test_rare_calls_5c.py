@@ -5,7 +5,9 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch.nn as nn
 
+from attnlib.cost import count_operations
 from attnlib.deit import soft_distillation_loss
 from attnlib.spatial import Draw, FilterBank
 
@@ -107,3 +109,33 @@ def test_a_far_window_of_draw_writes_to_the_edge():
     written = model.write(torch.randn(2, 4))
     assert written[..., 7].abs().min() > 0
     assert not written[..., :7].any()
+
+
+# --- recurrent layers without biases ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer_class", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"bidirectional": True}])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_recurrent_layer_multiplies_each_token_by_each_matrix(
+    layer_class, options, bias, batch
+):
+    layer = layer_class(5, 3, bias=bias, **options)
+    matrices = [weight for weight in layer.parameters() if weight.ndim == 2]
+    expected = 2 * 7 * batch * sum(weight.numel() for weight in matrices)
+    x = torch.randn(7, batch, 5)
+    with torch.no_grad():
+        assert count_operations(layer, x).flops == expected
+
+
+@pytest.mark.parametrize("layer_class", [nn.LSTM, nn.GRU])
+def test_biases_take_no_products_in_the_backward_pass(layer_class):
+    x = torch.randn(7, 4, 5, requires_grad=True)
+
+    def step(layer):
+        layer(x)[0].sum().backward()
+
+    plain = count_operations(step, layer_class(5, 3, bias=False))
+    biased = count_operations(step, layer_class(5, 3))
+    assert plain.flops == biased.flops
