@@ -376,8 +376,9 @@ _FORMULAS = {  # operations of operators for which PyTorch has no formula, or a 
     "aten::addmv": lambda bias, matrix, *_, **__: 2 * matrix.numel(),
     "aten::dot": lambda x, *_, **__: 2 * x.numel(),
     "aten::vdot": lambda x, *_, **__: 2 * x.numel(),
-    "aten::mkldnn_rnn_layer": lambda x, *rest, **__: _recurrent(x, rest[:4]),
-    "aten::mkldnn_rnn_layer_backward": lambda x, *rest, **__: 2 * _recurrent(x, rest[:4]),
+    # two matrices; without biases PyTorch passes them again, where the biases would be
+    "aten::mkldnn_rnn_layer": lambda x, *rest, **__: _recurrent(x, rest[:2]),
+    "aten::mkldnn_rnn_layer_backward": lambda x, *rest, **__: 2 * _recurrent(x, rest[:2]),
     "aten::_cudnn_rnn": lambda x, weights, *_, **__: _recurrent(x, weights),
     "aten::_cudnn_rnn_backward":
         lambda x, weights, *rest, **__: (1 + rest[-1][3]) * _recurrent(x, weights),

@@ -141,7 +141,8 @@ def soft_distillation_loss(
     al. 2021, equation 2).
 
     As in the authors' code the second part is divided by the number of logits, B·C, and not by
-    B alone.
+    B alone. A class to which the teacher gives no probability, such as one with the logit -inf,
+    adds 0 to the divergence.
 
     Parameters
     ----------
@@ -167,7 +168,9 @@ def soft_distillation_loss(
     wide = torch.promote_types(dist_logits.dtype, torch.float32)
     log_p = F.log_softmax(teacher_logits.to(wide) / temperature, dim=-1)
     log_q = F.log_softmax(dist_logits.to(wide) / temperature, dim=-1)
-    divergence = temperature**2 * (log_p.exp() * (log_p - log_q)).mean()
+    p = log_p.exp()
+    log_ratio = (log_p - log_q).masked_fill(p == 0, 0.0)  # 0 log 0 is 0
+    divergence = temperature**2 * (p * log_ratio).mean()
     own = F.cross_entropy(logits, labels)
     return (1 - weight) * own + weight * divergence
 

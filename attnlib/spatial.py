@@ -780,10 +780,15 @@ class FilterBank:
     def window(self, numbers: Float[Tensor, "B 5"]) -> Window:
         """The `Window` for five numbers (B, 5): x, y, log σ², log stride, log γ.
 
-        They are in float32 at least: in half precision, neighboring pixels may coincide.
+        They are in float32 at least: in half precision, neighboring pixels may coincide. x and
+        y are clipped to ±1e9, and log σ² and log stride to ±30, so that no filter overflows.
         """
         numbers = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
         x, y, log_variance, log_stride, log_gamma = numbers.unbind(-1)
+        x = x.clamp(-1e9, 1e9)
+        y = y.clamp(-1e9, 1e9)
+        log_variance = log_variance.clamp(-30, 30)
+        log_stride = log_stride.clamp(-30, 30)
         height, width = self.size
         whole = (max(self.size) - 1) / max(1, self.glimpse - 1)  # stride that spans the image
         return Window(
@@ -803,7 +808,10 @@ class FilterBank:
         i = torch.arange(1, self.glimpse + 1, **options)[:, None]  # filters, (N, 1)
         a = torch.arange(1, length + 1, **options)  # pixels, (length,)
         mu = center + (i - self.glimpse / 2 - 0.5) * stride  # (B, N, 1)
-        exponents = -(((a - mu) / sigma) ** 2) / 2  # (B, N, length)
+        nearest = mu.detach().round().clamp(1, length)  # pixel of each filter
+        # (a - μ)² less that of the nearest pixel, which the softmax cancels: not all overflow
+        excess = (a - nearest) * (a + nearest - 2 * mu)  # (B, N, length)
+        exponents = -excess / sigma**2 / 2
         return exponents.softmax(-1)
 
     def filters(

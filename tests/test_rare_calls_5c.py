@@ -1,0 +1,141 @@
+"""Rare but legitimate calls: infinite logits, far windows, counts, and buffers that change."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.nn as nn
+
+from attnlib.cost import count_operations
+from attnlib.deit import soft_distillation_loss
+from attnlib.spatial import Draw, FilterBank
+
+# --- a teacher that excludes classes ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("excluded", [-math.inf, -1e4])
+@pytest.mark.parametrize("student_excludes", [True, False])
+def test_a_class_that_the_teacher_excludes_adds_nothing(excluded, student_excludes):
+    teacher = torch.tensor([[1.0, excluded, 0.5], [0.0, 2.0, excluded]])
+    student = torch.tensor([[0.3, 0.2, 0.1], [-1.0, 0.5, 2.0]])
+    if student_excludes:
+        student[0, 1] = excluded
+    student.requires_grad_()
+    labels = torch.tensor([0, 1])
+    loss = soft_distillation_loss(
+        student, student, teacher, labels, weight=1.0, temperature=2.0
+    )
+    expected = 0.0
+    for taught, told in zip(teacher.tolist(), student.tolist()):
+        p_total = sum(math.exp(value / 2) for value in taught)
+        q_total = sum(math.exp(value / 2) for value in told)
+        for a, b in zip(taught, told):
+            p = math.exp(a / 2) / p_total
+            if p > 0:
+                expected += 4 * p * math.log(p / (math.exp(b / 2) / q_total)) / 6
+    torch.testing.assert_close(loss.item(), expected, rtol=1e-5, atol=1e-7)
+    loss.backward()
+    p, q = (teacher / 2).softmax(-1), (student.detach() / 2).softmax(-1)
+    torch.testing.assert_close(student.grad, 4 * (q - p) / 2 / 6)
+
+
+def test_a_class_that_only_the_student_excludes_costs_infinitely_much():
+    teacher = torch.tensor([[1.0, 0.0]])
+    student = torch.tensor([[1.0, -math.inf]])
+    loss = soft_distillation_loss(student, student, teacher, torch.tensor([0]))
+    assert loss == math.inf
+
+
+# --- windows far outside the image -----------------------------------------------------------
+
+FAR = (
+    (3.0, 0.0, 0.0, 0.0, 0.0),
+    (1e3, -1e3, 0.0, 0.0, 0.0),
+    (-1e6, 1e6, 10.0, -3.0, 0.0),
+    (1e9, 0.0, 25.0, 0.0, 0.0),
+    (0.13, 0.24, -30.0, 0.0, 0.0),
+    (0.13, 0.24, 0.0, 30.0, 0.0),
+    (0.13, 0.24, 30.0, -30.0, 0.0),
+)
+
+
+def exact_filters(center, log_variance, log_stride, length, image_side, glimpse):
+    stride = Fraction(image_side - 1, glimpse - 1) * Fraction(math.exp(log_stride))
+    variance = Fraction(math.exp(log_variance))
+    middle = Fraction(length + 1, 2) * (Fraction(center) + 1)
+    rows = []
+    for i in range(1, glimpse + 1):
+        mu = middle + (i - Fraction(glimpse + 1, 2)) * stride
+        squares = [(a - mu) ** 2 for a in range(1, length + 1)]
+        least = min(squares)
+        powers = [math.exp(-min(1000, (square - least) / variance / 2)) for square in squares]
+        rows.append([power / sum(powers) for power in powers])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("numbers", FAR)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_filters_of_a_far_window(numbers, dtype):
+    five = torch.tensor([numbers], dtype=dtype, requires_grad=True)
+    x, y, log_variance, log_stride, _ = five[0].tolist()
+    F_Y, F_X = FilterBank((7, 9), 4).filters(five)
+    expected_y = exact_filters(y, log_variance, log_stride, 7, 9, 4)
+    expected_x = exact_filters(x, log_variance, log_stride, 9, 9, 4)
+    torch.testing.assert_close(F_Y[0].double(), expected_y, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(F_X[0].double(), expected_x, rtol=1e-4, atol=1e-5)
+    (F_Y[0, :, 0].sum() + F_X[0, :, 0].sum()).backward()
+    assert five.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("value", [1e30, -1e30, math.inf, -math.inf])
+def test_no_filter_overflows(place, value):
+    five = torch.zeros(1, 5, dtype=torch.float32)
+    five[0, place] = value
+    five.requires_grad_()
+    for filters in FilterBank((7, 9), 4).filters(five):
+        torch.testing.assert_close(filters.sum(-1), torch.ones(1, 4))
+        filters[0, 0, 0].backward(retain_graph=True)
+    assert five.grad.isfinite().all()
+
+
+def test_a_far_window_of_draw_writes_to_the_edge():
+    torch.manual_seed(0)
+    model = Draw(8, steps=1, glimpse=3, hidden_dim=4, latent_dim=2)
+    with torch.no_grad():
+        model.write_window.weight.zero_()
+        model.write_window.bias.copy_(torch.tensor([1e20, 0.0, -4.0, 0.0, 0.0]))
+    written = model.write(torch.randn(2, 4))
+    assert written[..., 7].abs().min() > 0
+    assert not written[..., :7].any()
+
+
+# --- recurrent layers without biases ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer_class", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"bidirectional": True}])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_recurrent_layer_multiplies_each_token_by_each_matrix(
+    layer_class, options, bias, batch
+):
+    layer = layer_class(5, 3, bias=bias, **options)
+    matrices = [weight for weight in layer.parameters() if weight.ndim == 2]
+    expected = 2 * 7 * batch * sum(weight.numel() for weight in matrices)
+    x = torch.randn(7, batch, 5)
+    with torch.no_grad():
+        assert count_operations(layer, x).flops == expected
+
+
+@pytest.mark.parametrize("layer_class", [nn.LSTM, nn.GRU])
+def test_biases_take_no_products_in_the_backward_pass(layer_class):
+    x = torch.randn(7, 4, 5, requires_grad=True)
+
+    def step(layer):
+        layer(x)[0].sum().backward()
+
+    plain = count_operations(step, layer_class(5, 3, bias=False))
+    biased = count_operations(step, layer_class(5, 3))
+    assert plain.flops == biased.flops
