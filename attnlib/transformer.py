@@ -78,24 +78,28 @@ class CrossAttention(MultiHeadAttention):
         A `cache` keeps the memory's keys and values as long as calls are given the same tensor,
         and have gradients or need none.
         """
-        known = cache is not None and cache.sources.get(layer) is memory
-        if known and torch.is_grad_enabled():
-            known_keys, _ = cache.memory[layer]
-            if not known_keys.requires_grad:
-                learning = any(p.requires_grad for p in self.parameters())
-                known = not (memory.requires_grad or learning)
-        if known:
+        if self._can_reuse(cache, layer, memory):
             (q,) = self.project(x)  # (B, h, N, d)
             k, v = cache.memory[layer]
         else:
             q, k, v = self.project(x, memory, memory)  # (B, h, N, d), twice (B, h, M, d)
-        if cache is not None:
-            cache.memory[layer] = (k, v)
-            cache.sources[layer] = memory
+            if cache is not None:
+                cache.memory[layer] = (k, v)
+                cache.sources[layer] = memory
         dropout_p = self.dropout if self.training else 0.0
         x = attention(q, k, v, mask=mask, dropout_p=dropout_p)  # (B, h, N, d)
         x = merge_heads(x)  # -> (B, N, h d)
         return self.out_proj(x)  # -> (B, N, C)
+
+    def _can_reuse(self, cache: Any, layer: int, memory: Tensor) -> bool:
+        """Return whether a cache has keys and values of this memory, with all gradients."""
+        if cache is None or cache.sources.get(layer) is not memory:
+            return False
+        keys, _ = cache.memory[layer]
+        if keys.requires_grad or not torch.is_grad_enabled():
+            return True
+        learning = any(p.requires_grad for p in self.parameters())
+        return not (memory.requires_grad or learning)
 
 # %% ../nbs/21_transformer.ipynb #feed-forward
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "swish": F.silu}
@@ -260,7 +264,7 @@ class Decoder(Encoder):
     ) -> Float[Tensor, "B N d_model"]:
         """Tokens (B, N, d_model) and memory (B, M, d_model) to tokens."""
         if cache is not None:
-            cache.rewind()
+            cache.rewind()  # what an interrupted call has left is dropped
         for i, layer in enumerate(self.layers):
             x = layer(x, memory, mask=mask, memory_mask=memory_mask, bias=bias, cache=cache,
                       layer=i)
