@@ -66,6 +66,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'attnlib' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """All names, also of what is imported when it is asked for."""
+    return sorted({*globals(), *_LATER})
+
+
 __all__ = [
     "AdditiveAttention",
     "AutoFormer",

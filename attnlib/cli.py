@@ -431,7 +431,7 @@ def _train(options: Any) -> None:
     fit(model, train, valid, epochs=options.epochs, batch_size=batch_size, lr=options.lr,
         warmup=steps // 10, weight_decay=0.05, num_workers=options.workers,
         checkpoint=options.checkpoint, seed=options.seed)
-    print(f"attnlib classify {options.checkpoint} IMAGE")
+    print(f"try: attnlib classify {options.checkpoint} IMAGE")
 
 
 def _print_times(options: Any) -> None:
@@ -470,6 +470,7 @@ def _parser() -> argparse.ArgumentParser:
     show = part("show", _print_facts, "tell what is known of a model")
     show.add_argument("name", help=_NAME)
     train = part("train", _train, "train a classifier on a folder with a folder for each class")
+    train.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     train.add_argument("folder", metavar="FOLDER")
     train.add_argument("--model", default="vit_small_patch16_224", metavar="NAME", help=_NAME)
     train.add_argument("--scratch", action="store_true",
@@ -482,7 +483,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--workers", type=int, default=2, help="processes that load photographs")
     train.add_argument("--checkpoint", default="run.json", metavar="FILE",
                        help="where the run is kept; if it is there, the run goes on from it")
-    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--seed", type=int, default=0, help="of the split and the training")
     name_picture = part("classify", _print_classes, "name what is in a picture")
     name_picture.add_argument("name", help=f"{_NAME}, or what `attnlib train` wrote")
     name_picture.add_argument("picture", metavar="IMAGE")

@@ -1359,6 +1359,9 @@ class ImageFolder(Dataset):
             v2.Normalize(self.data_config["mean"], self.data_config["std"]),
         ])
 
+    def __repr__(self) -> str:
+        return f"ImageFolder of {len(self)} images in {len(self.classes)} classes"
+
     def __len__(self) -> int:
         return len(self.samples)
 
@@ -1519,8 +1522,9 @@ def _warn_of(files: Sequence[str], what: str) -> None:
     """Warn with the number of some files, if there are any, and the names of the first."""
     if files:
         named = ", ".join(files[:3])
-        warnings.warn(f"{len(files)} files {what}: {named}" + ", …" * (len(files) > 3),
-                      stacklevel=4)
+        if len(files) > 3:
+            named += ", …"
+        warnings.warn(f"files that {what}: {len(files)} ({named})", stacklevel=4)
 
 
 def _split(

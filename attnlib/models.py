@@ -34,7 +34,8 @@ import torch.nn as nn
 from jaxtyping import Float
 from torch import Tensor
 
-from .backbone import Backbone, FeatureExtractor, describe_model, requires
+from .backbone import (Backbone, FeatureExtractor, describe_model, evaluation,
+                              requires)
 from .convert import convert_state_dict
 
 # %% ../nbs/93_models.ipynb #register
@@ -1019,7 +1020,7 @@ def classify(
     Parameters
     ----------
     model : torch.nn.Module
-        Made by `create_model`, in evaluation mode.
+        Made by `create_model` or `load_model`; it is in evaluation mode meanwhile.
     picture
         What `preprocess` takes.
     k : int
@@ -1035,24 +1036,30 @@ def classify(
 
     Raises
     ------
+    TypeError
+        If `model` is not a model.
     ValueError
-        If the model is in training mode, was not made by `create_model`, has no classifier, or
-        has another number of classes than there are names, or `k` is not an integer of at least
-        1.
+        If the model was not made by `create_model` or `load_model`, has no classifier, or has
+        another number of classes than there are names, or `k` is not an integer of at least 1.
     """
     if not isinstance(k, Integral) or k < 1:
         raise ValueError(f"k ({k!r}) must be an integer of at least 1")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model ({model!r}) must be a model; load_model makes one from a file")
     config = getattr(model, "data_config", None)
-    if config is None or model.training:
-        raise ValueError("model must be made by create_model and be in evaluation mode: call "
-                         "model.eval()")
+    if config is None:
+        raise ValueError(f"model ({type(model).__name__}) must be made by create_model or "
+                         "load_model: it has no data_config, which describes its images")
     check_classifies(model)
     if names is None:
         names = getattr(model, "label_names", None)
     if names is None:
         names = class_names(model.pretrained_cfg["architecture"])
+        if len(names) != model.num_classes:
+            raise ValueError(f"names (None) must be given for a model with {model.num_classes} "
+                             "classes of its own, which fit has not trained")
     parameter = next(model.parameters())
-    with torch.no_grad():
+    with torch.no_grad(), evaluation(model):
         logits = model(preprocess(config)(picture).to(parameter))
     if logits.shape[1:] != (len(names),):
         raise ValueError(f"names has {len(names)} entries; the model's output has shape "

@@ -469,6 +469,9 @@ class CrossEntropy:
         self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, int]:
         """The sum over a batch of images and int64 labels, and their number."""
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            raise TypeError(f"a batch is {_described(batch)}; without a loss_fn it must be a "
+                            "tuple of images and labels. For a GPT, pass loss_fn=text_loss")
         images, labels = batch
         logits = self.logits(model, images)
         total = F.cross_entropy(logits, labels, reduction="sum",
@@ -966,6 +969,11 @@ def _resume(
     if checkpoint is None or not Path(checkpoint).exists():
         return 0, []
     tensors, state = load_checkpoint(checkpoint, _like(model, optimizer))
+    stored = state.get("model")
+    own = describe_model(model)
+    if stored and own and stored["architecture"] != own["architecture"]:
+        raise ValueError(f"{checkpoint} belongs to another model: {stored['architecture']}, "
+                         f"not {own['architecture']}")
     if not {"step", "history", "settings"} <= state.keys():
         raise ValueError(f"{checkpoint} is a checkpoint, but not one that `fit` wrote")
     written = dict(state["settings"])
@@ -1185,9 +1193,11 @@ def _check_run(
     ema: float | None, patience: int | None, log_every: int, stop_after: int | None,
     schedule: Literal["cosine", "inverse_sqrt", "constant"], parallel: Literal["ddp", "fsdp"],
 ) -> None:
-    if not callable(loss_fn):
+    is_torchs = getattr(loss_fn, "__module__", "").startswith("torch.nn")
+    if not callable(loss_fn) or is_torchs:
         raise TypeError(f"loss_fn ({_described(loss_fn)}) must be a function of a model and a "
-                        "batch")
+                        "batch, such as lambda model, batch: F.cross_entropy(model(batch[0]), "
+                        "batch[1])")
     counts = [("steps", steps, 1), ("log_every", log_every, 1), ("warmup", warmup, 0)]
     if patience is not None:
         counts.append(("patience", patience, 1))
@@ -1481,6 +1491,30 @@ def _has_waited(history: list[dict], patience: int | None) -> bool:
     return patience is not None and _records_since_best(history) >= patience
 
 
+def _announce(
+    checkpoint: Path | None, history: list[dict], steps: int, steps_of_epoch: int | None
+) -> None:
+    """Print where a run goes on, or that it has ended before; nothing for a new run."""
+    if history:
+        ended = history[-1]["step"] >= steps
+        what = "has ended, as it was, with" if ended else "goes on after"
+        print(f"{checkpoint}: {what} {_line(history[-1], steps, steps_of_epoch)}")
+
+
+def _name_classes(model: torch.nn.Module, train: object) -> None:
+    """Give a model the names of a dataset's classes, if there are such names."""
+    if _class_names(train) is not None:
+        model.label_names = _class_names(train)
+
+
+def _count_examples(train: object) -> int | None:
+    """The number of examples of a dataset, a loader, or tensors; None if it is not known."""
+    data = getattr(train, "dataset", train)
+    if isinstance(data, (tuple, list)):
+        return len(data[0])
+    return len(data) if hasattr(data, "__len__") else None
+
+
 def _line(record: dict, steps: int, steps_of_epoch: int | None) -> str:
     """A record as a line of text."""
     parts = [f"step {record['step']} of {steps}"]
@@ -1547,9 +1581,10 @@ def fit(
     the best record: the one with the highest accuracy or, if the loss reports no accuracy, the
     one with the lowest validation loss.
 
-    A run leaves no trace but the trained weights and the device of the model. Afterwards,
-    PyTorch's random number generators are in the state in which they were, and so is each
-    module's training or evaluation mode.
+    If the dataset has names of classes, the model gets them as `label_names`, for `classify`.
+    Apart from this, a run leaves no trace but the trained weights and the device of the model.
+    Afterwards, PyTorch's random number generators are in the state in which they were, and so
+    is each module's training or evaluation mode.
 
     Parameters
     ----------
@@ -1663,8 +1698,11 @@ def fit(
             steps=steps, lr=lr, warmup=warmup, schedule=schedule, betas=list(betas),
             weight_decay=weight_decay, max_grad_norm=max_grad_norm, seed=seed,
             lr_scale=lr_scale, ema=ema, steps_of_epoch=steps_of_epoch,
+            classes=_class_names(train), examples=_count_examples(train),
             trained=[name for name, p in plain.named_parameters() if p.requires_grad])
         start, history = _resume(checkpoint, plain, optimizer, kept, settings)
+        if valid is not None and accelerator.is_main_process:
+            _announce(checkpoint, history, steps, steps_of_epoch)
 
         end = steps if stop_after is None else min(steps, stop_after)
         takes_step = _takes_step(loss_fn)
@@ -1711,6 +1749,7 @@ def fit(
             stopped |= callback is not None and callback(plain, dict(entry)) is True
         if end == steps:
             kept.give_back()
+        _name_classes(plain, train)
         return history
 
 # %% ../nbs/91_train.ipynb #peak-memory
