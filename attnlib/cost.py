@@ -265,8 +265,8 @@ def roofline_probes(
         probes[f"product {m} x {k} x {n}"] = Probe(partial(F.linear, x, w), 2 * m * k * n, 0)
     for size in megabytes:
         count = round(size * 250_000)  # of numbers of four bytes
-        a = torch.zeros(count, device=device)
-        b = torch.zeros(count, device=device)
+        a = torch.zeros(count, device=device, dtype=torch.float32)
+        b = torch.zeros(count, device=device, dtype=torch.float32)
         probes[f"copy {size} MB"] = Probe(partial(a.copy_, b), 0, 2 * 4 * count)
         probes[f"sum {size} MB"] = Probe(partial(a.add_, b), 0, 3 * 4 * count)
         probes[f"read {size} MB"] = Probe(partial(torch.amax, b), 0, 4 * count)
@@ -986,8 +986,8 @@ def _measure_precisions(
     errors = dict.fromkeys(_PRECISIONS, 0.0)
     for m, k, n in shapes:
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(m, k, generator=generator).to(device)
-        weight = torch.randn(n, k, generator=generator).to(device)
+        x = torch.randn(m, k, generator=generator, dtype=torch.float32).to(device)
+        weight = torch.randn(n, k, generator=generator, dtype=torch.float32).to(device)
         exact = x.double() @ weight.double().T  # (m, n)
         product = partial(F.linear, x, weight)
         spent = {name: [] for name in _PRECISIONS}

@@ -7,8 +7,11 @@ import pytest
 import torch
 import torch.nn as nn
 
-from attnlib.cost import count_operations
+from attnlib.cost import count_operations, roofline_probes
 from attnlib.deit import soft_distillation_loss
+from attnlib.efficient import sparse_mask
+from attnlib.gpt import GPTConfig, rope_cos_sin
+from attnlib.mae import MaskedAutoencoder
 from attnlib.spatial import Draw, FilterBank
 
 # --- a teacher that excludes classes ---------------------------------------------------------
@@ -139,3 +142,79 @@ def test_biases_take_no_products_in_the_backward_pass(layer_class):
     plain = count_operations(step, layer_class(5, 3, bias=False))
     biased = count_operations(step, layer_class(5, 3))
     assert plain.flops == biased.flops
+
+
+# --- another default dtype -------------------------------------------------------------------
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float64)
+SCALINGS = (
+    {"rope_type": "linear", "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def default_dtype(request):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+def scaled(frequency, scaling):
+    if scaling["rope_type"] == "linear":
+        return frequency / scaling["factor"]
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    keep = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return frequency * (keep + (1 - keep) / scaling["factor"])
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_scaled_angles_do_not_depend_on_the_default_dtype(default_dtype, scaling):
+    config = GPTConfig(
+        vocab_size=5,
+        block_size=8192,
+        n_layer=1,
+        n_head=1,
+        n_embd=8,
+        position="rotary",
+        rope_scaling=scaling,
+    )
+    positions = [0, 1, 4001, 8190]
+    cos, sin = rope_cos_sin(config, torch.tensor(positions))
+    for row, position in enumerate(positions):
+        for pair in range(4):
+            angle = position * scaled(10000.0 ** (-pair / 4), scaling)
+            assert abs(cos[row, pair].item() - math.cos(angle)) < 1e-6
+            assert abs(sin[row, pair].item() - math.sin(angle)) < 1e-6
+
+
+def test_probes_move_the_bytes_that_they_name(default_dtype):
+    for name, probe in roofline_probes("cpu", shapes=[(2, 3, 4)], megabytes=[0.01]).items():
+        if probe.bytes > 0:
+            found = count_operations(probe.call).bytes
+            assert abs(found - probe.bytes) <= 4, name
+
+
+def test_random_orders_do_not_depend_on_the_default_dtype(default_dtype):
+    def draws():
+        torch.manual_seed(0)
+        masked = model(images).masked
+        mask = sparse_mask(300, window=1, random_keys=3)
+        return masked, mask
+
+    sizes = dict(embed_dim=8, depth=1, num_heads=2)
+    decoder = dict(decoder_embed_dim=8, decoder_depth=1, decoder_num_heads=2)
+    model = MaskedAutoencoder(img_size=64, patch_size=4, **sizes, **decoder).float()
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float32)
+    found = draws()
+    torch.set_default_dtype(torch.float32)
+    for ours, theirs in zip(found, draws()):
+        assert torch.equal(ours, theirs)
