@@ -709,14 +709,19 @@ class _Recorder:
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
     """After the `with` block, buffers of a model and random generators are as before it."""
-    before = [(x, x.clone()) for x in model.buffers()]
+    before = []
+    for module in model.modules():
+        for name, x in module._buffers.items():
+            before.append((module, name, x, None if x is None else x.clone()))
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield
     finally:
         with torch.no_grad():
-            for x, old in before:
-                x.copy_(old)
+            for module, name, x, old in before:
+                module._buffers[name] = x  # if it was assigned
+                if x is not None:
+                    x.copy_(old)  # if it was changed in place
 
 
 def saved_activations(call: Callable, *inputs, exclude: Iterable[Tensor] = ()) -> int:
@@ -738,11 +743,15 @@ def saved_activations(call: Callable, *inputs, exclude: Iterable[Tensor] = ()) -
     """
     recorder = _Recorder()
     is_module = isinstance(call, torch.nn.Module)
-    with _unchanged(call) if is_module else nullcontext(), recorder.watch():
-        out = call(*inputs)
     skip = {_storage(x) for x in exclude}
-    if is_module:
-        skip |= {_storage(x) for x in (*call.parameters(), *call.buffers())}
+    with _unchanged(call) if is_module else nullcontext():
+        if is_module:
+            skip |= {_storage(x) for x in (*call.parameters(), *call.buffers())}
+        with recorder.watch():
+            out = call(*inputs)
+        if is_module:  # a buffer may have been assigned
+            assigned = list(call.buffers())
+            skip |= {_storage(x) for x in assigned}
     del out
     kept = {s.storage: s.bytes for s in recorder.order if s.storage not in skip}
     return sum(kept.values())
@@ -838,9 +847,12 @@ def training_memory(model: torch.nn.Module, x: Tensor, *, moments: int = 2) -> T
     trained = {_storage(p): sizes[_storage(p)] for p in model.parameters() if p.requires_grad}
     if not trained:
         raise ValueError("model has no parameter with requires_grad: there is nothing to train")
-    with _unchanged(model):
-        order = _saved_in_training(model, x)
     known = {_storage(t) for t in (*model.parameters(), *model.buffers(), x)}
+    with _unchanged(model):
+        recorder = _saved_in_training(model, x)
+        assigned = list(model.buffers())  # during the forward pass
+        known |= {_storage(t) for t in assigned}
+    order = recorder.order
     kept = {s.storage: s.bytes for s in order if s.segment is None and s.storage not in known}
     gradients = sum(trained.values())
     fixed = sum(sizes.values()) + moments * gradients
@@ -849,14 +861,14 @@ def training_memory(model: torch.nn.Module, x: Tensor, *, moments: int = 2) -> T
                           sum(kept.values()), peak)
 
 
-def _saved_in_training(model: torch.nn.Module, x):
+def _saved_in_training(model: torch.nn.Module, x) -> _Recorder:
     """What is saved, checkpointing switched off: the blocks become segments instead."""
     recorder = _Recorder()
     checkpointing = getattr(model, "grad_checkpointing", False)
     if not checkpointing:
         with recorder.watch():
             model(x)
-        return recorder.order
+        return recorder
     if not hasattr(model, "blocks"):
         raise ValueError("model has grad_checkpointing but no blocks, so what it computes "
                          "again cannot be seen")
@@ -866,7 +878,7 @@ def _saved_in_training(model: torch.nn.Module, x):
             model(x)
     finally:
         model.set_grad_checkpointing(True)
-    return recorder.order
+    return recorder
 
 # %% ../nbs/50_cost.ipynb #matmul-precision
 _PRECISIONS = ("highest", "high", "medium")

@@ -7,7 +7,13 @@ import pytest
 import torch
 import torch.nn as nn
 
-from attnlib.cost import count_operations, roofline_probes
+from attnlib.beit import VectorQuantizer, VQAutoencoder
+from attnlib.cost import (
+    count_operations,
+    roofline_probes,
+    saved_activations,
+    training_memory,
+)
 from attnlib.deit import soft_distillation_loss
 from attnlib.efficient import sparse_mask
 from attnlib.gpt import GPTConfig, rope_cos_sin
@@ -218,3 +224,56 @@ def test_random_orders_do_not_depend_on_the_default_dtype(default_dtype):
     torch.set_default_dtype(torch.float32)
     for ours, theirs in zip(found, draws()):
         assert torch.equal(ours, theirs)
+
+
+# --- buffers that a forward pass assigns -----------------------------------------------------
+
+
+class Counter(nn.Module):
+    def __init__(self, in_place):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.in_place = in_place
+        self.register_buffer("steps", torch.zeros(100))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        if self.in_place:
+            self.steps += 1
+        else:
+            self.steps = self.steps + 1
+        self.last = x.detach().clone()
+        return self.layer(x) * self.steps.sum()
+
+
+@pytest.mark.parametrize("look", [saved_activations, training_memory])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_look_leaves_buffers_as_they_are(look, in_place):
+    model, x = Counter(in_place), torch.randn(3, 4)
+    buffer = model.steps
+    found = look(model, x)
+    assert model.steps is buffer
+    assert not model.steps.any()
+    assert model.last is None
+    assert look(model, x) == found
+
+
+@pytest.mark.parametrize("look", [saved_activations, training_memory])
+@pytest.mark.parametrize("kmeans_steps", [0, 2])
+def test_a_look_leaves_the_codebook_as_it_is(look, kmeans_steps):
+    torch.manual_seed(0)
+    quantizer = VectorQuantizer(6, 4, kmeans_steps=kmeans_steps)
+    model = VQAutoencoder(nn.Conv2d(3, 4, 2, 2), quantizer, nn.Conv2d(4, 3, 1))
+    x = torch.randn(2, 3, 8, 8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    look(model, x)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_an_assigned_buffer_is_no_activation():
+    x = torch.randn(3, 4)
+    in_place, assigned = Counter(True), Counter(False)
+    assert saved_activations(assigned, x) == saved_activations(in_place, x)
+    assert training_memory(assigned, x) == training_memory(in_place, x)
+    assert training_memory(assigned, x).activations == 4
