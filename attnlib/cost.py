@@ -822,8 +822,9 @@ def training_memory(model: torch.nn.Module, x: Tensor, *, moments: int = 2) -> T
     Parameters
     ----------
     model : torch.nn.Module
-        On the device and in the mode in which it will be trained. If its `grad_checkpointing`
-        is on, each of its `blocks` is taken for checkpointed.
+        On the device and in the mode in which it will be trained. If its `grad_checkpointing`,
+        or that of a module inside it, is on, each of that module's `blocks` is taken for
+        checkpointed.
     x : Tensor
         A batch; its own memory is not counted.
     moments : int
@@ -864,20 +865,25 @@ def training_memory(model: torch.nn.Module, x: Tensor, *, moments: int = 2) -> T
 def _saved_in_training(model: torch.nn.Module, x) -> _Recorder:
     """What is saved, checkpointing switched off: the blocks become segments instead."""
     recorder = _Recorder()
-    checkpointing = getattr(model, "grad_checkpointing", False)
-    if not checkpointing:
-        with recorder.watch():
-            model(x)
-        return recorder
-    if not hasattr(model, "blocks"):
-        raise ValueError("model has grad_checkpointing but no blocks, so what it computes "
-                         "again cannot be seen")
-    model.set_grad_checkpointing(False)
+    checkpointed = []
+    blocks = []
+    for name, part in model.named_modules():
+        if not getattr(part, "grad_checkpointing", False):
+            continue
+        if not hasattr(part, "blocks"):
+            where = f"model.{name}" if name else "model"
+            raise ValueError(f"{where} has grad_checkpointing but no blocks, so what it "
+                             "computes again cannot be seen")
+        checkpointed.append(part)
+        blocks.extend(part.blocks)
     try:
-        with recorder.watch(model.blocks):
+        for part in checkpointed:
+            part.grad_checkpointing = False
+        with recorder.watch(blocks):
             model(x)
     finally:
-        model.set_grad_checkpointing(True)
+        for part in checkpointed:
+            part.grad_checkpointing = True
     return recorder
 
 # %% ../nbs/50_cost.ipynb #matmul-precision

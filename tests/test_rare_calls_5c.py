@@ -19,6 +19,7 @@ from attnlib.efficient import sparse_mask
 from attnlib.gpt import GPTConfig, rope_cos_sin
 from attnlib.mae import MaskedAutoencoder
 from attnlib.spatial import Draw, FilterBank
+from attnlib.vit import VisionTransformer
 
 # --- a teacher that excludes classes ---------------------------------------------------------
 
@@ -277,3 +278,51 @@ def test_an_assigned_buffer_is_no_activation():
     assert saved_activations(assigned, x) == saved_activations(in_place, x)
     assert training_memory(assigned, x) == training_memory(in_place, x)
     assert training_memory(assigned, x).activations == 4
+
+
+# --- checkpointed blocks inside another module -----------------------------------------------
+
+
+def small_vit():
+    torch.manual_seed(0)
+    sizes = dict(img_size=16, patch_size=4, embed_dim=16, depth=3, num_heads=2)
+    return VisionTransformer(num_classes=5, **sizes)
+
+
+def test_a_container_has_the_memory_of_the_checkpointed_model_in_it():
+    model, x = small_vit(), torch.randn(2, 3, 16, 16)
+    plain = training_memory(model, x)
+    model.set_grad_checkpointing()
+    expected = training_memory(model, x)
+    assert training_memory(nn.Sequential(model), x) == expected
+    assert training_memory(nn.Sequential(nn.Sequential(model)), x) == expected
+    assert expected.activations < plain.activations
+    assert model.grad_checkpointing
+
+
+def test_the_blocks_of_two_models_in_a_container_are_checkpointed():
+    class Sum(nn.Module):
+        def __init__(self, first, second):
+            super().__init__()
+            self.first = first
+            self.second = second
+
+        def forward(self, x):
+            return self.first(x) + self.second(x)
+
+    first, second, x = small_vit(), small_vit(), torch.randn(2, 3, 16, 16)
+    model = Sum(first, second)
+    plain = training_memory(model, x).activations
+    saved = training_memory(first, x).activations
+    first.set_grad_checkpointing()
+    saved -= training_memory(first, x).activations
+    assert training_memory(model, x).activations == plain - saved
+    second.set_grad_checkpointing()
+    assert training_memory(model, x).activations == plain - 2 * saved
+
+
+def test_a_module_without_blocks_inside_a_container_is_named():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].grad_checkpointing = True
+    with pytest.raises(ValueError, match="model.1 has grad_checkpointing but no blocks"):
+        training_memory(model, torch.ones(2, 3))
