@@ -14,6 +14,7 @@ from attnlib.cost import (
     saved_activations,
     training_memory,
 )
+from attnlib.data import draw_numbers
 from attnlib.deit import soft_distillation_loss
 from attnlib.efficient import sparse_mask
 from attnlib.gpt import GPTConfig, rope_cos_sin
@@ -326,3 +327,16 @@ def test_a_module_without_blocks_inside_a_container_is_named():
     model[1].grad_checkpointing = True
     with pytest.raises(ValueError, match="model.1 has grad_checkpointing but no blocks"):
         training_memory(model, torch.ones(2, 3))
+
+
+# --- numbers of few and of many digits -------------------------------------------------------
+
+
+def test_how_often_a_number_has_few_digits():
+    numbers = draw_numbers(60_000, 10**6)
+    for digits in (1, 6):
+        smallest = 0 if digits == 1 else 10 ** (digits - 1)
+        chance = sum((10**digits - smallest) / 10**bound for bound in range(digits, 7)) / 6
+        share = sum(len(str(number)) == digits for number in numbers) / len(numbers)
+        assert abs(share - chance) < 0.006
+        assert f"{chance:.3g}" in draw_numbers.__doc__
