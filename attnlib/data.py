@@ -48,6 +48,7 @@ _CORRECTIONS = {  # language: patterns in the names of num2words and what should
            (r"miljoner(?=\w)", "miljoner ")],
     "da": [(r"(?<!halv)treds", "tres"),
            (r"^en millioner", "en million"),
+           (r"\bet millioner", "en millioner"),
            (r"tusind(?=\w)(?!e og )", "tusinde og ")],
     "es": [(r"veintiuno (?=mil)", "veintiún "),
            (r"\buno (?=mil)", "un ")],

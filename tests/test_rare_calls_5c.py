@@ -14,7 +14,7 @@ from attnlib.cost import (
     saved_activations,
     training_memory,
 )
-from attnlib.data import draw_numbers
+from attnlib.data import draw_numbers, number_words
 from attnlib.deit import soft_distillation_loss
 from attnlib.efficient import sparse_mask
 from attnlib.gpt import GPTConfig, rope_cos_sin
@@ -340,3 +340,13 @@ def test_how_often_a_number_has_few_digits():
         share = sum(len(str(number)) == digits for number in numbers) / len(numbers)
         assert abs(share - chance) < 0.006
         assert f"{chance:.3g}" in draw_numbers.__doc__
+
+
+def test_danish_millions_are_of_common_gender():
+    names = number_words([1_000_000, 21_000_000, 101_000_000, 901_101_001], "da")
+    assert names == [
+        "en million",
+        "enogtyve millioner",
+        "ethundrede og en millioner",
+        "nihundrede og en millioner ethundrede og ettusinde og et",
+    ]
