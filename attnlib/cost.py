@@ -265,8 +265,8 @@ def roofline_probes(
         probes[f"product {m} x {k} x {n}"] = Probe(partial(F.linear, x, w), 2 * m * k * n, 0)
     for size in megabytes:
         count = round(size * 250_000)  # of numbers of four bytes
-        a = torch.zeros(count, device=device)
-        b = torch.zeros(count, device=device)
+        a = torch.zeros(count, device=device, dtype=torch.float32)
+        b = torch.zeros(count, device=device, dtype=torch.float32)
         probes[f"copy {size} MB"] = Probe(partial(a.copy_, b), 0, 2 * 4 * count)
         probes[f"sum {size} MB"] = Probe(partial(a.add_, b), 0, 3 * 4 * count)
         probes[f"read {size} MB"] = Probe(partial(torch.amax, b), 0, 4 * count)
@@ -709,14 +709,19 @@ class _Recorder:
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
     """After the `with` block, buffers of a model and random generators are as before it."""
-    before = [(x, x.clone()) for x in model.buffers()]
+    before = []
+    for module in model.modules():
+        for name, x in module._buffers.items():
+            before.append((module, name, x, None if x is None else x.clone()))
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield
     finally:
         with torch.no_grad():
-            for x, old in before:
-                x.copy_(old)
+            for module, name, x, old in before:
+                module._buffers[name] = x  # if it was assigned
+                if x is not None:
+                    x.copy_(old)  # if it was changed in place
 
 
 def saved_activations(call: Callable, *inputs, exclude: Iterable[Tensor] = ()) -> int:
@@ -738,11 +743,15 @@ def saved_activations(call: Callable, *inputs, exclude: Iterable[Tensor] = ()) -
     """
     recorder = _Recorder()
     is_module = isinstance(call, torch.nn.Module)
-    with _unchanged(call) if is_module else nullcontext(), recorder.watch():
-        out = call(*inputs)
     skip = {_storage(x) for x in exclude}
-    if is_module:
-        skip |= {_storage(x) for x in (*call.parameters(), *call.buffers())}
+    with _unchanged(call) if is_module else nullcontext():
+        if is_module:
+            skip |= {_storage(x) for x in (*call.parameters(), *call.buffers())}
+        with recorder.watch():
+            out = call(*inputs)
+        if is_module:  # a buffer may have been assigned
+            assigned = list(call.buffers())
+            skip |= {_storage(x) for x in assigned}
     del out
     kept = {s.storage: s.bytes for s in recorder.order if s.storage not in skip}
     return sum(kept.values())
@@ -813,8 +822,9 @@ def training_memory(model: torch.nn.Module, x: Tensor, *, moments: int = 2) -> T
     Parameters
     ----------
     model : torch.nn.Module
-        On the device and in the mode in which it will be trained. If its `grad_checkpointing`
-        is on, each of its `blocks` is taken for checkpointed.
+        On the device and in the mode in which it will be trained. If its `grad_checkpointing`,
+        or that of a module inside it, is on, each of that module's `blocks` is taken for
+        checkpointed.
     x : Tensor
         A batch; its own memory is not counted.
     moments : int
@@ -838,9 +848,12 @@ def training_memory(model: torch.nn.Module, x: Tensor, *, moments: int = 2) -> T
     trained = {_storage(p): sizes[_storage(p)] for p in model.parameters() if p.requires_grad}
     if not trained:
         raise ValueError("model has no parameter with requires_grad: there is nothing to train")
-    with _unchanged(model):
-        order = _saved_in_training(model, x)
     known = {_storage(t) for t in (*model.parameters(), *model.buffers(), x)}
+    with _unchanged(model):
+        recorder = _saved_in_training(model, x)
+        assigned = list(model.buffers())  # during the forward pass
+        known |= {_storage(t) for t in assigned}
+    order = recorder.order
     kept = {s.storage: s.bytes for s in order if s.segment is None and s.storage not in known}
     gradients = sum(trained.values())
     fixed = sum(sizes.values()) + moments * gradients
@@ -849,24 +862,29 @@ def training_memory(model: torch.nn.Module, x: Tensor, *, moments: int = 2) -> T
                           sum(kept.values()), peak)
 
 
-def _saved_in_training(model: torch.nn.Module, x):
+def _saved_in_training(model: torch.nn.Module, x) -> _Recorder:
     """What is saved, checkpointing switched off: the blocks become segments instead."""
     recorder = _Recorder()
-    checkpointing = getattr(model, "grad_checkpointing", False)
-    if not checkpointing:
-        with recorder.watch():
-            model(x)
-        return recorder.order
-    if not hasattr(model, "blocks"):
-        raise ValueError("model has grad_checkpointing but no blocks, so what it computes "
-                         "again cannot be seen")
-    model.set_grad_checkpointing(False)
+    checkpointed = []
+    blocks = []
+    for name, part in model.named_modules():
+        if not getattr(part, "grad_checkpointing", False):
+            continue
+        if not hasattr(part, "blocks"):
+            where = f"model.{name}" if name else "model"
+            raise ValueError(f"{where} has grad_checkpointing but no blocks, so what it "
+                             "computes again cannot be seen")
+        checkpointed.append(part)
+        blocks.extend(part.blocks)
     try:
-        with recorder.watch(model.blocks):
+        for part in checkpointed:
+            part.grad_checkpointing = False
+        with recorder.watch(blocks):
             model(x)
     finally:
-        model.set_grad_checkpointing(True)
-    return recorder.order
+        for part in checkpointed:
+            part.grad_checkpointing = True
+    return recorder
 
 # %% ../nbs/50_cost.ipynb #matmul-precision
 _PRECISIONS = ("highest", "high", "medium")
@@ -986,8 +1004,8 @@ def _measure_precisions(
     errors = dict.fromkeys(_PRECISIONS, 0.0)
     for m, k, n in shapes:
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(m, k, generator=generator).to(device)
-        weight = torch.randn(n, k, generator=generator).to(device)
+        x = torch.randn(m, k, generator=generator, dtype=torch.float32).to(device)
+        weight = torch.randn(n, k, generator=generator, dtype=torch.float32).to(device)
         exact = x.double() @ weight.double().T  # (m, n)
         product = partial(F.linear, x, weight)
         spent = {name: [] for name in _PRECISIONS}

@@ -48,6 +48,7 @@ _CORRECTIONS = {  # language: patterns in the names of num2words and what should
            (r"miljoner(?=\w)", "miljoner ")],
     "da": [(r"(?<!halv)treds", "tres"),
            (r"^en millioner", "en million"),
+           (r"\bet millioner", "en millioner"),
            (r"tusind(?=\w)(?!e og )", "tusinde og ")],
     "es": [(r"veintiuno (?=mil)", "veintiún "),
            (r"\buno (?=mil)", "un ")],
@@ -108,9 +109,11 @@ def _number_name(number: int, language: str) -> str:
 def draw_numbers(
     count: int, limit: int, *, seed: int = 0, exclude: Iterable[int] | Tensor = ()
 ) -> list[int]:
-    """Random numbers below a limit, evenly by their number of digits.
+    """Random numbers below a limit, of few digits about as often as of many.
 
-    First a length is drawn, then a number within it.
+    First a bound 10, 100, ..., `limit` is drawn, then a number below it, each with equal
+    probabilities. As a result, fewer digits are a little likelier: with `limit` = 10⁶, a number
+    has one digit with probability 0.185, and six digits with probability 0.15.
 
     Parameters
     ----------

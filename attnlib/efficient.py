@@ -62,7 +62,8 @@ def sparse_mask(
     mask[:global_tokens] = True
     mask[:, :global_tokens] = True
     if random_keys > 0:
-        shuffled = torch.rand(n, n, generator=generator).argsort(1)  # a row for each query
+        noise = torch.rand(n, n, generator=generator, dtype=torch.float32)
+        shuffled = noise.argsort(1)  # a row for each query
         drawn = shuffled[:, :random_keys]  # (n, random_keys)
         mask.scatter_(1, drawn, True)
     if causal:

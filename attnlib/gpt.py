@@ -521,7 +521,8 @@ def rope_cos_sin(
     angles = position_angles(positions, head_dim, base=config.rope_base)
     if config.rope_scaling is not None:
         # the angles at position 1 are the frequencies
-        frequencies = position_angles(torch.ones(1), head_dim, base=config.rope_base)
+        one = torch.ones(1, dtype=torch.int64)
+        frequencies = position_angles(one, head_dim, base=config.rope_base)
         factors = rope_scaling_factors(frequencies, **config.rope_scaling)
         angles = angles * factors.to(angles.device)
     if positions.ndim == 2:

@@ -366,7 +366,8 @@ class MaskedAutoencoder(nn.Module):
         """
         num_patches = self.patch_embed.num_patches
         if noise is None:
-            noise = torch.rand(len(images), num_patches, device=images.device)
+            noise = torch.rand(len(images), num_patches, device=images.device,
+                               dtype=torch.float32)  # with few equal numbers
         x, keep, masked = self.forward_encoder(images, mask_ratio, noise)
         if keep.shape[1] == num_patches:
             raise ValueError(f"mask_ratio ({mask_ratio}) masks none of {num_patches} patches, "

@@ -112,7 +112,12 @@ def danish(n):
         count, rest = divmod(n, 1000)
         return danish(count) + ("tusinde og " + danish(rest) if rest else "tusind")
     count, rest = divmod(n, 10**6)
-    head = "en million" if count == 1 else danish(count) + " millioner"
+    if count == 1:
+        head = "en million"
+    elif count % 100 == 1:  # million is of common gender
+        head = danish(count).removesuffix("et") + "en millioner"
+    else:
+        head = danish(count) + " millioner"
     return head + (" " + danish(rest) if rest else "")
 
 

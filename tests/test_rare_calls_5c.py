@@ -7,9 +7,20 @@ import pytest
 import torch
 import torch.nn as nn
 
-from attnlib.cost import count_operations
+from attnlib.beit import VectorQuantizer, VQAutoencoder
+from attnlib.cost import (
+    count_operations,
+    roofline_probes,
+    saved_activations,
+    training_memory,
+)
+from attnlib.data import draw_numbers, number_words
 from attnlib.deit import soft_distillation_loss
+from attnlib.efficient import sparse_mask
+from attnlib.gpt import GPTConfig, rope_cos_sin
+from attnlib.mae import MaskedAutoencoder
 from attnlib.spatial import Draw, FilterBank
+from attnlib.vit import VisionTransformer
 
 # --- a teacher that excludes classes ---------------------------------------------------------
 
@@ -139,3 +150,203 @@ def test_biases_take_no_products_in_the_backward_pass(layer_class):
     plain = count_operations(step, layer_class(5, 3, bias=False))
     biased = count_operations(step, layer_class(5, 3))
     assert plain.flops == biased.flops
+
+
+# --- another default dtype -------------------------------------------------------------------
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float64)
+SCALINGS = (
+    {"rope_type": "linear", "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def default_dtype(request):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+def scaled(frequency, scaling):
+    if scaling["rope_type"] == "linear":
+        return frequency / scaling["factor"]
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    keep = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return frequency * (keep + (1 - keep) / scaling["factor"])
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_scaled_angles_do_not_depend_on_the_default_dtype(default_dtype, scaling):
+    config = GPTConfig(
+        vocab_size=5,
+        block_size=8192,
+        n_layer=1,
+        n_head=1,
+        n_embd=8,
+        position="rotary",
+        rope_scaling=scaling,
+    )
+    positions = [0, 1, 4001, 8190]
+    cos, sin = rope_cos_sin(config, torch.tensor(positions))
+    for row, position in enumerate(positions):
+        for pair in range(4):
+            angle = position * scaled(10000.0 ** (-pair / 4), scaling)
+            assert abs(cos[row, pair].item() - math.cos(angle)) < 1e-6
+            assert abs(sin[row, pair].item() - math.sin(angle)) < 1e-6
+
+
+def test_probes_move_the_bytes_that_they_name(default_dtype):
+    for name, probe in roofline_probes("cpu", shapes=[(2, 3, 4)], megabytes=[0.01]).items():
+        if probe.bytes > 0:
+            found = count_operations(probe.call).bytes
+            assert abs(found - probe.bytes) <= 4, name
+
+
+def test_random_orders_do_not_depend_on_the_default_dtype(default_dtype):
+    def draws():
+        torch.manual_seed(0)
+        masked = model(images).masked
+        mask = sparse_mask(300, window=1, random_keys=3)
+        return masked, mask
+
+    sizes = dict(embed_dim=8, depth=1, num_heads=2)
+    decoder = dict(decoder_embed_dim=8, decoder_depth=1, decoder_num_heads=2)
+    model = MaskedAutoencoder(img_size=64, patch_size=4, **sizes, **decoder).float()
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float32)
+    found = draws()
+    torch.set_default_dtype(torch.float32)
+    for ours, theirs in zip(found, draws()):
+        assert torch.equal(ours, theirs)
+
+
+# --- buffers that a forward pass assigns -----------------------------------------------------
+
+
+class Counter(nn.Module):
+    def __init__(self, in_place):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.in_place = in_place
+        self.register_buffer("steps", torch.zeros(100))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        if self.in_place:
+            self.steps += 1
+        else:
+            self.steps = self.steps + 1
+        self.last = x.detach().clone()
+        return self.layer(x) * self.steps.sum()
+
+
+@pytest.mark.parametrize("look", [saved_activations, training_memory])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_look_leaves_buffers_as_they_are(look, in_place):
+    model, x = Counter(in_place), torch.randn(3, 4)
+    buffer = model.steps
+    found = look(model, x)
+    assert model.steps is buffer
+    assert not model.steps.any()
+    assert model.last is None
+    assert look(model, x) == found
+
+
+@pytest.mark.parametrize("look", [saved_activations, training_memory])
+@pytest.mark.parametrize("kmeans_steps", [0, 2])
+def test_a_look_leaves_the_codebook_as_it_is(look, kmeans_steps):
+    torch.manual_seed(0)
+    quantizer = VectorQuantizer(6, 4, kmeans_steps=kmeans_steps)
+    model = VQAutoencoder(nn.Conv2d(3, 4, 2, 2), quantizer, nn.Conv2d(4, 3, 1))
+    x = torch.randn(2, 3, 8, 8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    look(model, x)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_an_assigned_buffer_is_no_activation():
+    x = torch.randn(3, 4)
+    in_place, assigned = Counter(True), Counter(False)
+    assert saved_activations(assigned, x) == saved_activations(in_place, x)
+    assert training_memory(assigned, x) == training_memory(in_place, x)
+    assert training_memory(assigned, x).activations == 4
+
+
+# --- checkpointed blocks inside another module -----------------------------------------------
+
+
+def small_vit():
+    torch.manual_seed(0)
+    sizes = dict(img_size=16, patch_size=4, embed_dim=16, depth=3, num_heads=2)
+    return VisionTransformer(num_classes=5, **sizes)
+
+
+def test_a_container_has_the_memory_of_the_checkpointed_model_in_it():
+    model, x = small_vit(), torch.randn(2, 3, 16, 16)
+    plain = training_memory(model, x)
+    model.set_grad_checkpointing()
+    expected = training_memory(model, x)
+    assert training_memory(nn.Sequential(model), x) == expected
+    assert training_memory(nn.Sequential(nn.Sequential(model)), x) == expected
+    assert expected.activations < plain.activations
+    assert model.grad_checkpointing
+
+
+def test_the_blocks_of_two_models_in_a_container_are_checkpointed():
+    class Sum(nn.Module):
+        def __init__(self, first, second):
+            super().__init__()
+            self.first = first
+            self.second = second
+
+        def forward(self, x):
+            return self.first(x) + self.second(x)
+
+    first, second, x = small_vit(), small_vit(), torch.randn(2, 3, 16, 16)
+    model = Sum(first, second)
+    plain = training_memory(model, x).activations
+    saved = training_memory(first, x).activations
+    first.set_grad_checkpointing()
+    saved -= training_memory(first, x).activations
+    assert training_memory(model, x).activations == plain - saved
+    second.set_grad_checkpointing()
+    assert training_memory(model, x).activations == plain - 2 * saved
+
+
+def test_a_module_without_blocks_inside_a_container_is_named():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].grad_checkpointing = True
+    with pytest.raises(ValueError, match="model.1 has grad_checkpointing but no blocks"):
+        training_memory(model, torch.ones(2, 3))
+
+
+# --- numbers of few and of many digits -------------------------------------------------------
+
+
+def test_how_often_a_number_has_few_digits():
+    numbers = draw_numbers(60_000, 10**6)
+    for digits in (1, 6):
+        smallest = 0 if digits == 1 else 10 ** (digits - 1)
+        chance = sum((10**digits - smallest) / 10**bound for bound in range(digits, 7)) / 6
+        share = sum(len(str(number)) == digits for number in numbers) / len(numbers)
+        assert abs(share - chance) < 0.006
+        assert f"{chance:.3g}" in draw_numbers.__doc__
+
+
+def test_danish_millions_are_of_common_gender():
+    names = number_words([1_000_000, 21_000_000, 101_000_000, 901_101_001], "da")
+    assert names == [
+        "en million",
+        "enogtyve millioner",
+        "ethundrede og en millioner",
+        "nihundrede og en millioner ethundrede og ettusinde og et",
+    ]
