@@ -850,8 +850,13 @@ class _Kept:
         """Remember the weights that the model has now."""
         self.best = {name: x.clone() for name, x in self.model.state_dict().items()}
 
-    def give_back(self) -> None:
-        """Leave the model with its best weights, else with the averaged, else with its own."""
+    def give_back(self, classes: list[str] | None = None) -> None:
+        """Leave the model with its best weights, else with the averaged, else with its own.
+
+        And with the names of its classes, if there are such names.
+        """
+        if classes is not None:
+            self.model.label_names = classes
         with torch.no_grad():
             if self.best:
                 self.model.load_state_dict(self.best)
@@ -939,7 +944,7 @@ def _like(
 
 def _resume(
     checkpoint: str | Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-    kept: _Kept, settings: dict,
+    kept: _Kept, settings: dict, announced: bool = False,
 ) -> tuple[int, list[dict]]:
     """Load a checkpoint, if there is one, into model and optimizer.
 
@@ -953,6 +958,8 @@ def _resume(
         Of the model.
     settings : dict
         Of the run; those that the checkpoint was written with must be the same.
+    announced : bool
+        Print where the run goes on, or that it has ended before.
 
     Returns
     -------
@@ -1003,6 +1010,11 @@ def _resume(
         optimizer.scaler.load_state_dict(state["scaler"])
     for name, window in state.get("trained_windows", {}).items():
         model.get_submodule(name).set_pretrained_window(tuple(window))
+    if announced and state["step"] >= settings["steps"]:
+        print(f"{checkpoint}: this run of {settings['steps']} steps has ended; for another "
+              "run, take another checkpoint")
+    elif announced:
+        print(f"{checkpoint}: goes on after step {state['step']} of {settings['steps']}")
     return state["step"], state["history"]
 
 # %% ../nbs/91_train.ipynb #fit-data
@@ -1385,10 +1397,12 @@ def modes_restored(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _takes_step(loss_fn: Callable) -> bool:
-    """Return whether a loss has a parameter `step` without a default."""
-    step = inspect.signature(loss_fn).parameters.get("step")
-    return step is not None and step.default is step.empty
+def _for_step(loss_fn: Callable, step: int) -> Callable:
+    """Give a loss the number of the step, if it has a parameter `step` without a default."""
+    parameter = inspect.signature(loss_fn).parameters.get("step")
+    if parameter is None or parameter.default is not parameter.empty:
+        return loss_fn
+    return functools.partial(loss_fn, step=step)
 
 
 def _save_run(
@@ -1491,28 +1505,16 @@ def _has_waited(history: list[dict], patience: int | None) -> bool:
     return patience is not None and _records_since_best(history) >= patience
 
 
-def _announce(
-    checkpoint: Path | None, history: list[dict], steps: int, steps_of_epoch: int | None
-) -> None:
-    """Print where a run goes on, or that it has ended before; nothing for a new run."""
-    if history:
-        ended = history[-1]["step"] >= steps
-        what = "has ended, as it was, with" if ended else "goes on after"
-        print(f"{checkpoint}: {what} {_line(history[-1], steps, steps_of_epoch)}")
+def _facts_of(train: object) -> dict:
+    """The classes and the number of examples of training data, None where they are unknown.
 
-
-def _name_classes(model: torch.nn.Module, train: object) -> None:
-    """Give a model the names of a dataset's classes, if there are such names."""
-    if _class_names(train) is not None:
-        model.label_names = _class_names(train)
-
-
-def _count_examples(train: object) -> int | None:
-    """The number of examples of a dataset, a loader, or tensors; None if it is not known."""
+    They are settings of a run: with other data it would be another run.
+    """
     data = getattr(train, "dataset", train)
     if isinstance(data, (tuple, list)):
-        return len(data[0])
-    return len(data) if hasattr(data, "__len__") else None
+        data = data[0]
+    examples = len(data) if hasattr(data, "__len__") else None
+    return dict(classes=_class_names(train), examples=examples)
 
 
 def _line(record: dict, steps: int, steps_of_epoch: int | None) -> str:
@@ -1697,15 +1699,12 @@ def fit(
         settings = dict(
             steps=steps, lr=lr, warmup=warmup, schedule=schedule, betas=list(betas),
             weight_decay=weight_decay, max_grad_norm=max_grad_norm, seed=seed,
-            lr_scale=lr_scale, ema=ema, steps_of_epoch=steps_of_epoch,
-            classes=_class_names(train), examples=_count_examples(train),
+            lr_scale=lr_scale, ema=ema, steps_of_epoch=steps_of_epoch, **_facts_of(train),
             trained=[name for name, p in plain.named_parameters() if p.requires_grad])
-        start, history = _resume(checkpoint, plain, optimizer, kept, settings)
-        if valid is not None and accelerator.is_main_process:
-            _announce(checkpoint, history, steps, steps_of_epoch)
+        start, history = _resume(checkpoint, plain, optimizer, kept, settings,
+                                 announced=valid is not None and accelerator.is_main_process)
 
         end = steps if stop_after is None else min(steps, stop_after)
-        takes_step = _takes_step(loss_fn)
         source = dict(batch_size=batch_size, num_workers=num_workers, accelerator=accelerator)
         batches = _batches_from(start, train, seed=seed, **source)
         stack.enter_context(closing(batches))  # and with it the processes that load data
@@ -1718,7 +1717,7 @@ def fit(
                 break
             rate = lr * learning_rate(step, steps=steps, warmup=warmup, schedule=schedule)
             record = (step + 1) % log_every == 0 or step + 1 == steps
-            loss_of_step = functools.partial(loss_fn, step=step) if takes_step else loss_fn
+            loss_of_step = _for_step(loss_fn, step)
             number = seed * 1_000_003 + step
             _start_step(model, frozen, number)
             loss, terms = _train_step(
@@ -1748,8 +1747,7 @@ def fit(
             stopped = _has_waited(history, patience)
             stopped |= callback is not None and callback(plain, dict(entry)) is True
         if end == steps:
-            kept.give_back()
-        _name_classes(plain, train)
+            kept.give_back(_class_names(train))
         return history
 
 # %% ../nbs/91_train.ipynb #peak-memory

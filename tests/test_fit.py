@@ -332,6 +332,17 @@ def test_rates_by_layer():
     assert moved == {"head.weight", "head.bias"}
 
 
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, nn.CrossEntropyLoss()])
+def test_losses_of_torch_are_explained(loss_fn):
+    with pytest.raises(TypeError, match="lambda model, batch"):
+        fit(network(), Noisy(), loss_fn=loss_fn, **RUN)
+
+
+def test_batches_without_labels_need_a_loss():
+    with pytest.raises(TypeError, match="loss_fn=text_loss"):
+        fit(network(), (torch.randn(8, 4),), steps=1, batch_size=4)
+
+
 # --- what is refused --------------------------------------------------------------------------
 
 

@@ -211,11 +211,37 @@ def test_a_dataset_can_be_sent_to_another_process(fruits):
 # --- what is no clean folder ------------------------------------------------------------------
 
 
+def test_a_run_belongs_to_its_folder(fruits, tmp_path, capsys):
+    """Another folder with as many classes is refused; a run that has ended says so."""
+    other = fill(tmp_path / "others", {"lemon": 10, "plum": 10, "tomato": 5})
+    (other / "plum").rename(other / "pear")
+    run = dict(epochs=1, batch_size=20, checkpoint=tmp_path / "run.json")
+    model = small()
+    fit(model, *image_folder(fruits), **run)
+    assert model.label_names == ["lemon", "plum", "tomato"]
+    found = classify(model, fruits / "plum" / "00.png")
+    assert {name for name, _ in found} == {"lemon", "plum", "tomato"}
+    with pytest.raises(ValueError, match=r"classes \(\['lemon', 'pear', 'tomato'\]\) must be"):
+        fit(small(), *image_folder(other), **run)
+    for i in range(5):
+        picture(COLORS["plum"], i).save(fruits / "plum" / f"more{i}.png")
+    with pytest.raises(ValueError, match=r"examples \(24\) must be 20"):
+        fit(small(), *image_folder(fruits), **run)
+    for i in range(5):
+        (fruits / "plum" / f"more{i}.png").unlink()
+    capsys.readouterr()
+    fit(small(), *image_folder(fruits), **run)
+    assert "this run of 1 steps has ended" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="belongs to another model: vit_tiny_patch16_224, not"):
+        deit = create_model("deit_tiny_patch16_224", num_classes=3, **SMALL)
+        fit(deit, *image_folder(fruits), **run)
+
+
 def test_files_that_are_no_images_are_counted(fruits):
     (fruits / "plum" / "notes.txt").write_text("no ending of an image")
     (fruits / "plum" / "text.jpg").write_text("no image")
     (fruits / "plum" / "empty.png").write_bytes(b"")
-    with pytest.warns(UserWarning, match="2 files cannot be read and are left out") as found:
+    with pytest.warns(UserWarning, match="cannot be read and are left out: 2") as found:
         train, valid = image_folder(fruits)
     assert "empty.png" in str(found[0].message) and len(train) + len(valid) == 25
 
@@ -229,7 +255,7 @@ def test_a_photograph_that_is_cut_off(fruits):
     i = [file for file, _ in part.samples].index(str(path))
     with pytest.raises(ValueError, match=r"cut\.jpg cannot be read .*check=True"):
         part[i]
-    with pytest.warns(UserWarning, match=r"1 files cannot be read .*cut\.jpg"):
+    with pytest.warns(UserWarning, match=r"files that cannot be read .*: 1 .*cut\.jpg"):
         train, valid = image_folder(fruits, check=True)
     assert len(train) + len(valid) == 25
 
@@ -256,7 +282,7 @@ def test_animated_images_give_their_first_picture(fruits):
     path = fruits / "lemon" / "moving.gif"
     frames[0].save(path, save_all=True, append_images=frames[1:])
     (fruits / "lemon" / "moving.gif").rename(fruits / "lemon" / "moving.png")
-    with pytest.warns(UserWarning, match="1 files are animated; the first picture"):
+    with pytest.warns(UserWarning, match="the first picture of each is taken: 1"):
         image_folder(fruits)
     x, _ = ImageFolder([(fruits / "lemon" / "moving.png", 0)], ["lemon", "plum"], img_size=32)[
         0
