@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LOG2E', 'TILES', 'KERNELS', 'CARDS', 'merge_partials', 'tiled_attention', 'triton_mode', 'is_supported', 'launch',
-           'dot', 'rounded', 'tiling', 'product_precision', 'refusal', 'Ranges', 'packed_ranges', 'flash_attention',
-           'flash_backend', 'compile_kernel', 'compile_for', 'predicted_times', 'flash_decode']
+           'dot', 'rounded', 'tiling', 'product_precision', 'refusal', 'refuse_derivative', 'Ranges', 'packed_ranges',
+           'flash_attention', 'flash_backend', 'compile_kernel', 'compile_for', 'predicted_times', 'flash_decode']
 
 # %% ../nbs/51_flash.ipynb #imports
 import contextlib
@@ -993,6 +993,19 @@ class _Flash(torch.autograd.Function):
             dbias = None
         return dq, dk, dv, None, dbias, None, None, None, None
 
+
+def refuse_derivative(name: str, error: RuntimeError) -> None:
+    """Raise an error that names the function, if PyTorch's is about a derivative it lacks."""
+    message = str(error)
+    lacks = None
+    if "setup_context" in message:
+        lacks = "transformations of torch.func"
+    elif "jvp function" in message:
+        lacks = "derivatives in forward mode"
+    if lacks is not None:
+        raise type(error)(
+            f"{name} has no {lacks}; attention_backend('reference') has") from error
+
 # %% ../nbs/51_flash.ipynb #operator-flops
 @register_flop_formula(torch.ops.attnlib.flash_forward)
 def _forward_flops(q, k, v, *args, **kwargs):
@@ -1199,7 +1212,11 @@ def _attend(
     if q.ndim == 4:
         if ranges[0] is not None:  # the same for all heads that have become sequences
             ranges = [x.repeat_interleave(len(q) // len(x), 0) for x in ranges]
-        return _Flash.apply(q, k, v, mask, bias, *ranges, causal, scale)
+        try:
+            return _Flash.apply(q, k, v, mask, bias, *ranges, causal, scale)
+        except RuntimeError as error:
+            refuse_derivative("flash_attention", error)
+            raise
     outs = []
     for i in range(len(q)):
         parts = [_part(x, i) for x in (q, k, v, mask, bias)]
@@ -1218,8 +1235,8 @@ def flash_attention(
 ) -> Float[Tensor, "... N d_v"]:
     """Attention in tiles, by Triton kernels (Dao et al. 2022, algorithms 1 and 4; Dao 2023).
 
-    It is `attnlib.attention` without dropout and without gradients of gradients, in
-    memory linear in N and M.
+    It is `attnlib.attention` without dropout, in memory linear in N and M. Gradients of
+    gradients, derivatives in forward mode, and the transformations of `torch.func` are refused.
 
     Parameters
     ----------
@@ -1259,7 +1276,8 @@ def flash_attention(
         the kernels take on their GPU, or with `ranges` on a GPU of compute capability 10, or
         with a Triton older than 3.4.
     RuntimeError
-        If Triton does not run on the device of q.
+        If Triton does not run on the device of q, or for a derivative that is refused; the one
+        in forward mode is a NotImplementedError.
     """
     split = _split_groups(q, k, v, mask, bias)
     if split is not None:

@@ -102,7 +102,8 @@ def plot_attention(
     queries, keys : sequence of str or of images, optional
         _Labels of the rows and of the columns. An image is an array (H, W) or (H, W, C).
     titles : sequence of str, optional
-        A title for each panel.
+        A title for each panel. As elsewhere in Matplotlib, text between two dollar signs is
+        a formula, and ``\\$`` is a dollar sign; labels are never formulas.
     vmax : float, optional
         Upper end of the color scale, positive; the largest weight by default.
     values : bool, optional
@@ -238,7 +239,7 @@ def plot_history(
     ----------
     history : list of dict, or dict of such lists
         Records with the key `x` and numbers under any other keys; a dictionary gives several
-        named runs.
+        named runs. In names and keys, text between two dollar signs is a formula.
     x : str
         The key on the horizontal axis.
     log : str or sequence of str

@@ -11,18 +11,18 @@ __all__ = ['jit', 'TILES', 'FUNCTIONS', 'tiling', 'passes', 'not_served', 'windo
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.nn as nn
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from .attention import current_backend
 from attnlib.flash import (
-    LOG2E, compile_kernel, dot, is_supported, launch, product_precision, refusal, rounded, tl,
-    triton,
+    LOG2E, compile_kernel, dot, is_supported, launch, product_precision, refusal,
+    refuse_derivative, rounded, tl, triton,
 )
 from .backbone import DropPath, frozen_copy, guard, is_plain, is_unchanged
 from attnlib.swin import (
@@ -514,6 +514,14 @@ def _(grad, qkv, bias, tau, pad, out, norms, heads, window, shift, scale, for_qk
         dtau = qkv.new_empty(heads, dtype=torch.float32)
     return dqkv, dbias, dtau, dpad
 
+
+def _no_second_derivative(ctx: Any, *grads) -> NoReturn:
+    raise RuntimeError("window_attention has no gradients of gradients; "
+                       "attention_backend('reference') has")
+
+
+torch.library.register_autograd("attnlib::window_attention_backward", _no_second_derivative)
+
 # %% ../nbs/52_windows.ipynb #autograd
 class _WindowFunction(torch.autograd.Function):
     """The two operators as one function that autograd knows."""
@@ -526,7 +534,6 @@ class _WindowFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         qkv, bias, tau, pad, out, norms = ctx.saved_tensors
         needs_qkv, needs_bias, needs_tau, needs_pad, *_ = ctx.needs_input_grad
@@ -626,12 +633,23 @@ def not_served(
     return refusal(qkv, width)
 
 # %% ../nbs/52_windows.ipynb #window-attention
+def _is_dual(*tensors: Tensor | None) -> bool:
+    """Whether a derivative in forward mode is wanted for one of the tensors."""
+    if torch.compiler.is_compiling():
+        return False
+    tangents = [forward_ad.unpack_dual(x).tangent for x in tensors if x is not None]
+    return any(tangent is not None for tangent in tangents)
+
+
 def window_attention(
     qkv: Float[Tensor, "B H W _"], bias: Float[Tensor, "num_heads N N"], layout: WindowLayout,
     num_heads: int, *, scale: float | None = None,
     cosine_scale: Float[Tensor, "num_heads"] | None = None, pad: Tensor | None = None,
 ) -> Float[Tensor, "B H W C"]:
     """Attention in the windows of a map, from the projected map to the map of averages.
+
+    Gradients of gradients, derivatives in forward mode, and, while gradients are enabled, the
+    transformations of `torch.func` are refused.
 
     Parameters
     ----------
@@ -659,6 +677,8 @@ def window_attention(
     ------
     ValueError, TypeError
         If an argument does not fit the others, or the kernel does not take it.
+    RuntimeError
+        For a derivative that is refused; the one in forward mode is a NotImplementedError.
     """
     _check_arguments(qkv, bias, layout, num_heads, cosine_scale, pad)
     if scale is None:
@@ -669,8 +689,12 @@ def window_attention(
     if pad is not None:
         pad = pad.to(qkv.dtype)
     arguments = (qkv, bias, cosine_scale, pad, num_heads, layout.window, layout.shift, scale)
-    if torch.is_grad_enabled():
-        return _WindowFunction.apply(*arguments)
+    if torch.is_grad_enabled() or _is_dual(qkv, bias, cosine_scale, pad):
+        try:
+            return _WindowFunction.apply(*arguments)
+        except RuntimeError as error:
+            refuse_derivative("window_attention", error)
+            raise
     out, _ = torch.ops.attnlib.window_attention(*arguments)
     return out
 

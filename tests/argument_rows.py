@@ -1786,6 +1786,7 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     flash.launch
     flash.product_precision
     flash.refusal
+    flash.refuse_derivative
     flash.triton_mode
     inference.FastResNet
     inference.fuse

@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.nn as nn
+from torch.autograd import forward_ad
 
 from attnlib.beit import VectorQuantizer, VQAutoencoder
 from attnlib.cost import (
@@ -20,6 +21,7 @@ from attnlib.efficient import sparse_mask
 from attnlib.gpt import GPTConfig, rope_cos_sin
 from attnlib.mae import MaskedAutoencoder
 from attnlib.spatial import Draw, FilterBank
+from attnlib.swin import window_layout
 from attnlib.vit import VisionTransformer
 
 # --- a teacher that excludes classes ---------------------------------------------------------
@@ -350,3 +352,56 @@ def test_danish_millions_are_of_common_gender():
         "ethundrede og en millioner",
         "nihundrede og en millioner ethundrede og ettusinde og et",
     ]
+
+
+# --- derivatives that the kernels do not have ------------------------------------------------
+
+
+def flash(x):
+    flash_attention = pytest.importorskip("attnlib.flash").flash_attention
+    return flash_attention(x, x, x)
+
+
+def in_windows(x):
+    window_attention = pytest.importorskip("attnlib.windows").window_attention
+    layout = window_layout((4, 4), (4, 4))
+    return window_attention(x, torch.zeros(1, 16, 16, device=x.device), layout, 1)
+
+
+KERNELS = (
+    (flash, (1, 1, 16, 16), "flash_attention"),
+    (in_windows, (1, 4, 4, 48), "window_attention"),
+)
+
+
+def kernel_input(shape):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.randn(shape, device=device)
+
+
+@pytest.mark.parametrize("function, shape, name", KERNELS)
+def test_second_derivatives_name_the_function(function, shape, name):
+    x = kernel_input(shape).requires_grad_()
+    total = function(x).square().sum()
+    (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name} has no gradients of gradients"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("function, shape, name", KERNELS)
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_forward_mode_names_the_function(function, shape, name, grad_mode):
+    x = kernel_input(shape)
+    with forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match=f"{name} has no .* forward mode"):
+            function(dual)
+
+
+@pytest.mark.parametrize("function, shape, name", KERNELS)
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacfwd])
+def test_transformations_name_the_function(function, shape, name, transform):
+    x = kernel_input(shape)
+    x = x[None] if transform is torch.func.vmap else x
+    with pytest.raises(RuntimeError, match=f"{name} has no transformations of torch.func"):
+        transform(lambda x: function(x).sum())(x)

@@ -438,6 +438,7 @@ ORACLES = {
     "refusal": test_what_is_supported,
 }
 NOT_HERE = {
+    "refuse_derivative": "words an error: tests/test_rare_calls_5c.py",
     "compile_kernel": "compiles for a GPU in a process of its own: tests/test_kernels.py",
     "compile_for": "compiles for a GPU in a process of its own: tests/test_kernels.py",
     "_DTYPES": "a constant",
