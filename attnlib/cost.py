@@ -709,19 +709,22 @@ class _Recorder:
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
     """After the `with` block, buffers of a model and random generators are as before it."""
-    before = []
+    before = {}  # (module, name): the buffer, and a copy of it
     for module in model.modules():
-        for name, x in module._buffers.items():
-            before.append((module, name, x, None if x is None else x.clone()))
+        for name, x in module.named_buffers(recurse=False):
+            before[module, name] = x, x.clone()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield
     finally:
         with torch.no_grad():
-            for module, name, x, old in before:
-                module._buffers[name] = x  # if it was assigned
-                if x is not None:
-                    x.copy_(old)  # if it was changed in place
+            for module in model.modules():
+                for name, _ in list(module.named_buffers(recurse=False)):
+                    if (module, name) not in before:
+                        setattr(module, name, None)  # it was None
+            for (module, name), (x, old) in before.items():
+                setattr(module, name, x)  # if it was assigned
+                x.copy_(old)  # if it was changed in place
 
 
 def saved_activations(call: Callable, *inputs, exclude: Iterable[Tensor] = ()) -> int:

@@ -1397,14 +1397,6 @@ def modes_restored(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _for_step(loss_fn: Callable, step: int) -> Callable:
-    """Give a loss the number of the step, if it has a parameter `step` without a default."""
-    parameter = inspect.signature(loss_fn).parameters.get("step")
-    if parameter is None or parameter.default is not parameter.empty:
-        return loss_fn
-    return functools.partial(loss_fn, step=step)
-
-
 def _save_run(
     checkpoint: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
     state: dict,
@@ -1561,6 +1553,14 @@ def _progress_bar(start: int, end: int, steps: int, accelerator: Accelerator) ->
     if not accelerator.is_local_main_process:
         silent = True
     return tqdm(range(start, end), total=steps, initial=start, disable=silent)
+
+
+def _for_step(loss_fn: Callable, step: int) -> Callable:
+    """Give a loss the number of the step, if it has a parameter `step` without a default."""
+    parameter = inspect.signature(loss_fn).parameters.get("step")
+    if parameter is None or parameter.default is not parameter.empty:
+        return loss_fn
+    return functools.partial(loss_fn, step=step)
 
 # %% ../nbs/91_train.ipynb #fit
 @former_arguments(every="log_every", clip="max_grad_norm", batches="train")

@@ -819,7 +819,7 @@ def test_classify_gives_the_softmaxs_largest():
         wanted = model(models.preprocess(NAME)(picture)).softmax(-1)[0]
     assert [p for _, p in found] == sorted(wanted.tolist(), reverse=True)
     assert all(p == wanted["abcd".index(name)] for name, p in found)
-    with pytest.raises(ValueError, match="names has 1000 entries"):
+    with pytest.raises(ValueError, match=r"names \(None\)"):
         models.classify(model, picture)
     for wrong in (VisionTransformer(32, 8, embed_dim=12, num_heads=1).eval(),):
         with pytest.raises(ValueError, match="data_config"):
