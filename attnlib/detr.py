@@ -276,7 +276,8 @@ class HungarianMatcher:
         """
         with requires("detection"):
             from scipy.optimize import linear_sum_assignment
-        check_targets(targets, boxes.shape[-3], boxes.shape[-2], logits.shape[-1] - 1)
+        check_targets(targets, batch=boxes.shape[-3], num_queries=boxes.shape[-2],
+                      num_classes=logits.shape[-1] - 1)
         logits = upcast(logits)  # half precision would make ties
         boxes = upcast(boxes)
         has_layers = boxes.ndim == 4
@@ -398,7 +399,7 @@ class SetCriterion(nn.Module):
         wanted = target_boxes[matches.image, matches.object]  # (M, 4)
         distance = (found - wanted).abs().sum(-1)  # (M,)
         giou = generalized_box_iou(box_cxcywh_to_xyxy(found), box_cxcywh_to_xyxy(wanted))
-        zeros = boxes.new_zeros(len(boxes))  # (L,)
+        zeros = boxes.new_zeros(len(boxes))  # (L,); below, the sum over each layer's matches
         loss_box = zeros.index_add(0, matches.layer, distance) / num_boxes
         loss_giou = zeros.index_add(0, matches.layer, 1 - giou) / num_boxes
         return loss_box, loss_giou
@@ -485,9 +486,11 @@ def sine_position_embedding(
     columns = 2 * torch.pi * columns / (columns[:, :, -1:] + 1e-6)
     row_angles = position_angles(rows, dim // 2, base=temperature)  # (B, h, w, dim / 4)
     column_angles = position_angles(columns, dim // 2, base=temperature)
-    angles = torch.stack([row_angles, column_angles], dim=3)  # (B, h, w, 2, dim / 4)
-    pairs = torch.stack([angles.sin(), angles.cos()], dim=-1)  # (B, h, w, 2, dim / 4, 2)
-    x = pairs.flatten(3)  # -> (B, h, w, dim)
+    halves = []
+    for angles in (row_angles, column_angles):
+        pairs = torch.stack([angles.sin(), angles.cos()], dim=-1)  # (B, h, w, dim / 4, 2)
+        halves.append(pairs.flatten(3))  # -> (B, h, w, dim / 2)
+    x = torch.cat(halves, dim=-1)  # (B, h, w, dim)
     x = x.flatten(1, 2)  # -> (B, h w, dim)
     return x.to(device)
 
@@ -649,7 +652,9 @@ def _residual_block(
     x = _frozen_conv(block.conv1, block.bn1, x).relu_()
     x = _frozen_conv(block.conv2, block.bn2, x)
     if hasattr(block, "conv3"):  # a Bottleneck
-        x = _frozen_conv(block.conv3, block.bn3, x.relu_())
+        x = x.relu_()
+        x = _frozen_conv(block.conv3, block.bn3, x)
+    # in place: nothing else has x, and neither a sum nor a relu needs its input afterwards
     return x.add_(shortcut).relu_()
 
 # %% ../nbs/42_detr.ipynb #resnet
@@ -879,7 +884,8 @@ class DETR(nn.Module):
         logits = self.class_embed(decoded)  # (decoder layers, B, Q, num_classes + 1)
         boxes = self.bbox_embed(decoded)  # (decoder layers, B, Q, 4)
         if anchors is not None:
-            boxes = boxes + upcast(anchors).logit(1e-3).to(boxes)  # in bfloat16 0.999 is 1
+            offset = upcast(anchors).logit(eps=1e-3)  # in bfloat16 0.999 would be 1
+            boxes = boxes + offset.to(boxes.dtype)
         boxes = boxes.sigmoid()
         aux_outputs = []
         for layer_logits, layer_boxes in zip(logits[:-1], boxes[:-1]):
@@ -1328,7 +1334,8 @@ class IdentityMatcher:
         targets: list[dict],
     ) -> list:
         """The numbers of queries and of objects, as `HungarianMatcher` returns them."""
-        check_targets(targets, boxes.shape[-3], boxes.shape[-2], logits.shape[-1] - 1)
+        check_targets(targets, batch=boxes.shape[-3], num_queries=boxes.shape[-2],
+                      num_classes=logits.shape[-1] - 1)
         matched = []
         for target in targets:
             i = torch.arange(len(target["labels"]))

@@ -200,6 +200,7 @@ class MaskedAutoencoder(nn.Module):
         _check_widths(embed_dim=embed_dim, decoder_embed_dim=decoder_embed_dim)
         options = dict(device=device, dtype=dtype)
         self.norm_pix_loss = norm_pix_loss
+        # for `encoder`: the arguments of a Vision Transformer like this encoder
         self.encoder_options = dict(img_size=img_size, patch_size=patch_size,
                                     in_chans=in_chans, embed_dim=embed_dim, depth=depth,
                                     num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=True,
@@ -295,10 +296,11 @@ class MaskedAutoencoder(nn.Module):
         visible = x[:, 1:]  # (B, k, d)
 
         # start from mask tokens and put each visible token in its place
-        mask_tokens = self.mask_token.to(visible)  # (1, 1, d)
+        # in autocast, the visible tokens are in half precision
+        mask_tokens = self.mask_token.to(visible.dtype)  # (1, 1, d)
         mask_tokens = mask_tokens.expand(len(x), self.patch_embed.num_patches, -1)  # (B, N, d)
         index = keep[..., None].expand_as(visible)  # (B, k) -> (B, k, d)
-        x = mask_tokens.scatter(1, index, visible)  # (B, N, d)
+        x = mask_tokens.scatter(dim=1, index=index, src=visible)  # (B, N, d)
 
         # prepend the class token and add positions again
         x = torch.cat([cls_token, x], dim=1)  # (B, 1 + N, d)
@@ -398,14 +400,15 @@ class MaskedAutoencoder(nn.Module):
         """
         # a Vision Transformer like the encoder
         check_encoder_options(options, self.encoder_options)
-        like = dict(device=self.cls_token.device, dtype=self.cls_token.dtype)
-        keywords = self.encoder_options | dict(num_classes=0) | like | options
+        keywords = dict(self.encoder_options)
+        keywords.update(num_classes=0, device=self.cls_token.device, dtype=self.cls_token.dtype)
+        keywords.update(options)  # those of the caller win
         model = VisionTransformer(**keywords)
 
         # the encoder's weights, without those of the decoder
         left_out = ["decoder_", "mask_token"]
         if model.global_pool == "avg":
-            left_out.append("norm.")
+            left_out.append("norm.")  # it has `fc_norm` instead, which starts as new
         stored = {}
         for key, x in self.state_dict().items():
             if not key.startswith(tuple(left_out)):
@@ -413,7 +416,7 @@ class MaskedAutoencoder(nn.Module):
 
         # positions for images of another size
         if model.patch_embed.grid_size != self.patch_embed.grid_size:
-            stored = model.resample_state_dict(stored, self.patch_embed.img_size)
+            stored = model.resample_state_dict(stored, img_size=self.patch_embed.img_size)
         load_encoder(model, stored)
         return model
 
@@ -503,7 +506,8 @@ def _init_weights(module: nn.Module) -> None:
     projection as PyTorch draws it.
     """
     if isinstance(module, (nn.Linear, nn.Conv2d)):
-        nn.init.xavier_uniform_(module.weight.flatten(1))
+        matrix = module.weight.flatten(1)  # a view: a convolution's weight as a matrix
+        nn.init.xavier_uniform_(matrix)
         nn.init.zeros_(module.bias)
 
 
