@@ -995,7 +995,20 @@ class _Flash(torch.autograd.Function):
 
 
 def refuse_derivative(name: str, error: RuntimeError) -> None:
-    """Raise an error that names the function, if PyTorch's is about a derivative it lacks."""
+    """Explain PyTorch's error if it is about a kind of derivative that a function lacks.
+
+    Parameters
+    ----------
+    name : str
+        The function, as the error is to call it.
+    error : RuntimeError
+        PyTorch's. If it has another reason, nothing is raised here.
+
+    Raises
+    ------
+    RuntimeError
+        Names the function and the kind of derivative.
+    """
     message = str(error)
     lacks = None
     if "setup_context" in message:
