@@ -87,7 +87,12 @@ def script(name, *options):
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 # what has tests on CUDA
 CHECKS = [f"tests/test_{name}.py" for name in ("attention", "backbones", "cost", "decoding")]
-KERNELS = ["tests/test_flash.py", "tests/test_windows.py", "tests/test_windows_fused.py"]
+KERNELS = [
+    "tests/test_flash.py",
+    "tests/test_rare_calls_5c.py",
+    "tests/test_windows.py",
+    "tests/test_windows_fused.py",
+]
 
 
 def checks(device, tiny):
