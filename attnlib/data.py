@@ -1413,10 +1413,12 @@ def image_folder(
     ----------
     path : path
         PATH/CLASS/… holds the files of a class, as torchvision's ImageFolder wants them. If
-        PATH/train and one of PATH/valid, PATH/val, PATH/validation, and PATH/test are there,
-        each with a folder for each class, those are taken and nothing is split.
+        there are PATH/train and one of PATH/valid, PATH/val, and PATH/validation, each with a
+        folder for each class, those are taken and nothing is split. If there are PATH/train
+        and PATH/test alone, PATH/train is split: test images are not for choosing weights.
     valid : float, in (0, 1), or path
-        The share of each class that is kept for validation; or another folder.
+        The share of each class that is kept for validation; or another folder, which is taken
+        whatever else there is.
     img_size : int or (int, int), optional
         Height and width in pixels if they are not those of the model.
     augment : bool or callable
@@ -1452,10 +1454,12 @@ def image_folder(
         fit(model, train, valid, epochs=10, checkpoint="run.json")
     """
     path = Path(path)
-    own = [path / name for name in ("valid", "val", "validation", "test")]
+    own = [path / name for name in ("valid", "val", "validation")]
     own = [folder for folder in own if folder.is_dir()]
-    if (path / "train").is_dir() and own:
-        path, valid = path / "train", own[0]
+    if own and (path / "train").is_dir() and not isinstance(valid, (str, Path)):
+        valid = own[0]
+    if (path / "train").is_dir() and (own or (path / "test").is_dir()):
+        path = path / "train"
     samples, classes = _labeled_files(path, check)
     if len(classes) < 2:
         raise ValueError(f"{path} must have a folder for each of at least two classes; it has "

@@ -392,6 +392,8 @@ def create_model(
     model.data_config = data_config(name, img_size, in_chans)
     model.pretrained_cfg = pretrained_cfg(name, num_classes, img_size, in_chans)
     made_with = dict(in_chans=in_chans) | given | kwargs
+    for where in ("device", "dtype"):  # a loaded model may be elsewhere
+        made_with.pop(where, None)
     model.checkpoint_config = {"architecture": name, "model_args": made_with}
     if pretrained is not False:
         trained_size = config.get("img_size", 224) if pretrained is True and img_size else None
@@ -1120,6 +1122,8 @@ def load_model(path: str | Path) -> nn.Module:
         weights = read_weights(path)
     try:
         model = _make_again(architecture, arguments)
+        floating = [x.dtype for x in weights.values() if x.is_floating_point()]
+        model.to(floating[0])
         model.load_state_dict(weights)
     except (TypeError, ValueError, RuntimeError) as error:
         version = description.get("attnlib", "unknown")

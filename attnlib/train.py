@@ -240,22 +240,30 @@ def _from_loader(
     Nobody but the loader knows its order, so the batches before `start` in an epoch are drawn
     again and left out. Seeds of the epoch and the batch make each draw repeatable.
     """
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    parts = (loader, loader.sampler, loader.batch_sampler, inner)
+    generators = {getattr(part, "generator", None) for part in parts} - {None}
+    before = {generator: generator.get_state() for generator in generators}
     epoch, first = divmod(start, len(loader))
-    while True:
-        own = {loader.generator, getattr(loader.sampler, "generator", None)} - {None}
-        for generator in own:
-            generator.manual_seed(seed * 1_000_003 + epoch)
-        if hasattr(loader.sampler, "set_epoch"):
-            loader.sampler.set_epoch(epoch)
-        with _seeded_draws(seed, epoch):
-            batches = iter(loader)
-        for i in range(len(loader)):
-            with _seeded_draws(seed, epoch, i):
-                batch = next(batches)
-            if i >= first:
-                yield _rows_of(batch, rank, processes)
-        epoch += 1
-        first = 0
+    try:
+        while True:
+            for generator in generators:
+                generator.manual_seed(seed * 1_000_003 + epoch)
+            for part in parts:
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
+            with _seeded_draws(seed, epoch):
+                batches = iter(loader)
+            for i in range(len(loader)):
+                with _seeded_draws(seed, epoch, i):
+                    batch = next(batches)
+                if i >= first:
+                    yield _rows_of(batch, rank, processes)
+            epoch += 1
+            first = 0
+    finally:  # the caller's generators go on as before
+        for generator, state in before.items():
+            generator.set_state(state)
 
 
 def _from_function(

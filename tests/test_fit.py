@@ -11,9 +11,11 @@ from processes import together
 from signatures import unchecked
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -58,6 +60,10 @@ def weighted():
     return DataLoader(Noisy(), batch_size=8, sampler=sampler)
 
 
+def shuffling():
+    return RandomSampler(Noisy(), generator=torch.Generator().manual_seed(9))
+
+
 SOURCES = {
     "dataset": Noisy,
     "shuffled loader": lambda: DataLoader(Noisy(), batch_size=8, shuffle=True),
@@ -66,6 +72,9 @@ SOURCES = {
         Noisy(), batch_size=8, shuffle=True, num_workers=2
     ),
     "loader with weights": weighted,
+    "loader with batches": lambda: DataLoader(
+        Noisy(), batch_sampler=BatchSampler(shuffling(), batch_size=8, drop_last=False)
+    ),
     "tensors": lambda: (torch.linspace(-1, 1, 160).view(40, 4), torch.arange(40) % 2),
 }
 RUN = dict(epochs=3, batch_size=8, lr=1e-2, log_every=2, seed=4)
@@ -125,6 +134,15 @@ def test_noise_differs_from_epoch_to_epoch_and_from_item_to_item():
 
     fit(network(), Noisy(), loss_fn=loss_fn, epochs=2, batch_size=8)
     assert len(torch.cat(seen).unique()) == 2 * 40 * 3
+
+
+@pytest.mark.parametrize("source", ["loader with weights", "loader with batches"])
+def test_generators_of_a_loader_go_on_as_before(source):
+    loader = SOURCES[source]()
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    before = sampler.generator.get_state()
+    fit(network(), loader, **RUN)
+    assert torch.equal(sampler.generator.get_state(), before)
 
 
 def test_workers_that_draw_on_are_refused(tmp_path):

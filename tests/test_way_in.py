@@ -195,6 +195,13 @@ def test_folders_that_are_split_already(tmp_path):
     fill(tmp_path / "val", {"lemon": 2, "plum": 1})
     train, valid = image_folder(tmp_path)
     assert (len(train), len(valid)) == (6, 3)
+    fill(tmp_path / "test", {"lemon": 9, "plum": 9})
+    assert len(image_folder(tmp_path)[1]) == 3  # still those of "val"
+    assert len(image_folder(tmp_path, tmp_path / "test")[1]) == 18
+    (tmp_path / "val").rename(tmp_path / "away")
+    train, valid = image_folder(tmp_path, 0.34)
+    assert (len(train), len(valid)) == (4, 2)  # the training images are split
+    assert all("train" in file for file, _ in train.samples + valid.samples)
     fill(tmp_path / "other", {"lemon": 1, "tomato": 1})
     with pytest.raises(ValueError, match="only one has plum, tomato"):
         image_folder(tmp_path / "train", tmp_path / "other")
@@ -421,6 +428,16 @@ def test_a_model_that_was_changed_after_it_was_made(tmp_path, name, pool):
     with torch.no_grad():
         assert torch.equal(again(x), model.eval()(x))
     assert again.data_config == model.data_config and again.num_classes == model.num_classes
+
+
+@pytest.mark.parametrize("options", [dict(device="cpu"), dict(dtype=torch.float64)])
+def test_where_a_model_was_is_not_stored(tmp_path, options):
+    model = small(**options)
+    save_model(model, tmp_path)
+    assert not {"device", "dtype"} & describe_model(model)["model_args"].keys()
+    again = load_model(tmp_path)
+    for a, b in zip(again.parameters(), model.parameters(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 def test_a_gpt_comes_with_its_tokenizer(tmp_path):
