@@ -21,7 +21,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .mistakes import CATALOGUE, REFERENCES, REFERENCES_OF, Mistake, Probe, Reference
+from .mistakes import (CATALOGUE, REFERENCES, REFERENCES_OF, Mistake, Probe, Reference, Steps,
+                       Stopped)
 
 # %% names
 _WORDS = {  # piece of a parameter's name: what it says
@@ -177,6 +178,22 @@ def _number_of_block(names: list[str]) -> dict[str, int]:
     return found
 
 
+_NORM_LETTERS = {"g", "gamma", "beta", "gain", "scale", "shift", "a"}
+
+
+def _key_of_array(pieces: list[str]) -> str:
+    """Return what "Wq" and "bq", or "gamma1" and "beta1", have in common."""
+    found = []
+    for piece in pieces:
+        piece = re.sub(r"^[wb](?=[a-z]$|qkv$|kv$|out$)|^[wb]$", "", piece)
+        if piece and piece not in _NORM_LETTERS | {"weight", "bias"}:
+            found.append(piece)
+    is_norm = any(piece in _NORM_LETTERS for piece in pieces)
+    if is_norm and not any(_WORDS.get(piece) == "norm" for piece in pieces):
+        found.insert(0, "norm")
+    return ".".join(found)
+
+
 def _units(parameters: dict[str, Tensor], owners: dict[str, nn.Module | None]) -> list[_Unit]:
     """Group parameters into layers, in their order."""
     numbers = _number_of_block(list(parameters))
@@ -186,10 +203,7 @@ def _units(parameters: dict[str, Tensor], owners: dict[str, nn.Module | None]) -
         stem = re.sub(r"[._/]?(weight|bias|kernel)$", "", name)
         pieces = _pieces(stem)
         if owners.get(name) is None or stem == name:  # an array: "Wq" and "bq" belong together
-            letters = [re.sub(r"^[wb](?=[a-z]$|qkv$|kv$|out$)|^[wb]$", "", x) for x in pieces]
-            key = ".".join(x for x in letters if x not in
-                           ("", "w", "b", "g", "weight", "bias", "gamma", "beta", "scale", "shift",
-                            "gain", "a"))
+            key = _key_of_array(pieces)
         else:
             key = stem
         if key in units and kind in units[key].tensors:
@@ -205,8 +219,8 @@ def _units(parameters: dict[str, Tensor], owners: dict[str, nn.Module | None]) -
             if candidate in unit.words and not side:
                 side = candidate
         unit.group = (side, numbers.get(name))
-    for unit in units.values():
-        if "norm" in unit.words and not unit.kind:
+    for key, unit in units.items():
+        if not unit.kind and ("norm" in unit.words or key.startswith("norm")):
             unit.kind = "norm"
     return list(units.values())
 
@@ -468,10 +482,30 @@ def _match_renamed(
     return found
 
 
+def _number_flat_blocks(units: list[_Unit], roles: list[_Role]) -> None:
+    """Number the layers of blocks that stand in one flat list, attention, MLP, attention, ...
+
+    They are cut into as many equal parts as the reference has blocks.
+    """
+    depth = len({role.group for role in roles if role.group[1] is not None})
+    listed = [unit for unit in units if re.match(r"\D*\d+\.", unit.name)]
+    prefixes: dict[str, list[_Unit]] = {}
+    for unit in listed:
+        prefixes.setdefault(re.match(r"\D*", unit.name).group(), []).append(unit)
+    numbered = {unit.group[1] for unit in units} - {None}
+    if depth < 2 or len(numbered) == depth or not prefixes:
+        return
+    some = max(prefixes.values(), key=len)
+    if len(some) % depth == 0 and len(some) >= 4 * depth:
+        for i, unit in enumerate(some):
+            unit.group = (unit.group[0], i // (len(some) // depth))
+
+
 def _match(
     units: list[_Unit], roles: list[_Role], num_heads: int, rename: dict[str, str]
 ) -> _Matching:
     """Find the role or roles of each layer of the reader's model."""
+    _number_flat_blocks(units, roles)
     assignments = _match_renamed(units, roles, rename)
     settled = [id(one.unit) for one in assignments]
     given = [role.stem for one in assignments for role in one.roles]
@@ -549,6 +583,8 @@ def _arranged(
             value = value.permute(0, 2, 3, 1)
         value = value.flatten(1)  # (D, C, p, p) -> (D, C p p)
     squeezed = [n for n in target if n > 1]
+    if slot == "table":
+        return _table(value, target, choice)
     if value.ndim == 2 and kind == "weight" and slot not in ("pos", "token", "cls"):
         if len(squeezed) == 3 and slot in ("q", "k", "v", "o"):
             return _by_head(value, slot, squeezed, choice).reshape(target)
@@ -559,6 +595,15 @@ def _arranged(
             turned = squeezed[:2] != list(value.shape)
         if turned:
             value = value.T
+    return value.reshape(target)
+
+
+def _table(value: Tensor, target: tuple[int, ...], choice: dict[str, Any]) -> Tensor:
+    """Arrange a table of biases ((2M - 1)², h); with three axes it may run the other way."""
+    if len(target) == 3 and choice.get("table") == "negated":
+        value = value.flip(0)
+    if target[-1] != value.shape[-1]:
+        value = value.T
     return value.reshape(target)
 
 
@@ -643,10 +688,15 @@ def _to_array(x: Any) -> Any:
     return x.detach().numpy() if isinstance(x, Tensor) else x
 
 
+_BATCH = r"(b|B|bs|bsz|batch\w*|n_batch\w*|num_batch\w*)"
+_SHAPE = r"[^=\n]*=\s*\w[\w.]*\.(shape|size\(\))"
 _BATCH_FIRST = (
-    r"\b(b|B|bs|bsz|batch\w*|n_batch\w*|num_batch\w*)\s*,\s*\w+[^=\n]*=\s*\w[\w.]*"
-    r"\.(shape|size\(\))|batch_first\s*=\s*True|['\"]b n|\(B, [NTL]\b"
-    r"|\b(b|B|bs|batch\w*)\s*=\s*\w+\.(shape\[0\]|size\(0\))")
+    rf"\b{_BATCH}\s*,\s*\w+{_SHAPE}|batch_first\s*=\s*True|['\"]b n|\(B, [NTLS]\b"
+    rf"|\b{_BATCH}\s*=\s*\w+\.(shape\[0\]|size\(0\))")
+_SEQUENCE_FIRST = (
+    rf"\b\w+\s*,\s*{_BATCH}\b{_SHAPE}|batch_first\s*=\s*False|['\"][ntsl] b|\([NTLS], B\b"
+    rf"|transpose\(0, 1\)|permute\(1, 0|seq\w*, batch"
+    rf"|\b{_BATCH}\s*=\s*\w+\.(shape\[1\]|size\(1\))")
 
 
 class _Implementation:
@@ -657,6 +707,7 @@ class _Implementation:
         self.arrays = None
         self.takes_arrays = False
         self.hidden: list[str] = []
+        self.untrained: list[str] = []
         self.owners: dict[str, nn.Module | None] = {}
         if isinstance(mine, nn.Module):
             self.module = copy.deepcopy(mine).cpu().double().eval()
@@ -692,6 +743,20 @@ class _Implementation:
                         self.owners[full] = owner
                         self.hidden.append(full)
         return found
+
+    def take_buffers(self, missing: list[str], values: dict[str, Tensor]) -> bool:
+        """Count buffers as parameters where they stand for missing ones; return if any does."""
+        if self.module is None:
+            return False
+        for name, buffer in self.module.named_buffers():
+            for role in missing:
+                shape = tuple(values[role].shape)
+                named = _words(role.split(".")[0]) & _words(name)
+                if named and buffer.is_floating_point() and _fits(shape, tuple(buffer.shape)):
+                    self.parameters[name] = buffer
+                    self.owners[name] = None
+                    self.untrained.append(name)
+        return bool(self.untrained)
 
     def set(self, values: dict[str, Tensor]) -> None:
         """Give parameters new values."""
@@ -733,21 +798,34 @@ class _Implementation:
                   for name, x in kwargs.items()}
         return self.function(_nested(self.arrays, values), *args, **kwargs)
 
-    def is_batch_first(self) -> bool:
-        """Whether the code says that the batch is the first axis, as in ``B, N, C = x.shape``."""
+    def sources(self) -> str:
+        """Return the source code of the reader's classes or function."""
         functions = [self.function]
         if self.module is not None:
-            functions = [type(part) for part in self.module.modules()]
+            kinds = dict.fromkeys(type(part) for part in self.module.modules())
+            functions = [kind.__init__ for kind in kinds] + [kind.forward for kind in kinds]
+        found = []
         for function in functions:
             if str(getattr(function, "__module__", "torch")).startswith("torch"):
                 continue
-            try:
-                source = inspect.getsource(function)
-            except (OSError, TypeError):
-                continue
-            if re.search(_BATCH_FIRST, source):
-                return True
-        return False
+            with contextlib.suppress(OSError, TypeError):
+                found.append(inspect.getsource(function))
+        return "\n".join(found)
+
+    def is_batch_first(self) -> bool:
+        """Whether the code says that the batch is the first axis, as in ``B, N, C = x.shape``.
+
+        A layer around PyTorch's attention without ``batch_first=True`` counts, too, unless
+        something in it speaks of the sequence as the first axis: to forget this argument is a
+        common mistake.
+        """
+        source = self.sources()
+        if re.search(_BATCH_FIRST, source):
+            return True
+        if not source or re.search(_SEQUENCE_FIRST, source) or self.module is None:
+            return False
+        return any(isinstance(part, nn.MultiheadAttention) and not part.batch_first
+                   for part in self.module.modules())
 
     def uses_tensors(self) -> bool:
         """Whether operations of the implementation are PyTorch's, and so can be recorded."""
@@ -825,7 +903,9 @@ def _tensor_of(found: Any, shapes: list[tuple[int, ...]]) -> Tensor:
 
 
 def _is_mask(name: str) -> bool:
-    return "mask" in name or name in ("is_causal", "causal")
+    """Whether an argument is a mask of attention."""
+    others = ("masked", "mask_token", "mask_tokens")
+    return ("mask" in name and name not in others) or name in ("is_causal", "causal")
 
 
 class _Caller:
@@ -838,13 +918,16 @@ class _Caller:
         The reader's own ``call(mine, **inputs)``.
     sequence_first : bool
         Hand over tokens as (N, B, C) and read the output so.
+    join : callable, optional
+        Makes one Tensor of several that are returned.
     """
 
-    def __init__(self, mine: _Implementation, call: Callable | None, sequence_first: bool):
+    def __init__(self, mine: _Implementation, call: Callable | None, sequence_first: bool,
+                 join: Callable | None):
         self.mine = mine
         self.call = call
         self.sequence_first = sequence_first
-        self.last_only = False
+        self.join = join
 
     def arguments(self, inputs: dict[str, Any], style: _MaskStyle | None) -> tuple[list, dict]:
         """Return the positional and keyword arguments of a call."""
@@ -860,6 +943,10 @@ class _Caller:
         masks = [name for name in names if _is_mask(name)]
         needed_masks = [name for name in needed if _is_mask(name)]
         plain = [name for name in needed if not _is_mask(name)]
+        if "mask" not in inputs and len(plain) < len(main):  # it is one of the inputs
+            plain = needed
+            masks = []
+            needed_masks = []
         switches = [name for name in plain if name in ("train", "training", "deterministic")]
         for name in switches:
             keywords[name] = name == "deterministic"
@@ -903,6 +990,9 @@ class _Caller:
                                          if _is_mask(name) and "mask" in inputs):
                 raise _NotCallable("it takes no mask of this form")
             found = self.mine.run(*args, **keywords)
+        if self.join is not None and isinstance(found, (list, tuple)):
+            return self.join(*(torch.as_tensor(np.asarray(x)) if not isinstance(x, Tensor)
+                               else x for x in found))
         shape = tuple(expected.shape)
         shapes = [shape]
         if self.sequence_first and len(shape) > 1:
@@ -952,8 +1042,9 @@ def _line_of_caller() -> tuple[str, int]:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        outside = not name.startswith(_LIBRARIES) and "einops" not in name
-        if outside and not name.endswith(("attnlib/compare.py", "attnlib/mistakes.py")):
+        if name == __file__:
+            return "", 0  # not the reader's code
+        if not name.startswith(_LIBRARIES) and "einops" not in name:
             return name, frame.f_lineno
         frame = frame.f_back
     return "", 0
@@ -1007,8 +1098,11 @@ def _difference(out: Tensor, expected: Tensor) -> float:
         expected = expected[:, -1:] if out.ndim == expected.ndim else expected[:, -1]
     if out.shape != expected.shape:
         return math.inf
-    if not torch.isfinite(out).all():
+    undefined = torch.isfinite(expected).logical_not()
+    if not torch.equal(torch.isfinite(out).logical_not(), undefined):
         return math.inf
+    out = out.masked_fill(undefined, 0.0)
+    expected = expected.masked_fill(undefined, 0.0)
     scale = max(expected.abs().max().item(), 1e-12)
     return ((out - expected).abs().max() / scale).item()
 
@@ -1157,13 +1251,29 @@ class _Comparison:
         if isinstance(self.module, nn.Module):
             self.module = copy.deepcopy(self.module).cpu().double().eval()
         self.values = self._draw_values()
+        if self._is_large():
+            self.reference = reference = replace(reference, probes=_shortened(reference.probes))
         self.expected = [self._run_reference(probe) for probe in reference.probes]
         self.heads = int(reference.config.get("num_heads", 1) or 1)
-        units = _units(mine.parameters, mine.owners)
-        self.matching = _match(units, _roles(self.values), self.heads, rename)
+        self.matching = self._match(rename)
+        if mine.take_buffers([role for role in self.matching.missing
+                              if role.split(".")[0] in ("pos", "cls", "dist", "token")],
+                             self.values):
+            self.matching = self._match(rename)
         self.without_dropout = False
         self.seconds = 60.0
         self.tolerance = _TOLERANCES[torch.float64]
+
+    def _is_large(self) -> bool:
+        """Whether one probe has to do."""
+        if not isinstance(self.module, nn.Module):
+            return False
+        return sum(parameter.numel() for parameter in self.module.parameters()) > 3_000_000
+
+    def _match(self, rename: dict[str, str]) -> _Matching:
+        """Match the reader's parameters with the roles."""
+        units = _units(self.mine.parameters, self.mine.owners)
+        return _match(units, _roles(self.values), self.heads, rename)
 
     def _own_roles(self) -> dict[str, Tensor]:
         """The parameters of the reference by role, as views."""
@@ -1211,6 +1321,9 @@ class _Comparison:
             choices += [{**choice, "merge": "interleaved"} for choice in choices]
         if any(role.slot == "gate" for one in packed for role in one.roles):
             choices.append({"gate": "second"})
+        if any(role.slot == "table" and len(one.unit.tensors["weight"].shape) == 3
+               for one in assignments for role in one.roles):
+            choices += [{**choice, "table": "negated"} for choice in choices]
         if patches:
             choices += [{**choice, "pixels": "channels last"} for choice in choices[:3]]
         if unknown:
@@ -1240,7 +1353,7 @@ class _Comparison:
         recorder: _Recorder | None = None,
     ) -> Tensor:
         """Run the reader's code on a probe; raise `_NotCallable` with the reason if it fails."""
-        caller = _Caller(self.mine, self.call, attempt.sequence_first)
+        caller = _Caller(self.mine, self.call, attempt.sequence_first, self.reference.join)
         mode = recorder or _Recorder(without_dropout=self.without_dropout)
         watched = recorder is not None or self.without_dropout
         try:
@@ -1266,19 +1379,21 @@ class _Comparison:
         self, mistakes: tuple[Mistake, ...], number: int, gradients: bool = False
     ) -> Tensor | dict[str, Tensor]:
         """Run the reference's steps with mistakes on a probe."""
-        steps = self.reference.steps
-        for one in mistakes:
-            steps = one.applied_to(steps)
-        weights = {role: value for role, value in self.values.items()
-                   if role not in self.matching.missing}
+        model = _model_with(self, mistakes)
         if not gradients:
             with torch.no_grad():
-                model = steps(weights, **self.reference.config)
                 return model.run(**self.reference.probes[number].inputs)
-        weights = {role: value.clone().requires_grad_() for role, value in weights.items()}
+        weights = {role: x.clone().requires_grad_() for role, x in model.weights.items()}
+        model.weights = weights
         inputs = _with_gradients(self.reference.probes[number].inputs)
-        model = steps(weights, **self.reference.config)
         return _gradients(model.run(**inputs), {**weights, **_inputs_of(inputs)})
+
+
+def _shortened(probes: list[Probe]) -> list[Probe]:
+    """Keep the first probe, with its first two rows."""
+    first = probes[0]
+    inputs = {name: x[:2] if isinstance(x, Tensor) else x for name, x in first.inputs.items()}
+    return [Probe(first.name, inputs)]
 
 
 def _with_gradients(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -1316,7 +1431,7 @@ def _applicable(comparison: _Comparison) -> list[Mistake]:
     found = []
     for one in CATALOGUE:
         lacking = all(any(role.endswith(end) for role in missing) for end in one.lacks)
-        if one.applies_to(comparison.reference.steps) and lacking:
+        if one.applies_to(comparison.reference.steps) and lacking and not one.has:
             found.append(one)
     return found
 
@@ -1413,7 +1528,10 @@ class _Outputs:
             some = []
             for style in _STYLES:
                 if style.values == values:
-                    some.append(self.difference(attempt, number, expected(number), style))
+                    out = self.get(attempt, number, style)
+                    if isinstance(out, Tensor):
+                        out = _difference(out, expected(number))
+                    some.append(out)
             numbers = [one for one in some if isinstance(one, float)]
             name = self.comparison.reference.probes[number].name
             if not numbers:
@@ -1435,6 +1553,54 @@ def _finding(mistakes: tuple[Mistake, ...], error: float) -> Finding:
         convention=all(one.convention for one in mistakes), error=error)
 
 
+class _Screen:
+    """A quick test of mistakes, for which only the first blocks are computed.
+
+    At the end of the first block the model with a mistake must agree with the reference if the
+    reader's code does; and at the end of the block with the first difference it must have a
+    result that the reader's code has, too.
+    """
+
+    def __init__(self, comparison: _Comparison, outputs: _Outputs):
+        self.comparison = comparison
+        records = _records_of(comparison, outputs, outputs.attempts[0])
+        steps = _steps_of(comparison)
+        absent = _absent_steps(comparison, outputs, outputs.attempts[0])
+        self.tests: list[tuple[str, list[Tensor]]] = []  # step, and results that are allowed
+        if not records:
+            return
+        ends = [name for name in steps
+                if name.rpartition(".")[2] in ("after attention", "after the MLP")]
+        if ends and ends[0] not in absent:
+            self.tests.append((ends[0], [steps[ends[0]][1]]))
+        later = [name for name in ends if name in absent]
+        if later:
+            size = steps[later[0]][0]
+            self.tests.append((later[0], [record.fingerprint[1] for record in records
+                                          if record.fingerprint[0] == size]))
+
+    def passes(self, chosen: tuple[Mistake, ...]) -> bool:
+        """Whether the model with these mistakes may reproduce the reader's output."""
+        comparison = self.comparison
+        for step, allowed in self.tests:
+            model = _model_with(comparison, chosen)
+            model.stop_after = step
+            try:
+                with torch.no_grad():
+                    model.run(**comparison.reference.probes[0].inputs)
+            except Stopped:
+                _, sums = _fingerprint(model.notes[step])
+                limit = 100 * comparison.tolerance * (1 + sums[3])
+                if not any(((one - sums).abs() <= limit).all() for one in allowed):
+                    return False
+            except _FAILURES:
+                return False
+        return True
+
+
+_FAILURES = (TypeError, RuntimeError, KeyError, IndexError, AttributeError, ValueError)
+
+
 def _diagnose(
     comparison: _Comparison, outputs: _Outputs
 ) -> list[tuple[tuple[Mistake, ...], _Attempt, tuple]]:
@@ -1447,59 +1613,39 @@ def _diagnose(
     pairs = list(itertools.product(conventions, others))
     pairs += list(itertools.combinations(conventions, 2))
     pairs += list(itertools.combinations(others, 2))
+    declared = re.search(_SEQUENCE_FIRST, comparison.mine.sources()) is not None
     readings = [attempt for attempt in outputs.attempts
-                if isinstance(outputs.get(attempt, 0), Tensor)]
+                if isinstance(outputs.get(attempt, 0), Tensor)
+                and (declared or not attempt.sequence_first)]
+    screen = _Screen(comparison, outputs)
     for some in ([()], singles, pairs):
         found = []
-        if some is pairs:
-            some = _at_the_difference(comparison, outputs, pairs)
         for chosen in some:
             if time.monotonic() - started > comparison.seconds:
                 break
             if len({one.step for one in chosen}) < len(chosen):
                 continue
-            found += _reproducing(comparison, outputs, readings, chosen)
+            if screen.passes(chosen):
+                found += _reproducing(comparison, outputs, readings, chosen)
         if found:
-            return found
+            best = min(error for _, _, (error, _, _) in found)
+            return [one for one in found if one[2][0] <= max(100 * best, 1e-13)]
     return []
 
 
-def _at_the_difference(
-    comparison: _Comparison, outputs: _Outputs, pairs: list[tuple[Mistake, ...]]
-) -> list[tuple[Mistake, ...]]:
-    """Keep the pairs of which a mistake changes a step where the first difference can be."""
-    absent = _absent_steps(comparison, outputs, outputs.attempts[0])[:6]
-    if not absent:
-        return pairs
-    steps = _steps_of(comparison)
-    here = {}
-    for one in dict.fromkeys(one for pair in pairs for one in pair):
-        here[one] = _first_change(comparison, one, steps) in absent
-    return [pair for pair in pairs if any(here[one] for one in pair)]
-
-
-def _first_change(
-    comparison: _Comparison, one: Mistake, steps: dict[str, tuple[int, Tensor]]
-) -> str:
-    """Return the first step whose result a mistake changes."""
-    try:
-        notes = _notes(comparison, (one,))
-    except (TypeError, RuntimeError, KeyError, IndexError, AttributeError, ValueError):
-        return ""
-    for name, fingerprint in steps.items():
-        if name not in notes or not _same(_fingerprint(notes[name]), fingerprint, 1e-9):
-            return name
-    return ""
-
-
-def _notes(comparison: _Comparison, mistakes: tuple[Mistake, ...]) -> dict[str, Tensor]:
-    """Return the intermediate results of the reference with mistakes."""
+def _model_with(comparison: _Comparison, mistakes: tuple[Mistake, ...]) -> Steps:
+    """Return the reference's steps with mistakes, and with the parameters that yours has."""
     steps = comparison.reference.steps
     for one in mistakes:
         steps = one.applied_to(steps)
     weights = {role: value for role, value in comparison.values.items()
                if role not in comparison.matching.missing}
-    model = steps(weights, **comparison.reference.config)
+    return steps(weights, **comparison.reference.config)
+
+
+def _notes(comparison: _Comparison, mistakes: tuple[Mistake, ...]) -> dict[str, Tensor]:
+    """Return the intermediate results of the reference with mistakes."""
+    model = _model_with(comparison, mistakes)
     with torch.no_grad():
         model.run(**comparison.reference.probes[0].inputs)
     return model.notes
@@ -1519,14 +1665,14 @@ def _reproducing(
 
     try:
         first = expected(0)
-    except (TypeError, RuntimeError, KeyError, IndexError, AttributeError, ValueError):
+    except _FAILURES:
         return []  # the model lacks a parameter that this step needs
     for attempt in readings:
         difference = outputs.difference(attempt, 0, first)
         if isinstance(difference, float) and difference <= comparison.tolerance:
             try:
                 agreement = outputs.agreement(attempt, expected)
-            except (TypeError, RuntimeError, KeyError, IndexError, ValueError):
+            except _FAILURES:
                 continue
             if agreement is not None:
                 return [(chosen, attempt, agreement)]
@@ -1664,7 +1810,8 @@ def _check_gradients(comparison: _Comparison, attempt: _Attempt) -> None:
         {name: grads[name] for name in parameters}) if own else {})
     expected.update({name: grads[name] for name in _inputs_of(ours)})
     theirs = _with_gradients(comparison.reference.probes[0].inputs)
-    caller = _Caller(mine, comparison.call, attempt.sequence_first)
+    caller = _Caller(mine, comparison.call, attempt.sequence_first,
+                     comparison.reference.join)
     try:
         with _Recorder(without_dropout=comparison.without_dropout):
             out = caller(theirs, None, comparison.expected[0])
@@ -1694,7 +1841,7 @@ def _check_gradients(comparison: _Comparison, attempt: _Attempt) -> None:
             if same > comparison.tolerance:
                 continue
             wrong = comparison.variant((one,), 0, gradients=True)
-        except (TypeError, RuntimeError, KeyError, IndexError, ValueError):
+        except _FAILURES:
             continue
         error, _ = _largest_difference(roles, wrong)
         if error <= 1e3 * comparison.tolerance:
@@ -1769,6 +1916,9 @@ def _structure(comparison: _Comparison) -> None:
             f"{len(mine.hidden)} of your parameters, such as {mine.hidden[0]}, are in a plain "
             "Python list or dict, so parameters() does not return them and no optimizer trains "
             "them: use nn.ModuleList.")
+    for name in mine.untrained:
+        report.faults.append(f"{name} is a buffer, so no optimizer trains it; it should be an "
+                             "nn.Parameter.")
     shared = mine.shared_blocks()
     if shared and matching.missing:
         report.faults.append(
@@ -1788,11 +1938,11 @@ def _structure(comparison: _Comparison) -> None:
                 "matrix for both (tied).")
     report.parameters = len(mine.parameters)
     report.matched = report.parameters - len(matching.extra)
-    for one in matching.assignments:
-        if len(one.roles) > 1:
-            names = " and ".join(one.unit.names.values())
-            slots = ", ".join(role.slot for role in one.roles)
-            report.notes.append(f"{names}: {slots} in one.")
+    packed = [one for one in matching.assignments if len(one.roles) > 1]
+    if packed:
+        slots = ", ".join(role.slot for role in packed[0].roles)
+        others = f", and so in {len(packed) - 1} more" if len(packed) > 1 else ""
+        report.notes.append(f"{packed[0].unit.name} holds {slots}{others}.")
     if matching.missing:
         report.notes.append(f"Yours lacks: {_listed(matching.missing)}.")
     if matching.extra:
@@ -1818,12 +1968,15 @@ def _dropout(comparison: _Comparison, outputs: _Outputs) -> None:
     recorder = _Recorder()
     try:
         torch.manual_seed(1)
+        state = torch.get_rng_state()
         first = comparison.output(attempt, 0, recorder=recorder)
-        torch.manual_seed(2)
-        second = comparison.output(attempt, 0)
+        second = first
+        if not torch.equal(state, torch.get_rng_state()) or comparison.mine.module is None:
+            torch.manual_seed(2)
+            second = comparison.output(attempt, 0)
     except _NotCallable:
         return
-    if first.shape == second.shape and _difference(first, second.double()) > 1e-9:
+    if first.shape == second.shape and first is not second and _difference(first, second.double()) > 1e-9:
         comparison.without_dropout = True
         rates = ", ".join(sorted({f"{rate:g}" for rate, _ in recorder.dropouts}))
         what = f"Dropout (p = {rates}) is" if rates else "Random numbers are"
@@ -1875,6 +2028,8 @@ def _describe(comparison: _Comparison, attempt: _Attempt, values: str) -> None:
         if attempt.choice.get(name):
             report.adapted.append(f"heads are interleaved where they are {name}: channel i "
                                   "belongs to head i modulo the number of heads")
+    if attempt.choice.get("table"):
+        report.adapted.append("the table of biases is indexed by key minus query")
     if attempt.choice.get("gate"):
         report.adapted.append("the gate is the second half of the packed matrix")
     if attempt.choice.get("pixels"):
@@ -1887,7 +2042,7 @@ def _describe(comparison: _Comparison, attempt: _Attempt, values: str) -> None:
 
 def _is_convention(attempt: _Attempt, values: str) -> bool:
     """Whether a reading differs from the reference by a convention."""
-    unusual = {"packing", "split", "merge", "pixels", "gate"} & set(attempt.choice)
+    unusual = {"packing", "split", "merge", "pixels", "gate", "table"} & set(attempt.choice)
     return attempt.sequence_first or bool(unusual) or values == "hide"
 
 
@@ -1936,8 +2091,8 @@ def _explain(comparison: _Comparison, outputs: _Outputs) -> None:
         report.findings = conventions
         report.verdict = "equal up to a convention"
     elif explained and not report.findings:
-        report.faults.append("Without the parameters that yours lacks, the reference gives "
-                             "your output.")
+        report.faults.append("Your output is that of the reference without "
+                             f"{_listed(comparison.matching.missing)}, which your model lacks.")
     if explained:
         wrong = _notes(comparison, explained[0][0])
     differences = []

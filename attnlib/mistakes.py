@@ -23,6 +23,10 @@ from .transformer import (CrossAttention, DecoderLayer, EncoderLayer, FeedForwar
 from .vit_variants import SwiGLU
 
 # %% steps
+class Stopped(Exception):
+    """The run has reached the step after which it was to stop."""
+
+
 class Steps:
     """A model in small methods, so that a mistake can replace one of them.
 
@@ -42,6 +46,7 @@ class Steps:
         self.config = SimpleNamespace(**{**self.options, **config})
         self.scope = ""
         self.notes: dict[str, Tensor] = {}
+        self.stop_after = ""
 
     def weight(self, name: str) -> Tensor | None:
         """The values of a role of the present part, or None."""
@@ -51,6 +56,8 @@ class Steps:
         """Keep an intermediate result under the name of its step, and return it."""
         self.notes.pop(self.scope + name, None)  # a name that comes again moves to the end
         self.notes[self.scope + name] = value
+        if self.scope + name == self.stop_after:
+            raise Stopped
         return value
 
     @contextmanager
@@ -1048,20 +1055,22 @@ def mlp(dim: int = 32, hidden: int = 64, act: str = "gelu") -> Reference:
 
 
 @reference_of("swiglu")
-def swiglu(dim: int = 32, hidden: int = 48) -> Reference:
+def swiglu(dim: int = 32, hidden: int = 48, bias: bool = False) -> Reference:
     """The position-wise network with a gate (chapter 35).
 
     Parameters
     ----------
     dim, hidden : int
         Width of the tokens, and of the gate.
+    bias : bool
+        Let the linear layers add a bias.
     """
     return Reference(
-        name="swiglu", module=SwiGLU(dim, 2 * hidden), call=lambda module, x: module(x),
+        name="swiglu", module=SwiGLU(dim, 2 * hidden, bias=bias), call=lambda module, x: module(x),
         steps=MlpSteps, config=dict(act="swiglu"), roles=_swiglu_roles,
         probes=token_probes(dim, masks=False),
-        says="x (B, N, dim) -> (B, N, dim): W₂ (silu(W_g x + b_g) ⊙ (W_u x + b_u)) + b₂ with "
-             "W_g and W_u of shape (hidden, dim); silu(z) = z sigmoid(z). In the library the "
+        says="x (B, N, dim) -> (B, N, dim): W₂ (silu(W_g x) ⊙ W_u x) with W_g "
+             "and W_u of shape (hidden, dim); silu(z) = z sigmoid(z). In the library the "
              "gate's rows are the first half of one packed matrix.")
 
 
@@ -1233,26 +1242,27 @@ def gpt(vocab_size: int = 29, block_size: int = 16, n_layer: int = 2, n_head: in
 
 @reference_of("llama")
 def llama(vocab_size: int = 29, n_layer: int = 2, n_head: int = 4, n_kv_head: int = 2,
-          n_embd: int = 32, n_inner: int = 48, rope_base: float = 10000.0) -> Reference:
-    """A language model in the style of Llama, with an untied head (chapter 24).
+          n_embd: int = 32, n_inner: int = 48, tied: bool = True,
+          rope_base: float = 10000.0) -> Reference:
+    """A language model in the style of Llama (chapter 24).
 
     Parameters
     ----------
-    vocab_size, n_layer, n_head, n_kv_head, n_embd, n_inner, rope_base
+    vocab_size, n_layer, n_head, n_kv_head, n_embd, n_inner, tied, rope_base
         As of `GPTConfig`.
     """
     config = GPTConfig(vocab_size, 64, n_layer, n_head, n_kv_head=n_kv_head, n_embd=n_embd,
-                       n_inner=n_inner, tied=False, rope_base=rope_base)
+                       n_inner=n_inner, tied=tied, rope_base=rope_base)
     return Reference(
         name="llama", module=GPT(config), call=lambda module, tokens: module(tokens),
         steps=GPTSteps,
         config=dict(num_heads=n_head, num_kv_heads=n_kv_head, depth=n_layer, norm="rms",
-                    rotary="halves", act="swiglu", learned=False, tied=False,
+                    rotary="halves", act="swiglu", learned=False, tied=tied,
                     rope_base=rope_base),
         roles=_gpt_roles(config), probes=_text_probes(vocab_size),
         says="tokens (B, N) -> logits (B, N, vocab_size): token embedding; n_layer blocks x = "
-             "x + attention(norm1(x)), x = x + mlp(norm2(x)); a final norm; an output matrix "
-             "of its own. Causal attention with n_head heads of queries and n_kv_head of keys "
+             "x + attention(norm1(x)), x = x + mlp(norm2(x)); a final norm; the output "
+             f"matrix is {'the embedding' if tied else 'one of its own'}. Causal attention with n_head heads of queries and n_kv_head of keys "
              "and values (query head i uses head i // (n_head / n_kv_head)), scale "
              "1/√head_dim; queries and keys are rotated by the positions 0, 1, ... (base "
              f"{rope_base:g}, channel i with i + d/2). MLP: W₂ (silu(W_g x) ⊙ W_u x) of width "
@@ -1261,7 +1271,7 @@ def llama(vocab_size: int = 29, n_layer: int = 2, n_head: int = 4, n_kv_head: in
 
 @reference_of("transformer")
 def transformer(vocab: int = 29, d_model: int = 32, nhead: int = 4, layers: int = 2,
-                dim_feedforward: int = 64) -> Reference:
+                dim_feedforward: int = 64, padding: bool = False) -> Reference:
     """The encoder-decoder of 2017 (chapter 21).
 
     Parameters
@@ -1269,6 +1279,8 @@ def transformer(vocab: int = 29, d_model: int = 32, nhead: int = 4, layers: int 
     vocab, d_model, nhead, layers, dim_feedforward : int
         Tokens of both languages, width, heads, layers of encoder and of decoder, and width of
         their hidden layers.
+    padding : bool
+        Also compare sources with padding (token 0), which the model must hide.
     """
     module = Transformer(vocab, d_model=d_model, nhead=nhead, num_encoder_layers=layers,
                          num_decoder_layers=layers, dim_feedforward=dim_feedforward,
@@ -1287,6 +1299,7 @@ def transformer(vocab: int = 29, d_model: int = 32, nhead: int = 4, layers: int 
 
     with_padding = inputs(3, 7, 5, 41)
     with_padding["src"] = with_padding["src"] * padded([7, 4, 5], 7)[:, 0, 0]
+    last = [Probe("padding in the sources", with_padding)] if padding else []
     return Reference(
         name="transformer", module=module, call=lambda module, src, tgt: module(src, tgt),
         steps=TransformerSteps,
@@ -1294,8 +1307,7 @@ def transformer(vocab: int = 29, d_model: int = 32, nhead: int = 4, layers: int 
         probes=[
             Probe("three pairs of sentences", inputs(3, 7, 5, 11)),
             Probe("one pair of equal length", inputs(1, 6, 6, 21)),
-            Probe("one target token", inputs(2, 5, 1, 31)),
-            Probe("padding in the sources", with_padding)],
+            Probe("one target token", inputs(2, 5, 1, 31)), *last],
         says="src (B, M), tgt (B, N) -> logits (B, N, vocab). One matrix (vocab, d_model) "
              "embeds sources and targets and is the output matrix (no bias); embeddings are "
              "√d_model E[token] + sinusoids (sine in even, cosine in odd columns, base 10000). "
@@ -1464,7 +1476,8 @@ def swiglu_reference_of(module: SwiGLU) -> Reference:
     module : SwiGLU
     """
     dim, hidden = module.fc2.weight.shape
-    return replace(swiglu(dim, hidden), module=module)
+    bias = module.fc2.bias is not None
+    return replace(swiglu(dim, hidden, bias=bias), module=module)
 
 
 def norm_reference_of(module: nn.LayerNorm | nn.RMSNorm) -> Reference:
@@ -2654,6 +2667,13 @@ def _gelu_without_factor(self, x):
 def _activation_at_the_end(self, usual, x):
     x = usual(self, x)
     return F.silu(x) if self.config.act == "swiglu" else self.activation(x)
+
+
+@mistake("mlp", "activation after the second layer",
+         says="The activation follows the second layer; it should stand between both.",
+         right="W₂ act(W₁ x)", wrong="act(W₂ W₁ x)", read=MLP)
+def _activation_last(self, x):
+    return self.activation(self.linear("fc2", self.linear("fc1", x)))
 
 
 @mistake("mlp", "residual inside the MLP", around=True,

@@ -964,7 +964,7 @@ class IouSteps(Steps):
         return self.note("IoU", self.ratio(intersection, union)), union
 
     def run(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.iou(a, b)[0]
+        return self.iou(a[:, None], b)[0]  # (N, 1, 4), (M, 4) -> (N, M)
 
 
 class GiouSteps(IouSteps):
@@ -981,6 +981,7 @@ class GiouSteps(IouSteps):
         return iou - penalty
 
     def run(self, a: Tensor, b: Tensor) -> Tensor:
+        a = a[:, None]  # (N, 1, 4) with (M, 4) gives (N, M)
         iou, union = self.iou(a, b)
         low, high = self.around(a, b)
         hull = self.note("hull", self.sides(low, high).prod(-1))
@@ -1622,10 +1623,10 @@ def box_probes() -> list[Probe]:
     diagonal = torch.cat([low_a + size_a + 0.1, low_a + size_a + 0.4], dim=-1)
     pixels = torch.tensor([[10.0, 20.0, 50.0, 60.0], [0.0, 0.0, 4.0, 9.0]]).double()
     other = torch.tensor([[30.0, 40.0, 90.0, 70.0], [1.0, 2.0, 3.0, 12.0]]).double()
-    return [Probe("boxes that overlap or not", dict(a=a, b=b)),
-            Probe("boxes apart", dict(a=a, b=apart)),
-            Probe("boxes inside others", dict(a=a, b=inside)),
-            Probe("boxes apart in both directions", dict(a=a, b=diagonal)),
+    return [Probe("boxes that overlap or not", dict(a=a[:20], b=b[:30])),
+            Probe("boxes apart", dict(a=a[:4], b=apart[:3])),
+            Probe("boxes inside others", dict(a=a[:5], b=inside[:8])),
+            Probe("boxes apart in both directions", dict(a=a[:6], b=diagonal[:3])),
             Probe("boxes in pixels", dict(a=pixels, b=other))]
 
 
@@ -1649,11 +1650,10 @@ def box_cxcywh_to_xyxy() -> Reference:
 def box_iou() -> Reference:
     """Intersection over union (chapter 42)."""
     return Reference(
-        name="box_iou", module=detr.box_iou, call=lambda module, a, b: module(a, b)[0],
+        name="box_iou", module=detr.box_iou, call=lambda module, a, b: module(a[:, None], b)[0],
         steps=IouSteps, config={}, roles=no_roles, probes=box_probes(),
-        says="Two tensors of boxes (n, 4) by corners (left, top, right, bottom) -> (n,), the "
-             "intersection over union of each box with the one in the same row. Boxes that do "
-             "not meet have 0.")
+        says="Two tensors of boxes (N, 4) and (M, 4) by corners (left, top, right, bottom) -> "
+             "(N, M), the intersection over union of each pair. Boxes that do not meet have 0.")
 
 
 @reference_of("generalized_box_iou")
@@ -1661,9 +1661,9 @@ def generalized_box_iou() -> Reference:
     """Generalized intersection over union (chapter 42)."""
     return Reference(
         name="generalized_box_iou", module=detr.generalized_box_iou,
-        call=lambda module, a, b: module(a, b), steps=GiouSteps, config={}, roles=no_roles,
+        call=lambda module, a, b: module(a[:, None], b), steps=GiouSteps, config={}, roles=no_roles,
         probes=box_probes(),
-        says="Two tensors of boxes (n, 4) by corners -> (n,): IoU - (H - U) / H, where U is "
+        says="Two tensors of boxes (N, 4) and (M, 4) by corners -> (N, M): IoU - (H - U) / H, where U is "
              "the area of the union and H that of the smallest box around both.")
 
 
@@ -2184,6 +2184,15 @@ def _table_transposed(self, dy, dx):
     return (dx + columns - 1) * (2 * rows - 1) + dy + rows - 1
 
 
+@mistake("table_row", "factor of the window's width",
+         says="The offset of rows is multiplied by M instead of 2M - 1, so that different "
+              "offsets share a bias.",
+         right="Δy (2M - 1) + Δx", wrong="Δy M + Δx", read=BIAS)
+def _factor_of_the_window(self, dy, dx):
+    rows, columns = self.config.window_size
+    return (dy + rows - 1) * columns + dx + columns - 1
+
+
 @mistake("table_row", "factor of the other axis",
          says="The offset of rows is multiplied by 2 Mₕ - 1; a row of the table has 2 M_w - 1 "
               "offsets of columns.",
@@ -2561,6 +2570,19 @@ def _merged_by_reshape(self, x):
          read=PYRAMID)
 def _same_token_twice(self, x):
     return [x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 0::2, 1::2]]
+
+
+@mistake("merging", "norm of merging on the other side",
+         says="Norm and reduction are exchanged; Swin normalizes the 4C channels before it "
+              "reduces them, and Swin V2 afterwards.",
+         right="reduction(norm(x))", wrong="norm(reduction(x))", read=PYRAMID)
+def _merging_in_another_order(self, x):
+    x = self.join_square(self.squares(self.even(x)))
+    x = self.linear("reduction", x)
+    width = x.shape[-1]
+    gain = self.weight("norm.weight")
+    x = self.center(x) / self.spread(self.center(x))
+    return x if gain is None or len(gain) != width else x * gain
 
 
 @mistake("join_square", "merged by channel", convention=True,
@@ -3446,6 +3468,22 @@ def _ratio_with_1e5(self, part, whole):
          right="min of lows, max of highs", wrong="max of lows, min of highs", read=BOXES)
 def _intersection_as_hull(self, a, b):
     return torch.maximum(a[..., :2], b[..., :2]), torch.minimum(a[..., 2:], b[..., 2:])
+
+
+@mistake("around", "hull from the larger of the upper left corners",
+         says="The upper left corner of the hull is the maximum of both corners; it should be "
+              "the minimum.",
+         right="min of lows, max of highs", wrong="max of lows, max of highs", read=BOXES)
+def _hull_from_larger_lows(self, a, b):
+    return torch.maximum(a[..., :2], b[..., :2]), torch.maximum(a[..., 2:], b[..., 2:])
+
+
+@mistake("around", "hull to the smaller of the lower right corners",
+         says="The lower right corner of the hull is the minimum of both corners; it should be "
+              "the maximum.",
+         right="min of lows, max of highs", wrong="min of lows, min of highs", read=BOXES)
+def _hull_to_smaller_highs(self, a, b):
+    return torch.minimum(a[..., :2], b[..., :2]), torch.minimum(a[..., 2:], b[..., 2:])
 
 
 @mistake("penalty", "penalty divided by the union",
