@@ -21,6 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from . import mistakes_vision  # noqa: F401  its references and mistakes join the others
 from .mistakes import (CATALOGUE, REFERENCES, REFERENCES_OF, Mistake, Probe, Reference, Steps,
                        Stopped)
 

@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from attnlib import data, mistakes
-from attnlib.compare import compare, reference
+from attnlib.compare import Report, compare, reference
+from benchmarks.basics import reason
 from benchmarks.runner import Commands, Runs
 
+RENAMED = {"norm_pix": "norm_pix_loss"}  # arguments of references in some cases
 SIZES = dict(num_heads=4, depth=2)
 WIDTH = 64
 LENGTH = 64
@@ -83,7 +85,8 @@ def train(name, seed, steps, lr):
     weights = new_weights(vocabulary, generator)
     optimizer = torch.optim.AdamW(weights.values(), lr=lr)
     starts = range(0, len(held_out) - LENGTH, LENGTH)
-    rows = torch.stack([held_out[i : i + LENGTH + 1] for i in starts if i + LENGTH < len(held_out)])
+    rows = [held_out[i : i + LENGTH + 1] for i in starts]
+    rows = torch.stack([row for row in rows if len(row) == LENGTH + 1])
     losses = []
     for step in range(steps):
         chosen = torch.randint(len(tokens) - LENGTH - 1, (16,), generator=generator)
@@ -101,10 +104,16 @@ def train(name, seed, steps, lr):
 
 def losses(options):
     """Train a small GPT and wrong variants of it, and record their losses."""
-    steps, seeds, rates = (20, 1, (3e-3,)) if options.tiny else (2000, 3, (1e-3, 3e-3, 1e-2, 3e-2))
+    steps, seeds, rates = 2000, 3, (1e-3, 3e-3, 1e-2, 3e-2)
+    if options.tiny:
+        steps, seeds, rates = 20, 1, (3e-3,)
     runs = Runs(
-        options.out / "compare_losses.json", options.minutes, steps=steps, tuning=[], runs=[],
+        options.out / "compare_losses.json",
+        options.minutes,
+        steps=steps,
         data="the text of the book, 300,000 characters to train and 30,000 held out",
+        tuning=[],
+        runs=[],
     )
     for name in VARIANTS:
         found = {}
@@ -128,6 +137,7 @@ def load_cases(folder):
     for path in sorted(Path(folder).glob("cases*.py")):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module  # where inspect looks for it
         spec.loader.exec_module(module)
         found += module.CASES
     return found
@@ -136,14 +146,30 @@ def load_cases(folder):
 def judge(case):
     """Compare one implementation with its reference, and return the verdict."""
     name, sizes = case["reference"]
+    sizes = {RENAMED.get(argument, argument): value for argument, value in sizes.items()}
     began = time.monotonic()
-    report = compare(case["build"](), reference(name, **sizes), call=case.get("call"))
+    try:
+        report = compare(case["build"](), reference(name, **sizes), call=case.get("call"))
+    except Exception as error:
+        report = Report(reason=f"compare raised {reason(error)}")
     return dict(
-        case=case["name"], style=case["style"], reference=name, label=case["label"],
-        mistake=case["mistake"], verdict=report.verdict, reason=report.reason,
-        located=report.located, line=report.line, faults=report.faults,
+        style=case["style"],
+        reference=name,
+        label=case["label"],
+        mistake=case["mistake"],
+        repository=case.get("repo", ""),
+        path=case.get("path", ""),
+        verdict=report.verdict,
+        reason=report.reason,
+        matched=[report.matched, report.parameters],
+        notes=report.notes,
+        located=report.located,
+        line=report.line,
+        faults=report.faults,
         named=[list(finding.names) for finding in report.findings],
-        adapted=report.adapted, wall=round(time.monotonic() - began, 2),
+        adapted=report.adapted,
+        probes={name: found for name, found in report.probes.items() if isinstance(found, str)},
+        wall=round(time.monotonic() - began, 2),
     )
 
 
