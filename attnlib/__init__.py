@@ -18,6 +18,7 @@ from .attention import (
 )
 from .autoformer import AutoFormer, SuperTransformer
 from .beit import Beit, BeitForMaskedImageModeling
+from .compare import assert_equal, compare, reference  # `compare` is the function, too
 from .deit import DistilledVisionTransformer
 from .detr import DETR
 from .gpt import GPT, GPTConfig
@@ -96,11 +97,13 @@ __all__ = [
     "alibi_bias",
     "apply_rotary",
     "apply_rotary_2d",
+    "assert_equal",
     "attention",
     "attention_backend",
     "attention_weights",
     "causal_mask",
     "classify",
+    "compare",
     "create_model",
     "list_models",
     "load_model",
@@ -108,6 +111,7 @@ __all__ = [
     "padding_mask",
     "preprocess",
     "record_attention",
+    "reference",
     "register_backend",
     "save_model",
     "sincos_2d",

@@ -132,7 +132,6 @@ def losses(options):
 
 def load_cases(folder):
     """Import the cases of a folder."""
-    sys.path.insert(0, str(folder))
     found = []
     for path in sorted(Path(folder).glob("cases*.py")):
         spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -210,7 +210,8 @@ NUMBERS = {path.stem[3:]: path.stem[:2] for path in notebooks.notebooks()}
 
 
 def floor(module):
-    return 2 if module in ("recipes", "cli") else FLOORS[NUMBERS[module][0]]
+    above = ("recipes", "cli", "compare", "mistakes", "mistakes_vision")
+    return 2 if module in above else FLOORS[NUMBERS[module][0]]
 
 
 def wrong_ways(graph):
