@@ -95,6 +95,8 @@ def _pieces(name: str) -> list[str]:
 def _words(name: str) -> set[str]:
     """Return what a parameter's name says, in the words of `_ACCEPTED`."""
     pieces = _pieces(name)
+    pieces = [piece.removeprefix("to") if piece.startswith(("tok", "toq", "tov")) and
+              piece.removeprefix("to") in _WORDS else piece for piece in pieces]
     found = {_WORDS[piece] for piece in pieces if piece in _WORDS}
     if "tok" in pieces:
         found.discard("k")
@@ -119,6 +121,8 @@ def _kind(name: str, tensor: Tensor) -> str:
     tail = [piece for piece in _pieces(name) if not piece.isdigit()][-2:]
     is_bias = (last and last[0] in _BIASES) or (tail and tail[-1] in _BIASES)
     is_bias = is_bias or (tail and tail[0] == "b" and tensor.ndim == 1)
+    if tensor.squeeze().ndim > 2 or (tensor.ndim > 1 and _words(name) & {"pos", "relative"}):
+        is_bias = False  # a table of biases
     return "bias" if is_bias else "weight"
 
 # %% ../nbs/98_compare.ipynb #units
@@ -317,6 +321,8 @@ def _missing_rows(role: _Role, unit: _Unit) -> int:
     shape = tuple(unit.tensors["weight"].shape) if "weight" in unit.tensors else ()
     if role.slot != "pos" or len(shape) < 2 or shape[-1] != role.shape[-1]:
         return 0
+    if math.prod(shape) == math.prod(role.shape):
+        return 0
     return max(0, role.shape[-2] - shape[-2])
 
 
@@ -433,6 +439,24 @@ def _match_named(
     return found, by_order
 
 
+def _match_last(
+    units: list[_Unit], roles: list[_Role], found: list[_Assignment],
+    by_order: list[tuple[_Role, _Unit]],
+) -> list[_Assignment]:
+    """Assign a layer and a role that fit nobody else, whatever their names."""
+    used = [id(one.unit) for one in found]
+    given = [role.stem for one in found for role in one.roles]
+    units = [unit for unit in units if id(unit) not in used]
+    roles = [role for role in roles if role.stem not in given]
+    more = []
+    for role in roles:
+        some = [unit for unit in units if _can_take(role, unit)]
+        if len(some) == 1 and sum(_can_take(other, some[0]) for other in roles) == 1:
+            more.append(_Assignment(some[0], [role]))
+            by_order.append((role, some[0]))
+    return more
+
+
 def _rest_of(role: _Role, found: list[_Assignment]) -> _Role | None:
     """Return the parameters of a role that no layer has got, such as a bias of its own."""
     kinds = {kind for one in found if any(other.stem == role.stem for other in one.roles)
@@ -452,6 +476,7 @@ def _match_group(
     found += _match_heads(free, wanted, num_heads)
     named, by_order = _match_named(free, wanted)
     found += named
+    found += _match_last(free, wanted, found, by_order)
     used = [id(one.unit) for one in found]
     free = [unit for unit in free if id(unit) not in used]
     rests = [_rest_of(role, found) for role in roles]
@@ -552,9 +577,12 @@ _PACKINGS = {  # the order of axes in the rows of a packed matrix, h heads of d 
 
 def _packed(parts: list[Tensor], heads: int, packing: str) -> Tensor:
     """Stack parts of equally many rows (h d, ...) in a packing."""
-    unequal = len({part.shape for part in parts}) > 1  # as with grouped heads
-    if packing == next(iter(_PACKINGS)) or unequal:
+    if packing == next(iter(_PACKINGS)):
         return torch.cat(parts)
+    if len({part.shape for part in parts}) > 1:  # grouped heads: q of a group, its k, its v
+        width = len(parts[0]) // heads
+        groups = len(parts[1]) // width
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
     stacked = torch.stack([part.unflatten(0, (heads, -1)) for part in parts])
     order = _PACKINGS[packing]
     rest = range(3, stacked.ndim)
@@ -570,11 +598,15 @@ def _arranged(
     values = [_interleaved(value, role.slot, heads, choice)
               for value, role in zip(values, one.roles)]
     if len(values) > 1:
-        order = _order_in(one)
-        if choice.get("gate") == "second":
+        order = list(range(len(values)))
+        if choice.get("order") != "q, k, v":
+            order = _order_in(one)
+        if slot == "gate" and choice.get("gate", "").startswith("second"):
             order = order[::-1]
         values = [values[i] for i in order]
         value = _packed(values, heads, choice.get("packing", next(iter(_PACKINGS))))
+        if "interleaved" in choice.get("gate", "") and slot == "gate":
+            value = torch.stack(values, dim=1).flatten(0, 1)
     else:
         value = values[0]
     if one.part:
@@ -587,6 +619,10 @@ def _arranged(
             value = value.permute(0, 2, 3, 1)
         value = value.flatten(1)  # (D, C, p, p) -> (D, C p p)
     squeezed = [n for n in target if n > 1]
+    if value.ndim == 4 and len(squeezed) == 4 and tuple(value.shape) != target:
+        for axes in ((2, 3, 1, 0), *itertools.permutations(range(4))):
+            if tuple(value.permute(axes).shape) == target:
+                return value.permute(axes)
     if slot == "table":
         return _table(value, target, choice)
     if value.ndim == 2 and kind == "weight" and slot not in ("pos", "token", "cls"):
@@ -686,20 +722,36 @@ def _nested(like: Any, values: dict[str, Any], before: str = "") -> Any:
     return values[before]
 
 
+def _copied(module: nn.Module) -> nn.Module:
+    """Copy a module, also one that keeps results of a call, such as attention weights."""
+    known = {}
+    for part in module.modules():
+        for value in vars(part).values():
+            some = value if isinstance(value, (list, tuple)) else [value]
+            for one in some:
+                if isinstance(one, Tensor) and not one.is_leaf:
+                    known[id(one)] = one.detach().clone()
+    return copy.deepcopy(module, known)
+
+
 def _to_array(x: Any) -> Any:
     """Return the values of a Tensor as an array, and anything else as it is."""
     return x.detach().numpy() if isinstance(x, Tensor) else x
 
 
+_LENGTH = r"(length|n|N|t|T|L|S|seq\w*|n_ctx|num_tokens)"
+_CAST = r"mask\w*\.(float|to|type|double)\("
 _BATCH = r"(b|B|bs|bsz|batch\w*|n_batch\w*|num_batch\w*)"
 _SHAPE = r"[^=\n]*=\s*\w[\w.]*\.(shape|size\(\))"
 _BATCH_FIRST = (
     rf"\b{_BATCH}\s*,\s*\w+{_SHAPE}|batch_first\s*=\s*True|['\"]b n|\(B, [NTLS]\b"
-    rf"|\b{_BATCH}\s*=\s*\w+\.(shape\[0\]|size\(0\))")
+    rf"|\b{_BATCH}\s*=\s*\w+\.(shape\[0\]|size\(0\))"
+    rf"|\b{_LENGTH}\s*=\s*\w+\.(shape\[1\]|size\(1\))")
 _SEQUENCE_FIRST = (
     rf"\b\w+\s*,\s*{_BATCH}\b{_SHAPE}|batch_first\s*=\s*False|['\"][ntsl] b|\([NTLS], B\b"
     rf"|transpose\(0, 1\)|permute\(1, 0|seq\w*, batch"
-    rf"|\b{_BATCH}\s*=\s*\w+\.(shape\[1\]|size\(1\))")
+    rf"|\b{_BATCH}\s*=\s*\w+\.(shape\[1\]|size\(1\))"
+    rf"|\b{_LENGTH}\s*=\s*\w+\.(shape\[0\]|size\(0\))")
 
 # %% ../nbs/98_compare.ipynb #the-reader-s-implementation-2
 class _Implementation:
@@ -713,7 +765,7 @@ class _Implementation:
         self.untrained: list[str] = []
         self.owners: dict[str, nn.Module | None] = {}
         if isinstance(mine, nn.Module):
-            self.module = copy.deepcopy(mine).cpu().double().eval()
+            self.module = _copied(mine).cpu().double().eval()
             self.parameters = self._of_module(self.module)
             self.function = self.module
             self.signature = inspect.signature(self.module.forward)
@@ -1348,8 +1400,11 @@ class _Comparison:
             if not packed:
                 choices.append({"split": "interleaved"})
             choices += [{**choice, "merge": "interleaved"} for choice in choices]
+        if any(_order_in(one) != sorted(_order_in(one)) for one in packed):
+            choices += [{**choice, "order": "q, k, v"} for choice in choices]
         if any(role.slot == "gate" for one in packed for role in one.roles):
-            choices.append({"gate": "second"})
+            choices += [{"gate": "second"}, {"gate": "first, interleaved"},
+                        {"gate": "second, interleaved"}]
         if any(role.slot == "table" and len(one.unit.tensors["weight"].shape) == 3
                for one in assignments for role in one.roles):
             choices += [{**choice, "table": "negated"} for choice in choices]
@@ -1531,7 +1586,10 @@ class _Outputs:
         best = (0.0, {}, "keep")
         most = -1
         ran = False
+        casts = re.search(_CAST, self.comparison.mine.sources())
         for values in dict.fromkeys(style.values for style in _STYLES):
+            if values == "added" and casts:
+                continue  # the code takes a boolean mask
             found = self._masked(attempt, expected, values)
             if found is None:
                 ran = True
@@ -1823,14 +1881,16 @@ def _spoken(name: str) -> str:
 def _check_gradients(comparison: _Comparison, attempt: _Attempt) -> None:
     """Compare the gradients of parameters and inputs, and look for a mistake behind a difference."""
     mine = comparison.mine
-    if mine.module is None:
+    if not mine.uses_tensors() or mine.arrays is not None:
         comparison.report.probes["gradients"] = "a function of arrays has none"
         return
     comparison.load(attempt)
     ours = _with_gradients(comparison.reference.probes[0].inputs)
     own = comparison._own_roles()
     out = comparison.reference.call(comparison.module, **ours)
-    parameters = dict(comparison.module.named_parameters())
+    parameters = {}
+    if isinstance(comparison.module, nn.Module):
+        parameters = dict(comparison.module.named_parameters())
     grads = _gradients(out, {**parameters, **_inputs_of(ours)})
     expected = dict(comparison.reference.roles(
         {name: grads[name] for name in parameters}) if own else {})
@@ -2054,10 +2114,12 @@ def _describe(comparison: _Comparison, attempt: _Attempt, values: str) -> None:
         if attempt.choice.get(name):
             report.adapted.append(f"heads are interleaved where they are {name}: channel i "
                                   "belongs to head i modulo the number of heads")
+    if attempt.choice.get("order"):
+        report.adapted.append("rows are in the order q, k, v, although the name says another")
     if attempt.choice.get("table"):
         report.adapted.append("the table of biases is indexed by key minus query")
     if attempt.choice.get("gate"):
-        report.adapted.append("the gate is the second half of the packed matrix")
+        report.adapted.append(f"in the packed matrix the gate is {attempt.choice['gate']}")
     if attempt.choice.get("pixels"):
         report.adapted.append("pixels of a patch: channels last")
     if comparison.masked_probes() and values == "hide":
@@ -2068,8 +2130,8 @@ def _describe(comparison: _Comparison, attempt: _Attempt, values: str) -> None:
 
 def _is_convention(attempt: _Attempt, values: str) -> bool:
     """Whether a reading differs from the reference by a convention."""
-    unusual = {"packing", "split", "merge", "pixels", "gate", "table"} & set(attempt.choice)
-    return attempt.sequence_first or bool(unusual) or values == "hide"
+    unusual = {"packing", "split", "merge", "pixels", "gate", "table", "order"} & set(attempt.choice)
+    return attempt.sequence_first or bool(unusual) or values in ("hide", "added")
 
 
 def _conclude(comparison: _Comparison, outputs: _Outputs) -> None:
@@ -2178,9 +2240,13 @@ def compare(
             _structure(comparison)
             if comparison.values and not comparison.matching.assignments:
                 raise _NotCallable(_no_match(comparison))
-            outputs = _Outputs(comparison)
-            _dropout(comparison, outputs)
-            _conclude(comparison, outputs)
+            try:
+                outputs = _Outputs(comparison)
+                _dropout(comparison, outputs)
+                _conclude(comparison, outputs)
+            except (RuntimeError, IndexError, TypeError) as error:
+                text = (str(error).strip().splitlines() or [""])[0]
+                raise _NotCallable(f"the comparison failed: {text}") from error
         except _NotCallable as reason:
             report.verdict = "not compared"
             report.reason = str(reason)

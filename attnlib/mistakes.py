@@ -536,9 +536,9 @@ class DecoderSteps(BlockSteps):
         x = self.sublayer("norm3", x, self.mlp_branch)
         return self.note("after the MLP", x)
 
-    def run(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
+    def run(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map tokens to tokens by one layer."""
-        return self.decoder_block(x, context, mask)
+        return self.decoder_block(x, memory, mask)
 
 
 class SinusoidSteps(Steps):
@@ -1121,14 +1121,14 @@ def decoder_layer(d_model: int = 32, nhead: int = 4, dim_feedforward: int = 64,
     """
     def inputs(b: int, n: int, m: int, seed: int) -> dict[str, Tensor]:
         return dict(x=drawn(b, n, d_model, seed=seed),
-                    context=drawn(b, m, d_model, seed=seed + 1))
+                    memory=drawn(b, m, d_model, seed=seed + 1))
 
-    def call(module: nn.Module, x: Tensor, context: Tensor,
+    def call(module: nn.Module, x: Tensor, memory: Tensor,
              mask: Tensor | None = None) -> Tensor:
-        return module(x, context, mask="causal", memory_mask=mask)
+        return module(x, memory, mask="causal", memory_mask=mask)
 
     strided = dict(x=drawn(2, d_model, 4, seed=41).transpose(1, 2),
-                   context=drawn(6, 2, d_model, seed=42).transpose(0, 1))
+                   memory=drawn(6, 2, d_model, seed=42).transpose(0, 1))
     return Reference(
         name="decoder_layer",
         module=DecoderLayer(d_model, nhead, dim_feedforward, dropout=0.0, activation=act,
@@ -1136,17 +1136,17 @@ def decoder_layer(d_model: int = 32, nhead: int = 4, dim_feedforward: int = 64,
         call=call, steps=DecoderSteps,
         config=dict(num_heads=nhead, act=act, norm_first=norm_first), roles=_layer_roles,
         probes=[
-            Probe("more context than tokens", inputs(3, 4, 7, 11)),
-            Probe("as many tokens as context", inputs(2, 5, 5, 31)),
+            Probe("more memory than tokens", inputs(3, 4, 7, 11)),
+            Probe("as much memory as tokens", inputs(2, 5, 5, 31)),
             Probe("one token", inputs(2, 1, 4, 35)),
             Probe("a non-contiguous input", strided),
             Probe("a padding mask", dict(**inputs(3, 4, 7, 51), mask=padded([7, 4, 5], 7)))],
-        says="x (B, N, d_model), context (B, M, d_model) -> (B, N, d_model): three sublayers, "
+        says="x (B, N, d_model), memory (B, M, d_model) -> (B, N, d_model): three sublayers, "
              f"each as {_order_of(norm_first)}: causal multi-head self-attention of x; "
-             "multi-head attention with queries of x and keys and values of the context, where "
+             "multi-head attention with queries of x and keys and values of the memory, where "
              "an optional mask (B, 1, 1, M) is True; a linear layer to dim_feedforward, "
              f"{act}, and a linear layer back. Three layer norms with gain and bias, eps 1e-5; "
-             "the context gets no norm here. All linear layers have biases. No dropout.")
+             "the memory gets no norm here. All linear layers have biases. No dropout.")
 
 # %% ../nbs/99_mistakes.ipynb #references-of-positions
 @reference_of("sinusoids")
