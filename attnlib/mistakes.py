@@ -224,6 +224,14 @@ class AttentionSteps(Steps):
         groups = self.config.num_heads // x.shape[1]
         return x.repeat_interleave(groups, dim=1)
 
+    def share_keys(self, x: Tensor) -> Tensor:
+        """Repeat the heads of keys."""
+        return self.share(x)
+
+    def share_values(self, x: Tensor) -> Tensor:
+        """Repeat the heads of values."""
+        return self.share(x)
+
     def scale(self, q: Tensor, k: Tensor) -> float:
         """The factor of the logits."""
         return q.shape[-1] ** -0.5
@@ -298,8 +306,8 @@ class AttentionSteps(Steps):
             self.note("rotated keys", k)
         k, v = self.remember(k, v)
         if g != h:
-            k = self.share(k)
-            v = self.share(v)
+            k = self.share_keys(k)
+            v = self.share_values(v)
         x = self.weigh(q, k, v, mask)
         x = self.note("merged heads", self.merge(x))
         return self.note("output", self.output(x))
@@ -1958,6 +1966,14 @@ def _causal_mask_at_first_key(self, n, m):
     return torch.ones(n, m, dtype=torch.bool).tril(0)
 
 
+@mistake("is_causal", "causal mask in cross-attention, too",
+         says="A causal mask hides a part of the memory in cross-attention; each token may "
+              "attend to the whole memory.",
+         right="no mask of the memory but its padding", wrong="tril(ones(N, M))", read=CAUSAL)
+def _causal_cross_attention(self):
+    return not self.scope.startswith("encoder.")
+
+
 @mistake("is_causal", "causal mask where all may be seen",
          says="A causal mask hides later tokens in a layer in which all tokens may be seen, "
               "such as that of an encoder.",
@@ -2143,6 +2159,22 @@ def _residual_in_attention(self, usual, x, context, mask):
 def _heads_tiled(self, x):
     return x.repeat(1, self.config.num_heads // x.shape[1], 1, 1)
 
+
+@mistake("share_values", "only the heads of values tiled",
+         says="The heads of values are repeated as a whole (v0, v1, v0, v1), those of keys one "
+              "by one; a query head takes the values of another group than its keys.",
+         right="repeat_interleave(groups, dim=1)", wrong="v.repeat(1, groups, 1, 1)", read=SINCE)
+def _values_tiled(self, x):
+    return x.repeat(1, self.config.num_heads // x.shape[1], 1, 1)
+
+
+@mistake("share_keys", "only the heads of keys tiled",
+         says="The heads of keys are repeated as a whole (k0, k1, k0, k1), those of values one "
+              "by one; a query head takes the keys of another group than its values.",
+         right="repeat_interleave(groups, dim=1)", wrong="k.repeat(1, groups, 1, 1)", read=SINCE)
+def _keys_tiled(self, x):
+    return x.repeat(1, self.config.num_heads // x.shape[1], 1, 1)
+
 # %% ../nbs/99_mistakes.ipynb #mistakes-cross-attention
 @mistake("project_qkv", "cross-attention reads its own tokens",
          says="Keys and values are made of x, so that the context has no effect; they should "
@@ -2175,6 +2207,27 @@ def _values_of_x(self, x, context):
          right="k, v of the context", wrong="k of x, v of the context", read=USES)
 def _keys_of_x(self, x, context):
     return self.project("q", x), self.project("k", x), self.project("v", context)
+
+
+@mistake("cross_branch", "memory normalized like the tokens", around=True,
+         says="The norm in front of cross-attention is applied to the memory, too; the memory "
+              "enters as it is.",
+         right="cross(norm(x), memory)", wrong="cross(norm(x), norm(memory))", read=LAYER)
+def _memory_normalized(self, usual, x, memory, mask):
+    return usual(self, x, self.norm("norm2", memory), mask)
+
+
+@mistake("decoder_block", "residual of cross-attention from the layer's input",
+         says="Cross-attention is added to the input of the layer; it should be added to the "
+              "result of self-attention.",
+         right="y + cross(y)", wrong="x + cross(y)", read=LAYER)
+def _cross_residual_from_the_input(self, x, memory, mask=None):
+    y = self.sublayer("norm1", x, lambda z: self.attention_branch(z, None))
+    if self.norm_first():
+        y = x + self.cross_branch(self.norm("norm2", y), memory, mask)
+    else:
+        y = self.norm("norm2", x + self.cross_branch(y, memory, mask))
+    return self.sublayer("norm3", y, self.mlp_branch)
 
 
 @mistake("decoder_block", "cross-attention before self-attention",
@@ -2340,6 +2393,14 @@ for _eps in (1e-3, 1e-5, 1e-6, 1e-8, 1e-12, 0.0):
     mistake("eps", f"epsilon of {_eps:g}", convention=True,
             says=f"The epsilon of the norms is {_eps:g}, another value than in the reference.",
             right="the reference's ε", wrong=f"ε = {_eps:g}", read=NORM)(_epsilon(_eps))
+
+
+@mistake("spread", "square of the mean instead of the mean of squares",
+         says="The mean is squared; it should be the mean of the squares.",
+         right="√(mean(x²) + ε)", wrong="√(mean(x)² + ε)", read=NORM)
+def _square_of_the_mean(self, centered):
+    mean = centered.mean(self.norm_axis(centered), keepdim=True)
+    return (mean.square() + self.eps()).sqrt()
 
 
 @mistake("is_centered", "mean not subtracted",
@@ -2653,6 +2714,13 @@ for _name, (_formula, _function) in _ACTIVATIONS.items():
          right="tanh(√(2/π) (x + 0.044715 x³))", wrong="tanh(√(2/π) (x + x³))", read=MLP)
 def _gelu_without_factor(self, x):
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + x**3)))
+
+
+@mistake("activation", "GELU without the square root",
+         says="The tanh approximation of GELU has the factor 2/π; it should be its square root.",
+         right="tanh(√(2/π) (x + 0.044715 x³))", wrong="tanh(2/π (x + 0.044715 x³))", read=MLP)
+def _gelu_without_root(self, x):
+    return 0.5 * x * (1 + torch.tanh(2 / math.pi * (x + 0.044715 * x**3)))
 
 
 @mistake("mlp", "activation after the second layer, too", around=True,
@@ -3002,7 +3070,7 @@ def _returns_log_probabilities(self, usual, x):
     return usual(self, x).log_softmax(-1)
 
 # %% ../nbs/99_mistakes.ipynb #mistakes-rotary-positions
-@mistake("pairing", "channels paired in the other way", around=True, convention=True,
+@mistake("pairing", "channels paired in the other way", around=True,
          says="The rotation pairs neighboring channels (2 i, 2 i + 1) where the reference "
               "pairs the halves (i, i + d/2), or the reverse; weights fit only one of the two.",
          right="the reference's pairs", wrong="halves for neighbors, or the reverse",
@@ -3050,6 +3118,16 @@ def _rope_exponent_of_the_model(self, d):
          read=ROTARY)
 def _rotated_clockwise(self, n, d):
     return -self.positions(n)[:, None] * self.frequencies(d)
+
+
+@mistake("turn", "first half overwritten before it is used",
+         says="The second half is computed from the first one after it has been rotated; both "
+              "need the values before the rotation.",
+         right="x₁ cos - x₂ sin, x₂ cos + x₁ sin", wrong="y₁ = x₁ cos - x₂ sin, x₂ cos + y₁ sin",
+         read=ROTARY)
+def _first_half_overwritten(self, first, second, cos, sin):
+    first = first * cos - second * sin
+    return first, second * cos + first * sin
 
 
 @mistake("turn", "no minus sign in the rotation",
@@ -3329,6 +3407,24 @@ def _logits_reshaped(self, usual, logits, targets):
     logits, targets = usual(self, logits, targets)
     b, n, vocab = logits.shape
     return logits.reshape(b, vocab, n).transpose(1, 2), targets
+
+
+@mistake("align", "shifted after flattening",
+         says="Batch and time are flattened before the shift, so that the last position of a "
+              "row predicts the first token of the next row.",
+         right="logits[:, :-1], tokens[:, 1:]", wrong="logits.flatten(0, 1)[:-1]", read=NEXT)
+def _shifted_after_flattening(self, logits, targets):
+    if not self.config.shifted:
+        return logits, targets
+    return logits.flatten(0, 1)[:-1], targets.flatten()[1:]
+
+
+@mistake("token_losses", "every label for every row",
+         says="Indexing with all labels at once gives the loss of each row at the label of "
+              "every row; each row has one label.",
+         right="log_p[range(B), labels]", wrong="log_p[:, labels]", read=LOSS)
+def _all_pairs(self, log_p, targets):
+    return -log_p[..., targets.flatten()].mean(-1)
 
 
 @mistake("log_probabilities", "softmax before cross-entropy",

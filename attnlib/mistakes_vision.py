@@ -2737,6 +2737,14 @@ def _normalized_over_heads(self, x):
     return F.normalize(x, dim=(1, 3))
 
 
+@mistake("unit", "cosines over the heads",
+         says="Queries and keys are normalized over the axis of heads, the default of "
+              "F.normalize; it should be the channels of a head.",
+         right="F.normalize(q, dim=-1)", wrong="F.normalize(q)", read=COSINE)
+def _unit_over_heads(self, x):
+    return F.normalize(x, dim=1)
+
+
 @mistake("temperature", "no clamp of the temperature",
          says="The learned scale of the cosines is not clamped; it should be at most 100.",
          right="exp(min(s, log 100))", wrong="exp(s)", read=COSINE)
@@ -3280,6 +3288,15 @@ def _divided_by_variance(self, centered):
 
 # %% ../nbs/99_mistakes_vision.ipynb #mistakes-with-boxes
 BOXES = "42_detr: Boxes"
+
+
+@mistake("low_and_high", "center overwritten before it is used",
+         says="The lower right corner is computed from the center's columns after they have "
+              "been overwritten with the upper left corner.",
+         right="c - s / 2, c + s / 2", wrong="low = c - s / 2, low + s / 2", read=BOXES)
+def _center_overwritten(self, center, size):
+    low = center - size / 2
+    return low, low + size / 2
 
 
 @mistake("low_and_high", "size not halved",
