@@ -272,10 +272,7 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
     },
     "translation": {
         "check_side": "_check_side",
-        "is_in": "_is_in",
         "marian_weights": "_marian_weights",
-        "number_pieces": "_number_pieces",
-        "own_tokens": "_own_tokens",
     },
     "vit": {
         "learned_tokens": "_learned_tokens",
@@ -382,10 +379,17 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
         "check_settings": "use attnlib.backbone.check_counts",
     },
     "translation": {
+        "answer_kind": "it is defined on the page nbs/23_translation",
+        "direction_accuracy": "it is defined on the page nbs/23_translation",
+        "is_in": "it is defined on the page nbs/23_translation",
         "keep_best": "it is in benchmarks/translation.py of the repository",
         "length_run": "it is in benchmarks/translation.py of the repository",
         "lowest_row": "it is in benchmarks/translation.py of the repository",
         "multi30k_run": "it is in benchmarks/translation.py of the repository",
+        "number_pieces": "it is defined on the page nbs/23_translation",
+        "number_run": "it is defined on the page nbs/23_translation",
+        "number_scores": "it is defined on the page nbs/23_translation",
+        "own_tokens": "it is defined on the page nbs/23_translation",
         "sparse_numbers": "it is in benchmarks/translation.py of the repository",
     },
     "windows": {

@@ -1815,7 +1815,6 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     transformer.tie
     translation.from_marian
     translation.load_marian
-    translation.number_run
     windows.compile_for
     """.split()
 )

@@ -349,10 +349,6 @@ def torch_layer(seed=0):
     return seeded(nn.TransformerEncoderLayer, 12, 2, 24, batch_first=True, seed=seed)
 
 
-ANSWER = dict(tokenizer=words()[0], text="eins", number=1, source="en", target="de")
-ASKED = dict(model=words()[1][0], tokenizer=words()[0], numbers=[1, 2, 30])
-ASKED |= dict(directions=[("en", "de"), ("de", "en")])
-
 SECOND |= {
     "seq2seq.can_read": Row(dict(x=TOKENS), dict(x=TOKENS.to("meta"))),
     "seq2seq.check_padding": Row(
@@ -409,50 +405,11 @@ SECOND |= {
     "transformer._layer_from_torch": Row(
         dict(layer=torch_layer()), dict(layer=torch_layer(1), rotary=True), frozen(TOKENS)
     ),
-    "translation.answer_kind": Row(
-        ANSWER,
-        dict(
-            text="one",
-            number=2,
-            target="nl",
-        ),
-    ),
-    "translation.answer_kind, 2": Row(
-        ANSWER | dict(text="een", source="de", languages=("de",)),
-        dict(source="nl", languages=("de", "nl")),
-    ),
     "translation._check_side": Row(dict(tag_on="source"), dict(tag_on=Fails("left", "tag_on"))),
-    "translation.direction_accuracy": Row(
-        ASKED,
-        dict(
-            numbers=[1],
-            directions=[("en", "de")],
-            batch_size=Fails(0, "batch_size"),
-            tag_on=Fails("left", "tag_on"),
-        ),
-        str,
-    ),
-    "translation.number_scores": Row(
-        ASKED,
-        dict(
-            numbers=[1, 2],
-            directions=[("en", "de")],
-            tag_on=Fails("left", "tag_on"),
-        ),
-    ),
-    "translation._is_in": Row(
-        dict(text="twenty-one", language="en"), dict(text="ein Haus", language="de")
-    ),
-    "translation._number_pieces": Row(dict(language="de"), dict(language="en"), sorted),
     "translation.number_tokenizer": Row(
         dict(numbers=range(50), vocab_size=100),
         dict(numbers=range(20, 90), vocab_size=120, languages=("en", "de")),
         lambda tokenizer: sorted(tokenizer.get_vocab()),
-    ),
-    "translation._own_tokens": Row(
-        dict(tokenizer=words()[0], languages=("en", "de")),
-        dict(languages=("en", "nl")),
-        lambda found: {language: sorted(own) for language, own in found.items()},
     ),
     "translation.translation_loss": Row(
         dict(model=make_transformer(), batch=(PADDED, PADDED)),
@@ -1131,10 +1088,6 @@ SPARED_SECOND = {
     "recipes._small_run": dict(folder="of files that are downloaded"),
     "recipes.train_small": dict(folder="of files that are downloaded"),
     "recipes.train_translator": dict(tokenizer=UNKNOWING),
-    "translation.answer_kind": dict(tokenizer="another one has other tokens"),
-    "translation.direction_accuracy": dict(model=UNKNOWING, tokenizer=UNKNOWING),
-    "translation.number_scores": dict(model=UNKNOWING, tokenizer=UNKNOWING),
-    "translation._own_tokens": dict(tokenizer="another one has other tokens"),
     "seq2seq.check_padding": dict(name="stands in the error"),
     "seq2seq.check_tokens": dict(name="stands in the error"),
     "seq2seq.check_token": dict(name="stands in the error"),

@@ -412,14 +412,6 @@ KEPT = {  # "module.function": (what makes the model, the call)
             m, number_tokenizer(), ["one"], beam_size=2, max_length=6
         ),
     ),
-    "translation.direction_accuracy": (
-        make_translator,
-        lambda m: translation.direction_accuracy(m, number_tokenizer(), [1, 2], [("en", "de")]),
-    ),
-    "translation.number_scores": (
-        make_translator,
-        lambda m: translation.number_scores(m, number_tokenizer(), [1, 2], [("en", "de")]),
-    ),
     "vit.patch_shares": (partial(build, "vit"), lambda m: vit.patch_shares(m, image())),
 }
 
@@ -551,7 +543,6 @@ NO_MODEL = {  # functions whose argument only sounds like a model
     "gpt.GPTConfig": "norm is a name",
     "recipes._small_run": "model is a name",
     "recipes.train_small": "model is a name",
-    "translation.number_run": "layers is a number",
     "windows._compile_linear": "norm is a flag",
 }
 ELSEWHERE = {  # functions that are called nowhere here, and why
@@ -807,17 +798,6 @@ SEEDED = {  # "module.function": a call that has numbers of its own
     "translation.direction_batches": lambda: translation.direction_batches(
         number_tokenizer(), number_table(), [("en", "de")], batch_size=4
     )(1),
-    "translation.number_run": lambda: translation.number_run(
-        [("en", "de")],
-        **SMALL_RUN,
-        limit=1000,
-        numbers=50,
-        tests=4,
-        vocab_size=150,
-        d_model=16,
-        layers=1,
-        batch_size=4,
-    )[0],
 }
 UNSEEDED = {  # functions that have a seed and stand in no row, and why
     "data.image_folder": "draws nothing from a global generator: tests/test_way_in.py",
