@@ -1316,19 +1316,19 @@ FUNCTIONS |= {
             batch=8,
         ),
     ),
-    "scaling.memory_of": Row(
+    "scaling.memory_per_device": Row(
         {key: PLANNED[key] for key in ("plan", "config", "batch")},
         {key: PLANNED_OTHERS[key] for key in ("plan", "config")} | dict(batch=4),
     ),
-    "scaling.seconds_of": Row(PLANNED, PLANNED_OTHERS),
+    "scaling.step_time": Row(PLANNED, PLANNED_OTHERS),
     "scaling._compute_seconds": Row(PLANNED, PLANNED_OTHERS),
-    "scaling.parameters_of": Row(
+    "scaling._parameter_counts": Row(
         dict(config=PLANNED["config"]), dict(config=PLANNED_OTHERS["config"])
     ),
-    "scaling.operations_of": Row(
+    "scaling.flops_per_token": Row(
         dict(config=PLANNED["config"]), dict(config=PLANNED_OTHERS["config"])
     ),
-    "scaling.activations_of": Row(
+    "scaling._activation_bytes": Row(
         dict(config=PLANNED["config"]), dict(config=PLANNED_OTHERS["config"])
     ),
     "scaling.Cluster": Row(
@@ -1345,7 +1345,7 @@ FUNCTIONS |= {
         lambda cluster: [
             list(scaling._possible_plans(PLANNED["config"], cluster, 64)),
             scaling.plan(PLANNED["config"], cluster, 64),
-            scaling.seconds_of(**PLANNED | dict(cluster=cluster)),
+            scaling.step_time(**PLANNED | dict(cluster=cluster)),
         ],
     ),
     "scaling.Plan": Row(
@@ -1361,8 +1361,8 @@ FUNCTIONS |= {
             recompute=True,
         ),
         lambda plan: [
-            scaling.memory_of(plan, PLANNED["config"], 64),
-            scaling.seconds_of(plan, PLANNED["config"], CLUSTER, 64),
+            scaling.memory_per_device(plan, PLANNED["config"], 64),
+            scaling.step_time(plan, PLANNED["config"], CLUSTER, 64),
         ],
     ),
     "scaling.shard_sequence": Row(
@@ -1795,7 +1795,6 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     panoptic.PanopticOutput
     plot.show
     recipes.SmallRun
-    scaling.Workers
     scaling.copy_to_group
     scaling.ring_all_reduce
     scaling.ring_attention

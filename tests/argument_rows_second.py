@@ -2,7 +2,6 @@
 
 import io
 from functools import partial
-from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import torch
@@ -807,10 +806,6 @@ def dropping(rate):
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate))
 
 
-def a_future(error=None):
-    return SimpleNamespace(done=lambda: True, exception=lambda: error)
-
-
 def half_frozen():
     model = regressor().eval()
     model[0].requires_grad_(False)
@@ -978,7 +973,6 @@ SECOND |= {
         | dict(lse=numbers(2, 2, 6, seed=1), grad=numbers(2, 2, 6, 4, seed=4), out=Q)
         | dict(causal=True),
     ),
-    "scaling.failure": Row(dict(future=a_future()), dict(future=a_future(KeyError("a")))),
     "scaling._has_dropout": Row(dict(module=dropping(0.0)), dict(module=dropping(0.5))),
     "scaling._possible_plans": Row(
         dict(config=gpt.GPTConfig(**MANY), cluster=CLUSTER, batch=8),
