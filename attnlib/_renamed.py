@@ -167,7 +167,6 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "attend": "fast_attention",
         "can_pack": "_can_pack",
         "can_pack_resnet": "_can_pack_resnet",
-        "can_replace": "_can_replace",
         "can_shorten": "_can_shorten",
         "check_packed": "_check_packed",
         "first_tokens": "_first_tokens",
@@ -330,6 +329,9 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     },
     "gpt": {
         "min_p_filter": "use attnlib.decoding.min_p_filter",
+    },
+    "inference": {
+        "can_replace": "use attnlib.backbone.is_as_built",
     },
     "mae": {
         "check_hidden": "`MaskedAutoencoder.forward` checks this itself",

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.utils import fuse_conv_bn_eval
 
 from .attention import attention, current_backend, fastest_backend
-from .backbone import DropPath, frozen_copy, guard, is_plain, is_unchanged, requires
+from .backbone import (DropPath, frozen_copy, guard, is_as_built, is_plain,
+                              is_unchanged, requires)
 from .deit import DistilledVisionTransformer
 from .detr import FrozenBatchNorm2d, ResNet
 from .gpt import MLP, CausalSelfAttention, grouped_attention, layer_inputs
@@ -612,27 +613,6 @@ _PARTS = {  # class: its children, each of one of some classes
 }
 
 
-def _can_replace(module: nn.Module) -> bool:
-    """Return whether a module is one that the table replaces, and nobody has changed it.
-
-    Parameters
-    ----------
-    module : Module
-
-    Returns
-    -------
-    bool
-        False if the module or anything in it has a hook or a method of its own, or if a child
-        is missing, new, or of another class than the module's class makes.
-    """
-    parts = _PARTS.get(type(module))
-    children = dict(module.named_children())
-    if parts is None or children.keys() != parts.keys():
-        return False
-    known = all(type(children[name]) in classes for name, classes in parts.items())
-    return known and all(is_plain(part, type(part)) for part in module.modules())
-
-
 _BLOCK_PARTS = {  # of a block of a ResNet: a child's name without its number, its classes
     "conv": (nn.Conv2d,),
     "bn": (FrozenBatchNorm2d, nn.BatchNorm2d),
@@ -691,7 +671,7 @@ def replace_module(module: nn.Module) -> nn.Module:
     new = None
     if _can_pack_resnet(module):
         new = FastResNet(module)
-    elif _can_replace(module):
+    elif is_as_built(module, _PARTS):
         new = _REPLACEMENTS[type(module)](module)
     if new is not None:
         return new

@@ -311,7 +311,7 @@ SECOND |= {
         ),
     ),
     "windows._can_fuse": Row(
-        dict(block=seeded(swin.SwinBlock, **SWIN_BLOCK)), dict(block=nn.Linear(2, 2))
+        dict(module=seeded(swin.SwinBlock, **SWIN_BLOCK)), dict(module=nn.Linear(2, 2))
     ),
     "windows._can_fuse_merging": Row(
         dict(module=swin.PatchMerging(12)), dict(module=swinv2.PatchMergingV2(12))
@@ -483,8 +483,12 @@ SECOND |= {
     ),
     "inference.fast_attention": Row(QKV, QKV_OTHERS | dict(mask=MASK, bias=BIAS, scale=2.0)),
     "inference._can_pack": Row(dict(dtype=torch.float32), dict(dtype=torch.float64)),
-    "inference._can_replace": Row(
-        dict(module=transformer.SelfAttention(12, 3)), dict(module=nn.Conv2d(2, 2, 1))
+    "backbone.is_as_built": Row(
+        dict(
+            module=transformer.SelfAttention(12, 3),
+            parts={transformer.SelfAttention: dict(out_proj=[nn.Linear])},
+        ),
+        dict(module=nn.Conv2d(2, 2, 1), parts={}),
     ),
     "inference._can_shorten": Row(dict(model=VIT), dict(model=POOLED_VIT)),
     "inference._check_packed": Row(

@@ -315,7 +315,10 @@ KEPT = {  # "module.function": (what makes the model, the call)
         lambda m: inference.forward_short(m, image()),
     ),
     "inference._can_shorten": (partial(build, "vit"), inference._can_shorten),
-    "inference._can_replace": (lambda: nn.Linear(4, 6), inference._can_replace),
+    "backbone.is_as_built": (
+        lambda: nn.Linear(4, 6),
+        lambda m: backbone.is_as_built(m, {nn.Linear: {}}),
+    ),
     "inference.devices": (partial(build, "vit"), inference.devices),
     "mae.masked_loss": (make_mae, lambda m: mae.masked_loss(m, (image(),))),
     "models.check_classifies": (partial(build, "vit"), models.check_classifies),

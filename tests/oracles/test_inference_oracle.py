@@ -323,7 +323,6 @@ NOT_HERE = {
     "_FastBlock": MODELS,
     "FastResNet": MODELS,
     "_can_shorten": MODELS,
-    "_can_replace": MODELS,
     "_can_pack_resnet": MODELS,
     "_has_global_hooks": MODELS,
     "fuse": "needs a GPU: tests/test_windows_fused.py",
