@@ -163,7 +163,6 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "PackedConv": "_PackedConv",
         "REPLACEMENTS": "_REPLACEMENTS",
         "SMALL": "_SMALL",
-        "WHOLE": "_WHOLE",
         "attend": "fast_attention",
         "can_pack": "_can_pack",
         "can_pack_resnet": "_can_pack_resnet",
@@ -331,6 +330,7 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
         "min_p_filter": "use attnlib.decoding.min_p_filter",
     },
     "inference": {
+        "WHOLE": "`optimize_for_inference` knows the classes itself",
         "can_replace": "use attnlib.backbone.is_as_built",
     },
     "mae": {

@@ -527,7 +527,6 @@ def forward_short(model: nn.Module, x: Tensor) -> Tensor:
     return model.forward_head(model.norm(x))
 
 # %% ../nbs/53_inference.ipynb #short
-_WHOLE = (VisionTransformer, DistilledVisionTransformer, TNT)  # with a short last block
 _EACH_TOKEN = {  # what the last block may hold: all but attention computes each token alone
     Block, Attention, TNTBlock, SplitAttention, LayerScale, DropPath, Mlp, SwiGLU, nn.Linear,
     nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, nn.GELU, nn.SiLU, QuickGELU,
@@ -548,7 +547,9 @@ def _can_shorten(model: nn.Module) -> bool:
         False for other classes, if the head reads other tokens, and if the last block or the
         last norm is not what the class makes.
     """
-    if not is_unchanged(model, *_WHOLE) or model.global_pool != "token":
+    if not is_unchanged(model, VisionTransformer, DistilledVisionTransformer, TNT):
+        return False
+    if model.global_pool != "token":
         return False
     last = model.blocks[-1]
     if type(last) not in (Block, TNTBlock):

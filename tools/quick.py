@@ -5,11 +5,12 @@
 
 The working tree is compared with the commit at which its branch left `main`. A test or a
 notebook has changed if its code has, or that of any name that it uses (see tools/names.py). Of
-a test that runs for every model, only the models that changed are run. What is skipped is
-printed; `make test` skips nothing.
+a test that runs for every model, or for every function of the library, only those that changed
+are run. What is skipped is printed; `make test` skips nothing.
 """
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -41,6 +42,8 @@ PARITY = {
     "tests/test_autoformer.py::test_outputs_are_those_of_the_authors_class": [],
     "tests/test_spatial.py::test_gates_are_timms": [],
 }
+# files whose tests run for functions of the library: of those only, whose code has changed
+FOR_EACH_FUNCTION = ("tests/test_arguments.py", "tests/test_world.py")
 SELECTION = "ATTNLIB_QUICK"  # the environment variable through which pytest is told
 
 
@@ -120,8 +123,18 @@ def read_notebook(path, texts):
     return texts[text]
 
 
+def definitions(project, root):
+    """Return {"vit.Attention": its parts} for the functions and classes of the library."""
+    found = {}
+    for path in sorted((root / "attnlib").glob("[a-z]*.py")):
+        for part in project.module(f"attnlib.{path.stem}").parts:
+            if part.is_definition:
+                found[f"{path.stem}.{part.node.name}"] = [part]
+    return found
+
+
 def codes(root, texts):
-    """Return the code behind each test, each notebook, and each word that names models."""
+    """Return the code behind each test, notebook, word that names models, and function."""
     project = Project(search_path(root), texts=texts)
     tests = {}
     for name, parts in parts_of_tests(project, root).items():
@@ -133,7 +146,10 @@ def codes(root, texts):
     for part, words in project.registering("attnlib"):
         for word in words:
             models.setdefault(word, set()).update(texts_behind(project, [part]))
-    return tests, pages, models
+    functions = {}
+    for name, parts in definitions(project, root).items():
+        functions[name] = texts_behind(project, parts)
+    return tests, pages, models, functions
 
 
 def changes(before, now):
@@ -152,19 +168,20 @@ def selection(before, now):
     Returns
     -------
     dict
-        `tests`: {node id: words of models, or None for all that the test runs for};
-        `words`: all words that name models; `notebooks`: their names.
+        `tests`: {node id: names of what changed, or None for all that the test runs for};
+        `names`: all words that name models, and all functions and classes of the library;
+        `notebooks`: their names.
     """
-    tests = changes(before[0], now[0])
     models = changes(before[2], now[2])
-    of_models = set().union(*models.values())
+    functions = changes(before[3], now[3])
     chosen = {}
-    for name, changed in tests.items():
-        only_models = changed <= of_models
-        chosen[name] = sorted(models) if only_models else None
+    for name, changed in changes(before[0], now[0]).items():
+        named = functions if name.startswith(FOR_EACH_FUNCTION) else models
+        only_named = changed <= set().union(*named.values())
+        chosen[name] = sorted(named) if only_named else None
     return {
         "tests": chosen,
-        "words": sorted(now[2]),
+        "names": sorted(now[2] | now[3]),
         "notebooks": sorted(changes(before[1], now[1])),
     }
 
@@ -182,15 +199,29 @@ def is_parity(nodeid, seen):
     return name not in seen
 
 
+def names_in(arguments, known):
+    """Return the models and functions that the arguments of a test name.
+
+    Such as "swin" in `swin_tiny-True`, and "swin.SwinBlock" in `swin.SwinBlock, 2-dim`.
+    """
+    found = set()
+    for argument in arguments.split("-"):
+        for name in (argument.partition(",")[0], argument.partition("_")[0]):
+            if name in known:
+                found.add(name)
+                break
+    return found
+
+
 def is_changed(nodeid, chosen):
     """True for a test that was chosen, with these arguments."""
     name, _, arguments = nodeid.removesuffix("]").partition("[")
     name = "::".join(name.split("::")[:2])  # of a class, if the test is in one
     if name not in chosen["tests"]:
         return False
-    models = chosen["tests"][name]
-    named = {word.partition("_")[0] for word in arguments.split("-")} & set(chosen["words"])
-    return models is None or not named or bool(named & set(models))
+    changed = chosen["tests"][name]
+    named = names_in(arguments, set(chosen["names"]))
+    return changed is None or not named or not named.isdisjoint(changed)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -234,6 +265,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--list", action="store_true", help="only say what would run")
     arguments = parser.parse_args()
+    gc.disable()  # the trees of all code are kept, and searching them again takes long
     with tempfile.TemporaryDirectory() as folder:
         commit = base()
         if commit is None:
@@ -244,8 +276,8 @@ def main():
         now = codes(ROOT, texts)
         chosen = selection(codes(Path(folder), texts), now)
         print(f"compared with {commit[:7]}", flush=True)
-        for name, words in chosen["tests"].items():
-            print(f"changed: {name}" + (f" for {', '.join(words)}" if words else ""))
+        for name, names in chosen["tests"].items():
+            print(f"changed: {name}" + (" for what it uses" if names else ""))
         for name in chosen["notebooks"]:
             print(f"changed: nbs/{name}.ipynb")
         print("\n".join(skipped(chosen, now)), flush=True)

@@ -314,7 +314,6 @@ ORACLES = {
 }
 NOT_HERE = {
     "_SMALL": "a constant",
-    "_WHOLE": "a table of classes",
     "_EACH_TOKEN": "a table of classes",
     "_REPLACEMENTS": "a table of classes",
     "_NORMS": "a table of classes",
