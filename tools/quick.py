@@ -248,6 +248,15 @@ def run(*command, **environment):
     return done.returncode == 0
 
 
+def longest_first(names):
+    """Return names of notebooks by the number of their cells, so that none runs alone at last."""
+    cells = {}
+    for name in names:
+        nb = nbformat.read(ROOT / "nbs" / f"{name}.ipynb", 4)
+        cells[name] = sum(cell.cell_type == "code" for cell in nb.cells)
+    return sorted(names, key=cells.get, reverse=True)
+
+
 def skipped(chosen, now):
     """Return lines that say what is not run."""
     tests = set(now[0]) - set(chosen["tests"]) - set(PARITY)
@@ -255,7 +264,8 @@ def skipped(chosen, now):
     return [
         f"skipped: {len(tests)} of {len(now[0])} test functions, whose code is unchanged",
         f"skipped: {len(pages)} of {len(now[1])} notebooks, whose code is unchanged",
-        "skipped: the book in a browser, slow tests, and what depends on records and texts",
+        "skipped: the book in a browser, slow tests, what depends on records and texts, and "
+        "the wheel, in whose place notebooks import the checkout",
         "`make test` runs all of it, and `pytest -m slow` the slow tests",
     ]
 
@@ -276,8 +286,8 @@ def main():
         now = codes(ROOT, texts)
         chosen = selection(codes(Path(folder), texts), now)
         print(f"compared with {commit[:7]}", flush=True)
-        for name, names in chosen["tests"].items():
-            print(f"changed: {name}" + (" for what it uses" if names else ""))
+        for name in chosen["tests"]:
+            print(f"changed: {name}")
         for name in chosen["notebooks"]:
             print(f"changed: nbs/{name}.ipynb")
         print("\n".join(skipped(chosen, now)), flush=True)
@@ -297,7 +307,8 @@ def main():
             ),
         ]
         if chosen["notebooks"]:
-            done.append(run(*python, "tools.notebooks", "test", *chosen["notebooks"]))
+            command = [*python, "tools.notebooks", "test", "--no-wheel"]
+            done.append(run(*command, *longest_first(chosen["notebooks"])))
     sys.exit(not all(done))
 
 
