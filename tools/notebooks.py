@@ -13,8 +13,8 @@ and the check names the figure.
 """
 
 import argparse
-import gc
 import base64
+import gc
 import hashlib
 import os
 import shutil
@@ -292,7 +292,6 @@ def main():
         "--no-wheel", action="store_true", help="test: beside the checkout, which is faster"
     )
     arguments = parser.parse_intermixed_args()
-    gc.disable()  # the trees of all code are kept, and searching them again takes long
     if arguments.command == "run":
         failed = run(notebooks(arguments.names), arguments.jobs or min(2, os.cpu_count()))
         if failed:
@@ -304,6 +303,7 @@ def main():
         if failed:
             sys.exit(f"failed: {', '.join(failed)}")
     else:
+        gc.disable()  # the trees of all code are kept, and searching them again takes long
         complaints = check()
         if complaints:
             sys.exit("\n".join(complaints))
