@@ -249,7 +249,7 @@ def run(*command, **environment):
 
 
 def longest_first(names):
-    """Return names of notebooks, that with most cells first, so that none runs alone at last."""
+    """Return names of notebooks, those with most cells first, so that none is left alone."""
     cells = {}
     for name in names:
         nb = nbformat.read(ROOT / "nbs" / f"{name}.ipynb", 4)
