@@ -202,7 +202,8 @@ class FastWindowAttention(nn.Module):
 
     def __init__(self, layer: WindowAttention | WindowAttentionV2):
         super().__init__()
-        vars(self)["layer"] = layer  # is asked for its layout and bias, and is no part of this
+        # is asked for its layout and bias, and is no part of this module
+        object.__setattr__(self, "layer", layer)
         self.proj = pack(layer.proj)
         self.scale = None
         self.length = None  # of queries and keys, (h, 2, 1, 1), in Swin V2
