@@ -86,6 +86,33 @@ def test_a_function_chooses_its_tests_and_notebooks(selected):
     assert chosen["notebooks"] == ["10_small"]
 
 
+def test_a_cell_chooses_the_tests_that_run_it(tmp_path):
+    def tests(code):
+        files = {
+            "benchmarks/small.py": (
+                "from benchmarks.chapter import run_cells\n\n"
+                "page = run_cells('10_small', 'one')\n"
+            ),
+            "tests/conftest.py": "",
+            "tests/test_small.py": (
+                "from benchmarks.small import page\n\n\ndef test_page():\n    assert page.f()\n"
+            ),
+        }
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        shutil.copy(ROOT / "pyproject.toml", tmp_path)
+        nb = nbformat.v4.new_notebook()
+        nb.cells = [nbformat.v4.new_code_cell(text, id=name) for name, text in code.items()]
+        (tmp_path / "nbs").mkdir(exist_ok=True)
+        nbformat.write(nb, tmp_path / "nbs" / "10_small.ipynb")
+        return quick.codes(tmp_path, {})[0]["tests/test_small.py::test_page"]
+
+    code = {"one": "def f():\n    return 1", "two": "x = 2"}
+    assert tests(code) != tests(code | {"one": "def f():\n    return 3"})
+    assert tests(code) == tests(code | {"two": "x = 3"})
+
+
 def test_a_fixture_leads_to_what_it_uses(selected):
     chosen = selected("attnlib/mask.py", "return 2", "return 3")
     of_rows = {"tests/test_arguments.py::test_rows": ["mask.padding"]}

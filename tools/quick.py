@@ -22,7 +22,7 @@ from pathlib import Path
 
 import nbformat
 
-from .names import DEFINITIONS, FUNCTIONS, Notebook, Project
+from .names import DEFINITIONS, FUNCTIONS, Notebook, Project, strings
 from .notebooks import ROOT, code_of
 
 # one parity test per model: the first of these names, or those with these arguments
@@ -44,6 +44,7 @@ PARITY = {
 }
 # files whose tests run for functions of the library: of those only, whose code has changed
 FOR_EACH_FUNCTION = ("tests/test_arguments.py", "tests/test_world.py")
+RUN_CELLS = "run_cells"  # of benchmarks/chapter.py, which runs cells of a page
 SELECTION = "ATTNLIB_QUICK"  # the environment variable through which pytest is told
 
 
@@ -106,10 +107,32 @@ def with_fixtures(parts, modules):
     return found
 
 
-def texts_behind(project, parts):
-    """Return all code that some parts depend on, as a set of texts."""
+def texts_behind(project, parts, root, cells):
+    """Return all code that some parts depend on, as a set of texts.
+
+    Cells of pages that `run_cells` runs belong to it; `cells` keeps those read before.
+    """
     counted, meanings = project.closure(parts)
-    return {part.text for part in counted} | meanings
+    found = {part.text for part in counted} | meanings
+    for part in counted:
+        if RUN_CELLS in part.uses:
+            if part not in cells:
+                cells[part] = page_code(root, strings(part.node))
+            found |= cells[part]
+    return found
+
+
+def page_code(root, names):
+    """Return the code of the named cells of the named pages, or of all if no cell is named."""
+    found = set()
+    for path in sorted((root / "nbs").glob("[0-9]*.ipynb")):
+        if path.stem in names:
+            code = {}
+            for cell in nbformat.read(path, 4).cells:
+                if cell.cell_type == "code":
+                    code[cell.id] = code_of(cell)
+            found |= {code[name] for name in names & code.keys()} or set(code.values())
+    return found
 
 
 def read_notebook(path, texts):
@@ -136,19 +159,20 @@ def definitions(project, root):
 def codes(root, texts):
     """Return the code behind each test, notebook, word that names models, and function."""
     project = Project(search_path(root), texts=texts)
+    cells = {}
     tests = {}
     for name, parts in parts_of_tests(project, root).items():
-        tests[name] = texts_behind(project, parts)
+        tests[name] = texts_behind(project, parts, root, cells)
     pages = {}
     for path in sorted((root / "nbs").glob("[0-9]*.ipynb")):
-        pages[path.stem] = texts_behind(project, read_notebook(path, texts).parts)
+        pages[path.stem] = texts_behind(project, read_notebook(path, texts).parts, root, cells)
     models = {}
     for part, words in project.registering("attnlib"):
         for word in words:
-            models.setdefault(word, set()).update(texts_behind(project, [part]))
+            models.setdefault(word, set()).update(texts_behind(project, [part], root, cells))
     functions = {}
     for name, parts in definitions(project, root).items():
-        functions[name] = texts_behind(project, parts)
+        functions[name] = texts_behind(project, parts, root, cells)
     return tests, pages, models, functions
 
 
