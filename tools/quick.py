@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -44,6 +45,7 @@ PARITY = {
 }
 # files whose tests run for functions of the library: of those only, whose code has changed
 FOR_EACH_FUNCTION = ("tests/test_arguments.py", "tests/test_world.py")
+MANY = 300  # test functions, for which several processes are faster than one
 RUN_CELLS = "run_cells"  # of benchmarks/chapter.py, which runs cells of a page
 SELECTION = "ATTNLIB_QUICK"  # the environment variable through which pytest is told
 
@@ -267,8 +269,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def run(*command, **environment):
-    """Run a command; True if it did what it should."""
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, **environment))
+    """Run a command, print what it says in one piece; True if it did what it should."""
+    together = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, **environment), **together)
+    print(done.stdout, end="", flush=True)
     return done.returncode == 0
 
 
@@ -294,22 +298,50 @@ def skipped(chosen, now):
     ]
 
 
+def choose(folder):
+    """Return what to run, and the present code, after the former one was put into a folder."""
+    commit = base()
+    if commit is None:
+        sys.exit("no git repository to compare with: run `make test`")
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True)
+    subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+    print(f"compared with {commit[:7]}", flush=True)
+    texts = {}
+    now = codes(ROOT, texts)
+    return selection(codes(folder, texts), now), now
+
+
+def test_commands(chosen, told):
+    """Return the commands that run the chosen tests and notebooks, and their environments."""
+    python = [sys.executable, "-m"]
+    files = sorted({name.partition("::")[0] for name in [*chosen["tests"], *PARITY]})
+    # each process imports all files, which for a few tests takes longer than the tests
+    workers = "auto" if len(chosen["tests"]) > MANY else "0"
+    environment = {"OMP_NUM_THREADS": "1", SELECTION: str(told)}
+    commands = [([*python, "pytest", "-n", workers, "-p", "tools.quick", *files], environment)]
+    if chosen["notebooks"]:
+        names = longest_first(chosen["notebooks"])
+        commands.append(([*python, "tools.notebooks", "test", "--no-wheel", *names], {}))
+    return commands
+
+
 def main():
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--list", action="store_true", help="only say what would run")
     arguments = parser.parse_args()
     gc.disable()  # the trees of all code are kept, and searching them again takes long
-    with tempfile.TemporaryDirectory() as folder:
-        commit = base()
-        if commit is None:
-            sys.exit("no git repository to compare with: run `make test`")
-        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True)
-        subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
-        texts = {}
-        now = codes(ROOT, texts)
-        chosen = selection(codes(Path(folder), texts), now)
-        print(f"compared with {commit[:7]}", flush=True)
+    python = [sys.executable, "-m"]
+    rules = (
+        ["ruff", "check", "."],
+        ["ruff", "format", "--check", "."],
+        ["tools.notebooks", "check"],
+    )
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        done = []
+        if not arguments.list:
+            done += [pool.submit(run, *python, *rule) for rule in rules]
+        chosen, now = choose(Path(folder))
         for name in chosen["tests"]:
             print(f"changed: {name}")
         for name in chosen["notebooks"]:
@@ -319,21 +351,10 @@ def main():
             return
         told = Path(folder) / "selection.json"
         told.write_text(json.dumps(chosen))
-        files = sorted({name.partition("::")[0] for name in [*chosen["tests"], *PARITY]})
-        python = [sys.executable, "-m"]
-        done = [
-            run(*python, "ruff", "check", "."),
-            run(*python, "ruff", "format", "--check", "."),
-            run(*python, "tools.notebooks", "check"),
-            run(
-                *[*python, "pytest", "-n", "auto", "-p", "tools.quick", *files],
-                **{"OMP_NUM_THREADS": "1", SELECTION: str(told)},
-            ),
-        ]
-        if chosen["notebooks"]:
-            command = [*python, "tools.notebooks", "test", "--no-wheel"]
-            done.append(run(*command, *longest_first(chosen["notebooks"])))
-    sys.exit(not all(done))
+        for command, environment in test_commands(chosen, told):
+            done.append(pool.submit(run, *command, **environment))
+        good = [job.result() for job in done]
+    sys.exit(not all(good))
 
 
 if __name__ == "__main__":
