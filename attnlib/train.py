@@ -449,6 +449,9 @@ class CrossEntropy:
     ----------
     label_smoothing : float, in [0, 1]
         Share of each target that goes to all classes evenly (Szegedy et al. 2016, section 7).
+    augment : callable, optional
+        Called with the images of each training batch, on the device of the model; it returns
+        the images that the model gets, such as `recipes.crop_and_flip` does.
 
     Examples
     --------
@@ -460,10 +463,13 @@ class CrossEntropy:
     1.0986
     """
 
-    def __init__(self, label_smoothing: float = 0.0):
+    def __init__(self, label_smoothing: float = 0.0, augment: Callable | None = None):
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing ({label_smoothing}) must be from 0 to 1")
+        if augment is not None and not callable(augment):
+            raise TypeError(f"augment ({augment!r}) must be a function of images, or None")
         self.label_smoothing = label_smoothing
+        self.augment = augment
 
     def logits(self, model: torch.nn.Module, images: Tensor) -> Tensor:
         """Return a classifier's logits, in float32 at least, so that sums are not rounded."""
@@ -479,8 +485,10 @@ class CrossEntropy:
         """The sum over a batch of images and int64 labels, and their number."""
         if not isinstance(batch, tuple) or len(batch) != 2:
             raise TypeError(f"a batch is {_described(batch)}; without a loss_fn it must be a "
-                            "tuple of images and labels. For a GPT, pass loss_fn=text_loss")
+                            "tuple of images and labels")
         images, labels = batch
+        if self.augment is not None and model.training:
+            images = self.augment(images)
         logits = self.logits(model, images)
         total = F.cross_entropy(logits, labels, reduction="sum",
                                 label_smoothing=self.label_smoothing)
@@ -495,7 +503,6 @@ class CrossEntropy:
         total = F.cross_entropy(logits, labels, reduction="sum")
         right = (logits.argmax(-1) == labels).sum()
         return {"valid_loss": (total, len(labels)), "accuracy": (right, len(labels))}
-
 
 # %% ../nbs/91_train.ipynb #adamw
 def _without_decay(model: torch.nn.Module) -> set[str]:
@@ -1026,15 +1033,54 @@ def _resume(
     return state["step"], state["history"]
 
 # %% ../nbs/91_train.ipynb #fit-data
-def _in_order(train: Any, valid: Any, loss_fn: Callable | None) -> tuple[Any, Any, Callable]:
+def _in_order(
+    model: torch.nn.Module, train: Any, valid: Any, loss_fn: Callable | None
+) -> tuple[Any, Any, Callable]:
     """Training data, validation data, and a loss: also of a call with the former arguments."""
     if callable(train) and callable(valid) and loss_fn is None:
         warnings.warn("fit(model, loss_fn, batches) is fit(model, batches, loss_fn=loss_fn) "
                       "since version 0.3", DeprecationWarning, stacklevel=4)
         return valid, None, train
     if loss_fn is None:
-        loss_fn = CrossEntropy()
+        loss_fn = getattr(model, "default_loss", CrossEntropy())
     return train, valid, loss_fn
+
+
+def _loading(
+    train: Any, valid: Any, batch_size: int | None, num_workers: int | None
+) -> tuple[int, int]:
+    """Return rows in a batch and processes that load, where `fit` itself makes the batches.
+
+    Parameters
+    ----------
+    train, valid, batch_size, num_workers
+        As of `fit`.
+
+    Returns
+    -------
+    batch_size, num_workers : int
+        By default 64 and 0.
+
+    Raises
+    ------
+    ValueError
+        If one of the two is given, and the caller's own batches make it useless.
+    """
+    makes_its_own = isinstance(train, DataLoader) or callable(train)
+    if makes_its_own and (valid is None or isinstance(valid, DataLoader)):
+        for name, value in (("batch_size", batch_size), ("num_workers", num_workers)):
+            if value is None:
+                continue
+            if isinstance(train, DataLoader):
+                raise ValueError(f"{name} ({value!r}) must be left out if train is a "
+                                 f"DataLoader, which has its own: {getattr(train, name)}")
+            raise ValueError(f"{name} ({value!r}) must be left out if train is a function, "
+                             "which makes the batches itself")
+    if batch_size is None:
+        batch_size = 64
+    if num_workers is None:
+        num_workers = 0
+    return batch_size, num_workers
 
 
 def _steps_of_epoch(
@@ -1226,8 +1272,9 @@ def _check_run(
             raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}")
     if warmup > steps:
         raise ValueError(f"warmup ({warmup}) must be at most steps ({steps})")
-    if not lr > 0:
-        raise ValueError(f"lr ({lr}) must be positive")
+    is_number = isinstance(lr, (int, float)) and not isinstance(lr, bool)
+    if not is_number or not 0 < lr < math.inf:
+        raise ValueError(f"lr ({lr!r}) must be a positive number, and finite")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm ({max_grad_norm}) must be positive, or None for no "
                          "clipping")
@@ -1576,7 +1623,8 @@ def fit(
     model: torch.nn.Module, train: DataLoader | Dataset | Sequence[Tensor] | Callable,
     valid: DataLoader | Dataset | Sequence[Tensor] | None = None, *,
     loss_fn: Callable | None = None, epochs: int | None = None, steps: int | None = None,
-    batch_size: int = 64, num_workers: int = 0, lr: float = 1e-3, warmup: int = 0,
+    batch_size: int | None = None, num_workers: int | None = None, lr: float = 1e-3,
+    warmup: int = 0,
     schedule: Literal["cosine", "inverse_sqrt", "constant"] = "cosine",
     betas: tuple[float, float] = (0.9, 0.98), weight_decay: float = 0.01,
     max_grad_norm: float | None = 1.0, lr_scale: dict[str, float] | None = None,
@@ -1613,7 +1661,9 @@ def fit(
     loss_fn : callable, optional
         ``loss_fn(model, batch)`` returns the mean over the rows of the batch, a scalar Tensor;
         or the total loss and the number of its terms, which is right on several processes even
-        if rows have unequally many. `CrossEntropy` by default. If it has a parameter `step`
+        if rows have unequally many. By default the model's own ``default_loss``, which a GPT
+        has, else `CrossEntropy`. For blended images, or a teacher, there are
+        `finetune.MixupCrossEntropy` and `deit.DistillationLoss`. If a loss has a parameter `step`
         without a default, it is called as ``loss_fn(model, batch, step=step)`` with the number
         of the step, from 0. A loss should keep a changing state in buffers of `model`, since
         these are saved in checkpoints. What its method ``metrics(model, batch)`` returns, if it
@@ -1622,10 +1672,11 @@ def fit(
         Length of the run, in passes through `train`; or else `steps`.
     steps : int, optional
         Length of the run.
-    batch_size : int
-        Of a dataset or of tensors; also of `valid`. What is left over in an epoch is dropped.
-    num_workers : int
-        Processes that load a dataset.
+    batch_size : int, optional
+        Of a dataset or of tensors, also of `valid`; 64 by default. What is left over in an
+        epoch is dropped. A DataLoader has its own.
+    num_workers : int, optional
+        Processes that load a dataset; none by default. A DataLoader has its own.
     lr : float
         Peak of the learning rate.
     warmup : int
@@ -1656,7 +1707,8 @@ def fit(
         stops if it returns True.
     checkpoint : path, optional
         A JSON file; if it exists, the run goes on from there. `models.load_model` makes the
-        trained model from it.
+        trained model from it. Each run needs a path of its own: two runs that write to one
+        path at the same time remove each other's files. The processes of one run do not.
     stop_after : int, optional
         Stop after this step as if interrupted; a multiple of `log_every`.
     seed : int
@@ -1688,7 +1740,8 @@ def fit(
     FloatingPointError
         If the loss, or the norm of the gradient, is not finite.
     """
-    train, valid, loss_fn = _in_order(train, valid, loss_fn)
+    train, valid, loss_fn = _in_order(model, train, valid, loss_fn)
+    batch_size, num_workers = _loading(train, valid, batch_size, num_workers)
     steps_of_epoch = _steps_of_epoch(train, batch_size, num_workers)
     steps, log_every = _length_of_run(epochs, steps, steps_of_epoch, log_every)
     _check_run(loss_fn, steps=steps, lr=lr, warmup=warmup, max_grad_norm=max_grad_norm, ema=ema,
