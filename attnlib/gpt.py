@@ -404,6 +404,52 @@ class GPT(nn.Module):
             if eos_id is not None and ended.all():
                 return
 
+    def write(self, prompt: str, max_new_tokens: int = 100, **sampling: Any) -> str:
+        """Continue a text, which the model's `tokenizer` turns into tokens and back.
+
+        Parameters
+        ----------
+        prompt : str
+        max_new_tokens : int
+        **sampling
+            As of `generate`, such as ``temperature=0.8``.
+
+        Returns
+        -------
+        str
+            The prompt and its continuation.
+
+        Raises
+        ------
+        ValueError
+            If the model has no tokenizer, the prompt has no token, or the text gets longer than
+            `block_size`.
+
+        Examples
+        --------
+        ::
+
+            model.tokenizer = attnlib.data.train_tokenizer(text, vocab_size=1024)
+            attnlib.fit(model, ...)
+            model.write("Once upon a time")
+        """
+        if not hasattr(self, "tokenizer"):
+            raise ValueError("model.tokenizer must be set, to one of data.train_tokenizer or "
+                             "of the tokenizers library; without one, call generate")
+        tokens = self.tokenizer.encode(prompt).ids
+        if not tokens:
+            raise ValueError(f"prompt ({prompt!r}) must have at least one token")
+        tokens = torch.tensor([tokens], device=self.wte.weight.device)
+        tokens = self.generate(tokens, max_new_tokens, **sampling)
+        return self.tokenizer.decode(tokens[0].tolist())
+
+    @staticmethod
+    def default_loss(
+        model: Callable, batch: tuple[Int[Tensor, "B N"]]
+    ) -> tuple[Float[Tensor, ""], int]:
+        """The loss that `train.fit` takes if it is given none: `text_loss`."""
+        return text_loss(model, batch)
+
     @classmethod
     def from_pretrained(cls, source: Any) -> "GPT":
         """Return a model with published weights; `source` is a language model of the

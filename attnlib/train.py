@@ -1663,11 +1663,11 @@ def fit(
         or the total loss and the number of its terms, which is right on several processes even
         if rows have unequally many. By default the model's own ``default_loss``, which a GPT
         has, else `CrossEntropy`. For blended images, or a teacher, there are
-        `finetune.MixupCrossEntropy` and `deit.DistillationLoss`. If a loss has a parameter `step`
-        without a default, it is called as ``loss_fn(model, batch, step=step)`` with the number
-        of the step, from 0. A loss should keep a changing state in buffers of `model`, since
-        these are saved in checkpoints. What its method ``metrics(model, batch)`` returns, if it
-        has one, is reported of `valid`: a dict {name: (total, number of terms)}.
+        `finetune.MixupCrossEntropy` and `deit.DistillationLoss`. If a loss has a parameter
+        `step` without a default, it is called as ``loss_fn(model, batch, step=step)`` with the
+        number of the step, from 0. A loss should keep a changing state in buffers of `model`,
+        since these are saved in checkpoints. What its method ``metrics(model, batch)`` returns,
+        if it has one, is reported of `valid`: a dict {name: (total, number of terms)}.
     epochs : int, optional
         Length of the run, in passes through `train`; or else `steps`.
     steps : int, optional
