@@ -252,12 +252,15 @@ class GPT(nn.Module):
     """A decoder-only language model (Radford et al. 2019), with the options of a `GPTConfig`.
 
     Its parameters have nanoGPT's names. A subclass that replaces `forward` must take the same
-    arguments, because `generate` passes all of them.
+    arguments, because `generate` passes all of them. A `tokenizer`, of the tokenizers library,
+    may be set; `write` uses it, and a checkpoint keeps it.
 
     Parameters
     ----------
     config : GPTConfig
     """
+
+    tokenizer: Any  # such as `data.train_tokenizer` makes
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -1005,13 +1008,14 @@ def pad_left(
 
 # %% ../nbs/24_gpt.ipynb #batches
 def text_batches(
-    tokens: Int[Tensor, " n"], length: int, batch_size: int, seed: int = 0
+    tokens: Int[Tensor, " n"] | Sequence[int], length: int, batch_size: int, seed: int = 0
 ) -> Callable[[int], tuple[Tensor]]:
     """Random pieces of a long text for `attnlib.train.fit`, new ones in each step.
 
     Parameters
     ----------
-    tokens : int64 Tensor
+    tokens : int64 Tensor or sequence of int
+        Such as ``tokenizer.encode(text).ids``.
     length, batch_size, seed : int
 
     Returns
@@ -1026,6 +1030,7 @@ def text_batches(
         than `length`.
     """
     check_counts(length=length, batch_size=batch_size)
+    tokens = torch.as_tensor(tokens)
     if len(tokens) <= length:
         raise ValueError(f"tokens ({len(tokens)}) must be more than length ({length})")
 

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from importlib.resources import files
+from numbers import Real
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -485,7 +486,8 @@ class CrossEntropy:
         """The sum over a batch of images and int64 labels, and their number."""
         if not isinstance(batch, tuple) or len(batch) != 2:
             raise TypeError(f"a batch is {_described(batch)}; without a loss_fn it must be a "
-                            "tuple of images and labels")
+                            "tuple of images and labels. For a language model that is no "
+                            "GPT of the library, pass loss_fn=text_loss")
         images, labels = batch
         if self.augment is not None and model.training:
             images = self.augment(images)
@@ -1071,10 +1073,8 @@ def _loading(
         for name, value in (("batch_size", batch_size), ("num_workers", num_workers)):
             if value is None:
                 continue
-            if isinstance(train, DataLoader):
-                raise ValueError(f"{name} ({value!r}) must be left out if train is a "
-                                 f"DataLoader, which has its own: {getattr(train, name)}")
-            raise ValueError(f"{name} ({value!r}) must be left out if train is a function, "
+            kind = "DataLoader" if isinstance(train, DataLoader) else "function"
+            raise ValueError(f"{name} ({value!r}) must be left out if train is a {kind}, "
                              "which makes the batches itself")
     if batch_size is None:
         batch_size = 64
@@ -1272,9 +1272,9 @@ def _check_run(
             raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}")
     if warmup > steps:
         raise ValueError(f"warmup ({warmup}) must be at most steps ({steps})")
-    is_number = isinstance(lr, (int, float)) and not isinstance(lr, bool)
+    is_number = isinstance(lr, Real) and not isinstance(lr, bool)
     if not is_number or not 0 < lr < math.inf:
-        raise ValueError(f"lr ({lr!r}) must be a positive number, and finite")
+        raise ValueError(f"lr ({lr!r}) must be positive, a finite number")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm ({max_grad_norm}) must be positive, or None for no "
                          "clipping")
