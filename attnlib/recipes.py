@@ -40,7 +40,7 @@ def train_classifier(
     model: nn.Module, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *, steps: int,
     batch_size: int = 64, augment: Callable | None = None, **options,
 ) -> list[dict]:
-    """Call `train.fit` with the settings that the classifiers of Part III share.
+    """Train a model by `train.fit`, with the settings that all classifiers of Part III share.
 
     Parameters
     ----------

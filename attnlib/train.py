@@ -1050,8 +1050,8 @@ def _in_order(
 
 def _loading(
     train: Any, valid: Any, batch_size: int | None, num_workers: int | None
-) -> tuple[int, int]:
-    """Return rows in a batch and processes that load, where `fit` itself makes the batches.
+) -> dict[str, Any]:
+    """Complete `batch_size` and `num_workers`, for data of which `fit` makes the batches.
 
     Parameters
     ----------
@@ -1060,8 +1060,8 @@ def _loading(
 
     Returns
     -------
-    batch_size, num_workers : int
-        By default 64 and 0.
+    dict
+        Both; 64 and 0 if they are None.
 
     Raises
     ------
@@ -1080,7 +1080,7 @@ def _loading(
         batch_size = 64
     if num_workers is None:
         num_workers = 0
-    return batch_size, num_workers
+    return dict(batch_size=batch_size, num_workers=num_workers)
 
 
 def _steps_of_epoch(
@@ -1225,8 +1225,8 @@ def _class_names(train: object) -> list[str] | None:
 
 def _checked_data(
     model: torch.nn.Module, train: Any, valid: Any, checkpoint: str | Path | None
-) -> tuple[Any, Any]:
-    """Training and validation data as a model wants them.
+) -> tuple[Any, Any, Path | None]:
+    """Training and validation data as a model wants them, and the path of a checkpoint.
 
     Parameters
     ----------
@@ -1235,14 +1235,16 @@ def _checked_data(
 
     Returns
     -------
-    train, valid
+    train, valid, checkpoint
 
     Raises
     ------
     ValueError
-        If a folder of images has other classes than the model has outputs, a loader gives other
+        If `checkpoint` does not end in ".json", a folder of images has other classes than the model has outputs, a loader gives other
         images than the model wants, or a run with a checkpoint cannot be resumed exactly.
     """
+    if checkpoint is not None:
+        checkpoint = _json_path(checkpoint)
     classes = _class_names(train)
     outputs = getattr(model, "num_classes", None)
     if classes is not None and isinstance(outputs, int) and outputs != len(classes):
@@ -1251,7 +1253,7 @@ def _checked_data(
     if checkpoint is not None and getattr(train, "persistent_workers", False):
         raise ValueError("train.persistent_workers (True) must be False for a run with a "
                          "checkpoint: such workers draw on from epoch to epoch")
-    return _suited_to(model, train), _suited_to(model, valid)
+    return _suited_to(model, train), _suited_to(model, valid), checkpoint
 
 # %% ../nbs/91_train.ipynb #fit-helpers
 def _check_run(
@@ -1624,8 +1626,7 @@ def fit(
     valid: DataLoader | Dataset | Sequence[Tensor] | None = None, *,
     loss_fn: Callable | None = None, epochs: int | None = None, steps: int | None = None,
     batch_size: int | None = None, num_workers: int | None = None, lr: float = 1e-3,
-    warmup: int = 0,
-    schedule: Literal["cosine", "inverse_sqrt", "constant"] = "cosine",
+    warmup: int = 0, schedule: Literal["cosine", "inverse_sqrt", "constant"] = "cosine",
     betas: tuple[float, float] = (0.9, 0.98), weight_decay: float = 0.01,
     max_grad_norm: float | None = 1.0, lr_scale: dict[str, float] | None = None,
     ema: float | None = None, evaluate: Callable | None = None, log_every: int | None = None,
@@ -1741,14 +1742,13 @@ def fit(
         If the loss, or the norm of the gradient, is not finite.
     """
     train, valid, loss_fn = _in_order(model, train, valid, loss_fn)
-    batch_size, num_workers = _loading(train, valid, batch_size, num_workers)
-    steps_of_epoch = _steps_of_epoch(train, batch_size, num_workers)
+    source = _loading(train, valid, batch_size=batch_size, num_workers=num_workers)
+    steps_of_epoch = _steps_of_epoch(train, **source)
     steps, log_every = _length_of_run(epochs, steps, steps_of_epoch, log_every)
     _check_run(loss_fn, steps=steps, lr=lr, warmup=warmup, max_grad_norm=max_grad_norm, ema=ema,
                patience=patience, log_every=log_every, stop_after=stop_after,
                schedule=schedule, parallel=parallel)
-    train, valid = _checked_data(model, train, valid, checkpoint)
-    checkpoint = None if checkpoint is None else _json_path(checkpoint)
+    train, valid, checkpoint = _checked_data(model, train, valid, checkpoint)
     with _engine(accelerator, model) as accelerator, ExitStack() as stack:
         sharded = parallel == "fsdp" and accelerator.num_processes > 1
         plain = model
@@ -1766,7 +1766,7 @@ def fit(
                                  announced=valid is not None and accelerator.is_main_process)
 
         end = steps if stop_after is None else min(steps, stop_after)
-        source = dict(batch_size=batch_size, num_workers=num_workers, accelerator=accelerator)
+        source |= dict(accelerator=accelerator)
         batches = _batches_from(start, train, seed=seed, **source)
         stack.enter_context(closing(batches))  # and with it the processes that load data
         bar = _progress_bar(start, end, steps, accelerator)
