@@ -1240,8 +1240,9 @@ def _checked_data(
     Raises
     ------
     ValueError
-        If `checkpoint` does not end in ".json", a folder of images has other classes than the model has outputs, a loader gives other
-        images than the model wants, or a run with a checkpoint cannot be resumed exactly.
+        If `checkpoint` does not end in ".json", a folder of images has other classes than the
+        model has outputs, a loader gives other images than the model wants, or a run with a
+        checkpoint cannot be resumed exactly.
     """
     if checkpoint is not None:
         checkpoint = _json_path(checkpoint)
