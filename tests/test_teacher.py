@@ -5,6 +5,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+from processes import together
 from torch.utils.data import DataLoader, TensorDataset
 
 from attnlib.deit import DistillationLoss, DistilledVisionTransformer
@@ -150,6 +151,26 @@ def test_a_student_with_a_teacher_resumes_exactly(tmp_path):
     again = run(tmp_path / "b.json")
     for a, b in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_two_processes_learn_what_one_learns(tmp_path):
+    """Up to rounding; DDP wraps the student, whose heads are found nevertheless."""
+    for processes in (1, 2):
+        codes = together(processes, tmp_path, _taught, tmp_path / f"{processes}.json")
+        assert codes == [0] * processes
+    (one, state), (two, other) = (load_checkpoint(tmp_path / f"{n}.json") for n in (1, 2))
+    for a, b in zip(state["history"], other["history"], strict=True):
+        assert abs(a["loss"] - b["loss"]) < 1e-5
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
+    start = student().head_dist.weight
+    assert not torch.allclose(one["model.head_dist.weight"], start, atol=1e-4)
+
+
+def _taught(path):
+    tutor = teacher().eval()
+    fit(student(), digits(), loss_fn=DistillationLoss(tutor), epochs=2, batch_size=4,
+        checkpoint=path)  # fmt: skip
 
 
 def test_validation_is_that_of_cross_entropy():
