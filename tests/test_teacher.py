@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torch.nn as nn
 from processes import together
@@ -62,6 +61,7 @@ def test_the_loss_is_the_papers(kind, weight, tau, smoothing, make):
         model = small_convnet(1, 3, (5,)).train()
     if make == "timm":
         shape = dict(img_size=8, patch_size=4, in_chans=1, num_classes=3, num_heads=3)
+        timm = pytest.importorskip("timm")  # which a second process cannot import
         model = timm.create_model(
             "deit_tiny_distilled_patch16_224", embed_dim=12, depth=2, **shape
         )

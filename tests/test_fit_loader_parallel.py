@@ -1,0 +1,77 @@
+"""Runs on a `DataLoader` with workers: killed, and on several processes."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn as nn
+from processes import SHARDED, together
+from test_fit import Noisy
+from torch.utils.data import DataLoader
+
+from attnlib.train import CrossEntropy, fit, load_checkpoint
+
+
+def train(path, parallel="ddp", stop_after=None, killed_at=None):
+    """Three epochs of five steps; the noise of the images is drawn by the workers."""
+    loader = DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    cross_entropy = CrossEntropy()
+
+    def loss_fn(model, batch, step):
+        if step == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return cross_entropy(model, batch)
+
+    run = dict(epochs=3, lr=1e-2, seed=4, checkpoint=path, parallel=parallel)
+    fit(model, loader, loss_fn=loss_fn, stop_after=stop_after, **run)
+
+
+def weights(path):
+    tensors, state = load_checkpoint(path)
+    assert state["step"] == 15
+    return {name: x for name, x in tensors.items() if name.startswith("model.")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What one process learns that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert together(1, folder, train, folder / "run.json") == [0]
+    return weights(folder / "run.json")
+
+
+@pytest.mark.parametrize("step", [5, 7, 12])
+def test_a_killed_run_ends_as_one_that_nothing_disturbs(tmp_path, whole, step):
+    """Bit for bit, whether it dies with the first batch of an epoch or later."""
+    path = tmp_path / "run.json"
+    assert together(1, tmp_path, train, path, "ddp", None, step) == [-signal.SIGKILL]
+    assert together(1, tmp_path, train, path) == [0]
+    for name, x in weights(path).items():
+        assert torch.equal(x, whole[name]), name
+
+
+@pytest.mark.parametrize("first, then", [((2, "ddp"), (2, "ddp")), ((1, "ddp"), (2, "ddp"))])
+def test_several_processes_learn_what_one_learns(tmp_path, whole, first, then):
+    """Also if their number changes on the way; up to the rounding of sums."""
+    _in_two_parts(tmp_path, whole, first, then)
+
+
+@SHARDED
+@pytest.mark.parametrize("first, then", [((2, "fsdp"), (2, "fsdp")), ((2, "fsdp"), (1, "ddp"))])
+def test_shards_learn_what_one_process_learns(tmp_path, whole, first, then):
+    _in_two_parts(tmp_path, whole, first, then)
+
+
+def _in_two_parts(folder, whole, first, then):
+    path = folder / "run.json"
+    processes, parallel = first
+    assert together(processes, folder, train, path, parallel, 5) == [0] * processes
+    processes, parallel = then
+    assert together(processes, folder, train, path, parallel) == [0] * processes
+    found = weights(path)
+    assert found.keys() == whole.keys()
+    for name, x in found.items():
+        torch.testing.assert_close(x, whole[name], rtol=1e-4, atol=1e-5)
