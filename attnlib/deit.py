@@ -197,7 +197,7 @@ class DistillationLoss:
     kind : {"hard", "soft"}
         For `hard_distillation_loss` or `soft_distillation_loss`.
     weight : float, in [0, 1]
-        Of the teacher's part; the labels' part has the rest. With 1 no label is needed.
+        Of the teacher's part; the labels' part has the rest. With 1 the labels have no effect.
     temperature : float
         τ > 0 of the soft loss; the hard one has none.
     label_smoothing : float, in [0, 1]

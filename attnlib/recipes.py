@@ -38,7 +38,8 @@ from .vit import VisionTransformer
 @former_arguments(every="log_every")
 def train_classifier(
     model: nn.Module, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *, steps: int,
-    batch_size: int = 64, augment: Callable | None = None, **options,
+    batch_size: int = 64, loss_fn: Callable | None = None, augment: Callable | None = None,
+    log_every: int | None = None, **options,
 ) -> list[dict]:
     """Train a model by `train.fit`, with the settings that all classifiers of Part III share.
 
@@ -49,12 +50,15 @@ def train_classifier(
         Images (n, C, H, W) and int64 labels (n,), on the CPU.
     steps, batch_size
         As in `train.fit`.
+    loss_fn : callable, optional
+        As in `train.fit`; `CrossEntropy` by default.
     augment : callable, optional
-        Of `CrossEntropy`, such as `crop_and_flip`. If `options` has another `loss_fn`, that
-        one augments.
+        Of `CrossEntropy`, such as `crop_and_flip`. Another loss must augment by itself.
+    log_every : int, optional
+        As in `train.fit`; by default the only record is that of the last step.
     **options
         As in `train.fit`. By default warm-up takes a tenth of the steps, weights decay by 0.05,
-        β₂ is 0.999, the loss is `CrossEntropy`, and the only record is that of the last step.
+        and β₂ is 0.999.
 
     Returns
     -------
@@ -66,13 +70,16 @@ def train_classifier(
     ValueError
         If both `augment` and `loss_fn` are given.
     """
-    if augment is not None and "loss_fn" in options:
+    if loss_fn is None:
+        loss_fn = CrossEntropy(augment=augment)
+    elif augment is not None:
         raise ValueError("augment must be None if there is a loss_fn, which augments itself")
-    settings = dict(
-        warmup=steps // 10, weight_decay=0.05, betas=(0.9, 0.999), log_every=steps,
-        loss_fn=CrossEntropy(augment=augment),
-        evaluate=partial(accuracy, data=test, batch_size=4 * batch_size))
-    return fit(model, train, steps=steps, batch_size=batch_size, **settings | options)
+    if log_every is None:
+        log_every = steps
+    settings = dict(warmup=steps // 10, weight_decay=0.05, betas=(0.9, 0.999),
+                    evaluate=partial(accuracy, data=test, batch_size=4 * batch_size))
+    return fit(model, train, loss_fn=loss_fn, steps=steps, batch_size=batch_size,
+               log_every=log_every, **settings | options)
 
 
 def classification_loss(
