@@ -7,10 +7,20 @@ import pytest
 import torch
 import torch.nn as nn
 from processes import SHARDED, together
-from test_fit import Noisy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from attnlib.train import CrossEntropy, fit, load_checkpoint
+
+
+class Noisy(Dataset):
+    """Points whose class is their half plane, with noise that a worker draws."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        point = torch.full((1,), i / 20 - 1)
+        return torch.cat([point, torch.rand(3)]), int(i >= 20)
 
 
 def train(path, parallel="ddp", stop_after=None, killed_at=None):
