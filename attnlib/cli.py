@@ -98,8 +98,10 @@ def describe(name: str) -> dict[str, str]:
     ValueError
         If there is no such name (the message has the nearest ones), or the path is of something
         else.
+    FileNotFoundError
+        If there is no such checkpoint.
     """
-    if Path(name).exists():
+    if _is_path(name):
         return _describe_stored(Path(name))
     config = data_config(name)  # which refuses names that are none
     name = pretrained_cfg(name)["architecture"]  # without the tag that it may have
@@ -140,6 +142,11 @@ def describe(name: str) -> dict[str, str]:
         "weights": weights,
         "license": license,
     }
+
+def _is_path(name: str) -> bool:
+    """Whether a checkpoint or a folder is meant, and not the name of a model."""
+    return Path(name).exists() or Path(name).suffix == ".json"
+
 
 def _describe_stored(path: Path) -> dict[str, str]:
     """What a checkpoint of `train.fit`, or a folder of `save_model`, holds; see `describe`."""
@@ -341,6 +348,8 @@ def predict(
     ValueError
         If there is no such name, the picture cannot be read, the model has no classifier, or
         the weights do not fit or have none.
+    FileNotFoundError
+        If there is no such checkpoint.
     ConnectionError
         If the weights are neither in the hub's cache nor can be fetched.
     """
@@ -349,7 +358,7 @@ def predict(
 
 def _model_of(name: str, weights: str | Path | dict | None) -> torch.nn.Module:
     """The classifier of a name or of a path, in evaluation mode; see `predict`."""
-    if not Path(name).exists():
+    if not _is_path(name):
         return _with_weights(name, weights)
     model = load_model(name)
     if weights is not None:

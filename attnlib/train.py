@@ -1008,7 +1008,8 @@ def _resume(
         if name != "trained" and stored[name] != value:
             raise ValueError(f"{name} ({value!r}) must be {stored[name]!r}, "
                              f"as in the run that {checkpoint} belongs to; to train on from "
-                             "its weights, load them and take another checkpoint path")
+                             "its weights, load them (load_model, or attnlib train --weights) "
+                             "and take another checkpoint path")
     parts = _unpacked(tensors)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     try:

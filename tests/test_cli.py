@@ -391,6 +391,11 @@ def test_training_goes_on_from_weights_of_ones_own(capsys, tmp_path):
     torch.testing.assert_close(load_model(tmp_path / "b.json").blocks[0].mlp.fc1.weight, wanted)
 
 
+def test_a_checkpoint_that_is_not_there(picture):
+    for call in (("show", "nowhere.json"), ("classify", "nowhere.json", picture)):
+        assert "nowhere.json is not a file" in refused(*call)
+
+
 def test_weights_and_scratch_exclude_each_other(capsys):
     with pytest.raises(SystemExit) as problem:
         cli.main(["train", "flowers", "--scratch", "--weights", "run.json"])
