@@ -357,6 +357,7 @@ MOVED = {  # module: {name until version 0.2: what to use instead}
     "recipes": {
         "WINDOWS": "use the row of attnlib.recipes.SMALL",
         "cross_entropy": "use classification_loss(model, batch), which returns sum and count",
+        "distill": "use train.fit with loss_fn=deit.DistillationLoss(teacher)",
         "train_processes": "it is defined on the page nbs/33_swinv2",
     },
     "scaling": {

@@ -1004,7 +1004,7 @@ class _SameParameters:
             if getattr(part, name) is not parameter:
                 raise RuntimeError(f"parameter {name!r} of an optimized copy was replaced, "
                                    "which keeps results computed from its parameters; call "
-                                   "the model itself with other parameters")
+                                   "or export the model itself")
 
 
 def resize(model: Backbone, hook: _SameParameters, *size, **options) -> None:

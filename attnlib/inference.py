@@ -738,7 +738,7 @@ def _refuse_maps(*inputs, **options) -> NoReturn:
 def _refuse_state_dict(part: nn.Module, prefix: str, keep_vars: bool) -> NoReturn:
     """A hook that refuses the state dict of an optimized copy, for all that PyTorch passes."""
     raise RuntimeError("state_dict of a copy made by optimize_for_inference would lack the "
-                       "weights that are packed; save the model itself")
+                       "weights that are packed; save the model itself, or export it")
 
 # %% ../nbs/53_inference.ipynb #optimize
 def optimize_for_inference(model: nn.Module) -> nn.Module:
@@ -747,7 +747,9 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     A layer that somebody has changed, by another class, a method, or a hook, is called as it
     is. The copy refuses gradients, training mode, and `load_state_dict`, and on the CPU also
     `state_dict`, which would lack packed weights; the caller promises to change neither its
-    weights nor its parts in other ways. The model itself stays as it is.
+    weights nor its parts in other ways. The model itself stays as it is. `torch.export`,
+    `torch.onnx`, and `torch.jit` need the model itself and refuse a copy; `torch.compile` takes
+    either.
 
     Parameters
     ----------

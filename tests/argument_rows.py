@@ -748,6 +748,7 @@ QKV_OTHERS = dict(q=OTHER, k=OTHER, v=OTHER)
 LONG = dict(zip("qkv", numbers(3, 1, 2, 16, 4).unbind()))
 LONG_OTHERS = dict.fromkeys("qkv", numbers(1, 2, 16, 4, seed=1))
 LOGITS = numbers(3, 7)
+TEACHER = torch.nn.Linear(5, 5)
 BOXES = torch.tensor([[0.5, 0.5, 0.2, 0.4], [0.3, 0.4, 0.2, 0.2]])
 OTHER_BOXES = torch.tensor([[0.5, 0.6, 0.3, 0.4], [0.3, 0.4, 0.2, 0.1]])
 KNOWN = (torch.arange(16) < 9).view(1, 1, 1, 16)
@@ -1141,13 +1142,27 @@ FUNCTIONS |= {
         dict(logits=LOGITS, dist_logits=2 * LOGITS, teacher_logits=-LOGITS)
         | dict(labels=torch.tensor([1, 2, 3])),
         dict(logits=3 * LOGITS, dist_logits=4 * LOGITS, teacher_logits=LOGITS.flip(0))
-        | dict(labels=torch.tensor([1, 2, 4]), weight=0.2),
+        | dict(labels=torch.tensor([1, 2, 4]), weight=0.2, label_smoothing=0.3),
     ),
     "deit.soft_distillation_loss": Row(
         dict(logits=LOGITS, dist_logits=2 * LOGITS, teacher_logits=-LOGITS)
         | dict(labels=torch.tensor([1, 2, 3])),
         dict(logits=3 * LOGITS, dist_logits=4 * LOGITS, teacher_logits=LOGITS.flip(0))
-        | dict(labels=torch.tensor([1, 2, 4]), weight=0.2, temperature=1.0),
+        | dict(labels=torch.tensor([1, 2, 4]), weight=0.2)
+        | dict(temperature=1.0, label_smoothing=0.3),
+    ),
+    "deit.DistillationLoss": Row(
+        dict(teacher=TEACHER, kind="soft"),
+        dict(
+            teacher=torch.nn.Linear(5, 5),
+            kind="hard",
+            weight=0.1,
+            temperature=1.0,
+            label_smoothing=0.3,
+            mixup=9.0,
+            augment=torch.neg,
+        ),
+        lambda loss: loss(torch.nn.Identity(), (numbers(4, 5), torch.arange(4))),
     ),
     "deit._check_losses": Row(
         dict(logits=LOGITS, dist_logits=LOGITS, teacher_logits=LOGITS, weight=0.5),
@@ -1570,7 +1585,7 @@ FUNCTIONS |= {
     ),
     "train.CrossEntropy": Row(
         dict(),
-        dict(label_smoothing=0.3),
+        dict(label_smoothing=0.3, augment=torch.neg),
         lambda loss: loss(torch.nn.Identity(), (numbers(4, 5), torch.arange(4))),
     ),
     "train.adamw": Row(

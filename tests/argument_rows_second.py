@@ -835,14 +835,6 @@ def stepped(seed=0):
     return optimizer
 
 
-def loss_of_both(logits, dist_logits, taught, labels):
-    return (logits - taught).square().mean() + dist_logits.square().mean()
-
-
-def wrong_loss(logits, dist_logits, taught, labels):
-    return (logits + taught).abs().mean()
-
-
 CLASSIFY = dict(model=VIT, train=PAIR, test=PAIR, steps=4, batch_size=2, log_every=1)
 UNTIED = gpt.GPT(config(tied=False))
 PARTS = {
@@ -912,19 +904,6 @@ SECOND |= {
     "recipes.classification_loss": Row(
         dict(model=VIT, batch=(PICTURES, LABELS)),
         dict(model=OTHER_VIT, batch=(2 * PICTURES, LABELS.flip(0))),
-    ),
-    "recipes.distill": Row(
-        dict(student=VIT, teacher=OTHER_VIT, train=PAIR, test=PAIR, steps=3)
-        | dict(loss=loss_of_both, batch_size=2, log_every=1),
-        dict(
-            student=POOLED_VIT,
-            teacher=VIT,
-            train=OTHER_PAIR,
-            test=(PICTURES, LABELS * 0 + 2),
-            steps=4,
-            loss=wrong_loss,
-        ),
-        of_training,
     ),
     "recipes.translation_accuracy": Row(
         dict(model=words()[1][0], tokenizer=words()[0], part=PARTS["train"]),
@@ -1063,7 +1042,7 @@ SECOND |= {
     ),
     "recipes.distill_small": Row(
         dict(steps=1),
-        dict(data=Fails("mnist", "data"), loss=loss_of_both, steps=2),
+        dict(data=Fails("mnist", "data"), kind="soft", steps=2),
         lambda found: [state(found[0]), state(found[1]), of_training(found[2])],
     ),
     "scaling._OwnRandomness": Row(dict(rank=0), dict(rank=1), own_numbers),
@@ -1095,7 +1074,7 @@ SPARED_SECOND = {
 ON_CPU = set(  # kernels that are interpreted without a GPU, and runs that a GPU does not repeat
     """
     flash.flash_attention flash.flash_backend flash.flash_decode flash.is_supported
-    recipes.distill recipes.distill_small recipes.train_classifier recipes.train_small
+    recipes.distill_small recipes.train_classifier recipes.train_small
     recipes.train_translator
     windows.FusedBlock windows.FusedMerging windows.fuse_swin windows.fused_linear
     windows.fuse_attention windows.not_served windows.window_attention

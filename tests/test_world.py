@@ -29,6 +29,7 @@ from attnlib import (
     cost,
     data,
     decoding,
+    deit,
     detr,
     efficient,
     finetune,
@@ -142,8 +143,9 @@ def pretrained():
 
 
 def draw(model):
+    picture = models.open_picture(np.zeros((40, 48, 3), np.uint8))
     with tempfile.TemporaryDirectory() as folder:
-        cli._draw_map(model, image(n=1), f"{folder}/map.png")
+        cli._draw_map(model, picture, f"{folder}/map.png")
 
 
 # --- every public function that takes a model -------------------------------------------------
@@ -504,24 +506,17 @@ CHANGED = {  # "module.function": (model, call, the kinds of changes, words of t
         {"training"},
         "put into evaluation mode",
     ),
+    "deit.DistillationLoss": (
+        make_pair,
+        lambda m: train_with_teacher(m["student"], m["teacher"]),
+        WEIGHTS,
+        "no part of the student's checkpoint",
+    ),
     "recipes.train_classifier": (
         partial(build, "vit"),
         lambda m: train_two_steps(m),
         WEIGHTS,
         "Train a model",
-    ),
-    "recipes.distill": (
-        make_pair,
-        lambda m: recipes.distill(
-            m["student"],
-            m["teacher"],
-            (image(), labels()),
-            (image(), labels()),
-            steps=2,
-            batch_size=2,
-        ),
-        WEIGHTS | {"training"},
-        "put into evaluation mode",
     ),
     "train.fit": (
         partial(build, "vit"),
@@ -535,6 +530,11 @@ CHANGED = {  # "module.function": (model, call, the kinds of changes, words of t
 def train_two_steps(model):
     pairs = image(), labels()
     recipes.train_classifier(model, pairs, pairs, steps=2, batch_size=2)
+
+
+def train_with_teacher(student, teacher):
+    loss_fn = deit.DistillationLoss(teacher)
+    train.fit(student, (image(), labels()), loss_fn=loss_fn, steps=2, batch_size=2)
 
 
 def loss_of(model, batch):
