@@ -68,8 +68,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """All names, also of what is imported when it is asked for."""
-    return sorted({*globals(), *_LATER})
+    """All names, also of what is imported when it is asked for, if it can be."""
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [
@@ -105,6 +105,7 @@ __all__ = [
     "classify",
     "compare",
     "create_model",
+    "image_folder",
     "list_models",
     "load_model",
     "load_pretrained",
@@ -118,3 +119,6 @@ __all__ = [
     "sinusoidal_encoding",
     "use_rotary",
 ]
+# where these are missing, `import *` and `help` must not fail
+if all(find_spec(package) is not None for package in ("accelerate", "safetensors", "tqdm")):
+    __all__.append("fit")

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['to_2tuple', 'check_counts', 'check_naturals', 'check_sizes', 'hidden_width', 'check_rates', 'check_numbers',
-           'check_positive', 'requires', 'is_unchanged', 'is_plain', 'DropPath', 'drop_path_rates', 'init_weights',
-           'classifier', 'feature_take_indices', 'as_map', 'resample_abs_pos_embed', 'resample_parameter',
-           'resample_stored', 'FeatureInfo', 'evaluation', 'Backbone', 'FeatureExtractor', 'frozen_copy', 'resize',
-           'guard', 'describe_model']
+           'check_positive', 'requires', 'is_unchanged', 'is_plain', 'is_as_built', 'DropPath', 'drop_path_rates',
+           'init_weights', 'classifier', 'feature_take_indices', 'as_map', 'resample_abs_pos_embed',
+           'resample_parameter', 'resample_stored', 'FeatureInfo', 'evaluation', 'Backbone', 'FeatureExtractor',
+           'frozen_copy', 'resize', 'guard', 'describe_model']
 
 # %% ../nbs/94_backbone.ipynb #imports
 import copy
@@ -202,6 +202,34 @@ def is_plain(module: nn.Module, *classes: type) -> bool:
         if vars(module).get(name) or getattr(nn.modules.module, f"_global{name}"):
             return False
     return is_unchanged(module, *classes)
+
+
+def is_as_built(module: nn.Module, parts: dict[type, dict[str, Sequence[type]]]) -> bool:
+    """Return whether a module and all in it may be read instead of called, see `is_plain`.
+
+    Parameters
+    ----------
+    module : Module
+    parts : dict
+        For each class that the caller knows, the names of its children and the classes that
+        each may have. A child is compared in the same way if its class is in `parts`.
+
+    Returns
+    -------
+    bool
+        False if `module` is of another class, if a child is missing, new, or of another class,
+        or if any part has a hook or a method of its own.
+    """
+    children = dict(module.named_children())
+    known = parts.get(type(module))
+    if known is None or children.keys() != known.keys():
+        return False
+    for name, child in children.items():
+        if type(child) not in known[name]:
+            return False
+        if type(child) in parts and not is_as_built(child, parts):
+            return False
+    return all(is_plain(part, type(part)) for part in module.modules())
 
 # %% ../nbs/94_backbone.ipynb #drop-path
 class DropPath(nn.Module):
@@ -976,7 +1004,7 @@ class _SameParameters:
             if getattr(part, name) is not parameter:
                 raise RuntimeError(f"parameter {name!r} of an optimized copy was replaced, "
                                    "which keeps results computed from its parameters; call "
-                                   "the model itself with other parameters")
+                                   "or export the model itself")
 
 
 def resize(model: Backbone, hook: _SameParameters, *size, **options) -> None:

@@ -7,6 +7,7 @@ __all__ = ['describe', 'predict', 'main']
 
 # %% ../nbs/97_cli.ipynb #imports
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -25,8 +27,8 @@ from .backbone import requires
 from .cost import count_operations, take_turns
 from .data import image_folder
 from .models import (MODELS, check_classifies, classify, create_model, data_config,
-                            list_models, load_model, load_pretrained, open_picture, preprocess,
-                            pretrained_cfg, shipped_models)
+                            input_box, list_models, load_model, load_pretrained,
+                            open_picture, preprocess, pretrained_cfg, shipped_models)
 from .swin import SwinTransformer
 from .vit import patch_shares
 
@@ -79,20 +81,28 @@ def describe(name: str) -> dict[str, str]:
     Parameters
     ----------
     name : str
-        One of `list_models()`.
+        One of `list_models()`; or the path of a checkpoint of `train.fit`, or of a folder of
+        `save_model`.
 
     Returns
     -------
     dict of str to str
         "class", "parameters", "operations" (of one image; a multiplication and an addition are
         two; of `PanopticDETR` they depend on it), "input", "mean", "std", "accuracy",
-        "weights" and "license"; "not known" stands for what is not.
+        "weights" and "license"; "not known" stands for what is not. Of a checkpoint or folder
+        also "name", "made with", "classes" or "tokenizer", "trained", "best", "files" and
+        "version", as far as they are stored.
 
     Raises
     ------
     ValueError
-        If there is no such name; the message has the nearest ones.
+        If there is no such name (the message has the nearest ones), or the path is of something
+        else.
+    FileNotFoundError
+        If there is no such checkpoint.
     """
+    if _is_path(name):
+        return _describe_stored(Path(name))
     config = data_config(name)  # which refuses names that are none
     name = pretrained_cfg(name)["architecture"]  # without the tag that it may have
     _, hub, _ = MODELS[name]
@@ -132,6 +142,83 @@ def describe(name: str) -> dict[str, str]:
         "weights": weights,
         "license": license,
     }
+
+def _is_path(name: str) -> bool:
+    """Whether a checkpoint or a folder is meant, and not the name of a model."""
+    return Path(name).exists() or Path(name).suffix == ".json"
+
+
+def _describe_stored(path: Path) -> dict[str, str]:
+    """What a checkpoint of `train.fit`, or a folder of `save_model`, holds; see `describe`."""
+    model = load_model(path)  # which says what is wrong with a path
+    if path.is_dir():
+        state = {"model": json.loads((path / "config.json").read_text(encoding="utf-8"))}
+        files = [path / "config.json", path / "model.safetensors"]
+    else:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        files = [path, path.with_name(state["tensors"])]
+        if files[1].is_dir():  # of a run on several processes
+            files = [path, *files[1].iterdir()]
+    description = state["model"]
+    arguments = [f"{name}={value!r}" for name, value in description["model_args"].items()]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    facts = {
+        "class": f"{type(model).__module__}.{type(model).__name__}",
+        "name": description["architecture"],
+        "made with": ", ".join(arguments) or "no arguments",
+        "parameters": f"{parameters:,}",
+    }
+    config = getattr(model, "data_config", None)
+    if config is not None:
+        facts["input"] = " × ".join(map(str, config["input_size"]))
+        facts["mean"] = ", ".join(map(str, config["mean"]))
+        facts["std"] = ", ".join(map(str, config["std"]))
+    names = description.get("label_names")
+    if names is not None:
+        shown = ", ".join(names[:10])
+        facts["classes"] = f"{len(names)}: {shown}" + (", …" if len(names) > 10 else "")
+    if hasattr(model, "tokenizer"):
+        facts["tokenizer"] = f"{model.tokenizer.get_vocab_size():,} tokens"
+    if "history" in state:
+        facts |= _describe_run(state)
+    size = sum(file.stat().st_size for file in files) / 1e6
+    facts["files"] = f"{size:,.1f} MB"
+    if "history" in state:
+        facts["files"] += ", with what the run needs to go on"
+    facts["version"] = str(description.get("attnlib", _UNKNOWN))
+    return facts
+
+
+def _describe_run(state: dict[str, Any]) -> dict[str, str]:
+    """How far a run has come, and its best record.
+
+    Parameters
+    ----------
+    state : dict
+        As `train.fit` stores it.
+
+    Returns
+    -------
+    dict of str to str
+        "trained", and "best" if the run was validated.
+    """
+    steps_of_epoch = state["settings"].get("steps_of_epoch")
+
+    def when(step):
+        if steps_of_epoch is None:
+            return f"step {step}"
+        return f"epoch {step / steps_of_epoch:g}"
+
+    last = when(state["settings"]["steps"]).split()[1]
+    facts = {"trained": f"{when(state['step'])} of {last}"}
+    validated = [record for record in state["history"] if "valid_loss" in record]
+    if validated and "accuracy" in validated[0]:
+        best = max(validated, key=lambda record: record["accuracy"])
+        facts["best"] = f"accuracy {best['accuracy']:.4g} after {when(best['step'])}"
+    elif validated:
+        best = min(validated, key=lambda record: record["valid_loss"])
+        facts["best"] = f"valid_loss {best['valid_loss']:.4g} after {when(best['step'])}"
+    return facts
 
 # %% ../nbs/97_cli.ipynb #looked-at
 def _attention_map(
@@ -197,29 +284,36 @@ def _last_window(model: SwinTransformer, x: Float[Tensor, "1 C H W"]) -> Float[T
 _ORANGE = torch.tensor((0.9, 0.62, 0.0))
 
 
-def _draw_map(model: torch.nn.Module, x: Float[Tensor, "1 3 H W"], path: Any) -> None:
-    """Write the picture behind an input in gray, orange where the model looked.
+def _draw_map(model: torch.nn.Module, image: Any, path: Any) -> None:
+    """Write a picture in gray, in its own size, with orange where the model looked.
 
     Parameters
     ----------
     model : Module
         Made by `create_model`, in evaluation mode.
-    x : Tensor
-        From `models.preprocess`.
+    image : PIL.Image.Image
+        In colors, as from `models.open_picture`.
     path : path
         Of the picture; its ending says the format.
     """
-    mean = torch.tensor(model.data_config["mean"]).view(3, 1, 1)
-    std = torch.tensor(model.data_config["std"]).view(3, 1, 1)
-    shares = _attention_map(model, x)  # (H', W')
+    config = model.data_config
+    parameter = next(model.parameters())
+    x = preprocess(config)(image).to(parameter)  # (1, 3, H', W')
+    shares = _attention_map(model, x).float().cpu()  # a share for each patch
     span = (shares.max() - shares.min()).clamp(min=1e-12)
     shares = (shares - shares.min()) / span  # from 0 to 1
-    light = shares[None, None]  # -> (1, 1, H', W')
-    light = F.interpolate(light, x.shape[2:], mode="bilinear")  # -> (1, 1, H, W)
-    light = light.squeeze(0)  # -> (1, H, W)
-    picture = (x[0] * std + mean).clamp(0, 1)  # (3, H, W)
+    left, top, right, bottom = map(round, input_box(config, image.width, image.height))
+    light = F.interpolate(shares[None, None], (bottom - top, right - left), mode="bilinear")
+    light = light[0, 0]  # (1, 1, h, w) -> (h, w), of the part that the model sees
+    if left < 0 or top < 0:  # an input that is larger than the picture has a black margin
+        light = light[max(0, -top) :, max(0, -left) :]
+        left, top = max(0, left), max(0, top)
+    light = light[: image.height - top, : image.width - left]
+    whole = torch.zeros(1, image.height, image.width)
+    whole[0, top : top + light.shape[0], left : left + light.shape[1]] = light
+    picture = torch.tensor(np.asarray(image)).permute(2, 0, 1) / 255  # (H, W, 3) -> (3, H, W)
     gray = picture.mean(0, keepdim=True)  # -> (1, H, W)
-    drawn = torch.lerp(gray, _ORANGE.view(3, 1, 1), 0.75 * light)  # (3, H, W)
+    drawn = torch.lerp(gray, _ORANGE.view(3, 1, 1), 0.75 * whole)  # (3, H, W)
     pixels = (255 * drawn).round().byte().permute(1, 2, 0)  # -> (H, W, 3)
     open_picture(pixels.numpy()).save(path)
 
@@ -242,7 +336,7 @@ def predict(
     k : int
         How many classes.
     map : path, optional
-        Where to write the picture, with orange where the model looked.
+        Where to write the picture, in its own size, with orange where the model looked.
 
     Returns
     -------
@@ -254,9 +348,29 @@ def predict(
     ValueError
         If there is no such name, the picture cannot be read, the model has no classifier, or
         the weights do not fit or have none.
+    FileNotFoundError
+        If there is no such checkpoint.
     ConnectionError
         If the weights are neither in the hub's cache nor can be fetched.
     """
+    return _answer(_model_of(name, weights), picture, k, map)
+
+
+def _model_of(name: str, weights: str | Path | dict | None) -> torch.nn.Module:
+    """The classifier of a name or of a path, in evaluation mode; see `predict`."""
+    if not _is_path(name):
+        return _with_weights(name, weights)
+    model = load_model(name)
+    if weights is not None:
+        raise ValueError(f"weights ({str(weights)!r}) must be None: {name} has its own")
+    check_classifies(model)
+    return model
+
+
+def _answer(
+    model: torch.nn.Module, picture: Any, k: int, map: str | Path | None
+) -> list[tuple[str, float]]:
+    """The most probable classes of a picture, after the map is written; see `predict`."""
     try:
         image = open_picture(picture)
     except ImportError:
@@ -264,17 +378,9 @@ def predict(
     except Exception as error:  # Pillow has many for a file that is broken
         raise ValueError(f"picture ({str(picture)!r}) must be an image that Pillow can read: "
                          f"{error}") from None
-    if Path(name).exists():
-        model = load_model(name)
-        if weights is not None:
-            raise ValueError(f"weights ({str(weights)!r}) must be None: {name} has its own")
-        check_classifies(model)
-    else:
-        model = _with_weights(name, weights)
     found = classify(model, image, k)
     if map is not None:
-        x = preprocess(model.data_config)(image)  # (1, 3, H, W)
-        _draw_map(model, x, map)
+        _draw_map(model, image, map)
     return found
 
 
@@ -397,16 +503,39 @@ def _print_facts(options: Any) -> None:
 
 
 def _print_classes(options: Any) -> None:
-    """The five best classes of a picture.
+    """The five best classes of each picture.
 
     Parameters
     ----------
     options : argparse.Namespace
-        With `name`, `picture`, `weights` and `map`.
+        With `name`, `pictures`, `weights` and `map`.
+
+    Raises
+    ------
+    ValueError
+        If there is a map for several pictures, or a picture cannot be read; the others are
+        named before.
     """
-    found = predict(options.name, options.picture, weights=options.weights, map=options.map)
-    for name, probability in found:
-        print(f"{probability:6.1%} {name}")
+    several = len(options.pictures) > 1
+    if several and options.map is not None:
+        raise ValueError(f"--map ({options.map}) can be drawn of one IMAGE; there are "
+                         f"{len(options.pictures)}")
+    model = _model_of(options.name, options.weights)
+    unread = []
+    for picture in options.pictures:
+        try:
+            found = _answer(model, picture, 5, options.map)
+        except ValueError as error:
+            if not several:
+                raise
+            unread.append(str(error))
+            continue
+        if several:
+            print(picture)
+        for name, probability in found:
+            print(f"{probability:6.1%} {name}")
+    if unread:
+        raise ValueError("; ".join(unread))
 
 
 def _train(options: Any) -> None:
@@ -415,16 +544,16 @@ def _train(options: Any) -> None:
     Parameters
     ----------
     options : argparse.Namespace
-        With `folder`, `model`, `scratch`, `epochs`, `lr`, `batch_size`, `valid`, `workers`,
-        `checkpoint` and `seed`.
+        With `folder`, `model`, `scratch`, `weights`, `epochs`, `lr`, `batch_size`, `valid`,
+        `workers`, `checkpoint` and `seed`.
     """
     with requires("train"):
-        from .train import fit, seeded
+        from attnlib.train import fit, seeded
     train, valid = image_folder(options.folder, options.valid, seed=options.seed)
     with seeded(options.seed):
-        model = create_model(options.model, pretrained=not options.scratch,
-                             num_classes=len(train.classes))
-    print(f"{options.model}: {len(train)} photographs of {len(train.classes)} classes, and "
+        model = _model_to_train(options, num_classes=len(train.classes))
+    name = model.pretrained_cfg["architecture"]
+    print(f"{name}: {len(train)} photographs of {len(train.classes)} classes, and "
           f"{len(valid)} for validation")
     batch_size = min(options.batch_size, len(train))
     steps = options.epochs * (len(train) // batch_size)
@@ -432,6 +561,41 @@ def _train(options: Any) -> None:
         warmup=steps // 10, weight_decay=0.05, num_workers=options.workers,
         checkpoint=options.checkpoint, seed=options.seed)
     print(f"try: attnlib classify {options.checkpoint} IMAGE")
+
+
+def _model_to_train(options: Any, num_classes: int) -> torch.nn.Module:
+    """A model with published weights, those of a file, or random ones, and a new classifier.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        With `model`, `scratch` and `weights`.
+    num_classes : int
+
+    Returns
+    -------
+    torch.nn.Module
+
+    Raises
+    ------
+    ValueError
+        If the weights are a checkpoint of another model than the one that is named.
+    """
+    if options.weights is None:
+        return create_model(options.model, pretrained=not options.scratch,
+                            num_classes=num_classes)
+    path = Path(options.weights)
+    if path.suffix != ".json" and not (path / "config.json").is_file():
+        return create_model(options.model, pretrained=path, num_classes=num_classes)
+    model = load_model(path)  # which knows its own name, size and preprocessing
+    check_classifies(model)
+    name = model.pretrained_cfg["architecture"]
+    if options.model not in (name, _DEFAULT_MODEL):
+        raise ValueError(f"--model ({options.model}) must be left out, or be {name}, of which "
+                         f"{path} is a checkpoint")
+    model.reset_classifier(num_classes)
+    model.label_names = None
+    return model
 
 
 def _print_times(options: Any) -> None:
@@ -452,6 +616,7 @@ def _print_times(options: Any) -> None:
 
 # %% ../nbs/97_cli.ipynb #parser
 _NAME = "one of those that `attnlib models` lists"
+_DEFAULT_MODEL = "vit_small_patch16_224"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -468,13 +633,17 @@ def _parser() -> argparse.ArgumentParser:
     models = part("models", _print_models, "list the names of models")
     models.add_argument("pattern", nargs="?", default="*", help="with wildcards: 'vit_*_224'")
     show = part("show", _print_facts, "tell what is known of a model")
-    show.add_argument("name", help=_NAME)
+    show.add_argument("name", help=f"{_NAME}, or what `attnlib train` wrote")
     train = part("train", _train, "train a classifier on a folder with a folder for each class")
     train.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     train.add_argument("folder", metavar="FOLDER")
-    train.add_argument("--model", default="vit_small_patch16_224", metavar="NAME", help=_NAME)
-    train.add_argument("--scratch", action="store_true",
+    train.add_argument("--model", default=_DEFAULT_MODEL, metavar="NAME", help=_NAME)
+    start = train.add_mutually_exclusive_group()
+    start.add_argument("--scratch", action="store_true",
                        help="start from random weights, and not from published ones")
+    start.add_argument("--weights", metavar="PATH",
+                       help="start from a file of weights, or from the model of an earlier "
+                            "run, whose name need not be given")
     train.add_argument("--epochs", type=int, default=10, help="passes through the photographs")
     train.add_argument("--lr", type=float, default=3e-4, help="peak of the learning rate")
     train.add_argument("--batch-size", type=int, default=32, help="photographs at once")
@@ -484,13 +653,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--checkpoint", default="run.json", metavar="FILE",
                        help="where the run is kept; if it is there, the run goes on from it")
     train.add_argument("--seed", type=int, default=0, help="of the split and the training")
-    name_picture = part("classify", _print_classes, "name what is in a picture")
+    name_picture = part("classify", _print_classes, "name what is in one or more pictures")
     name_picture.add_argument("name", help=f"{_NAME}, or what `attnlib train` wrote")
-    name_picture.add_argument("picture", metavar="IMAGE")
+    name_picture.add_argument("pictures", metavar="IMAGE", nargs="+")
     name_picture.add_argument("--weights", metavar="FILE",
                               help="safetensors in place of the hub's")
     name_picture.add_argument("--map", metavar="FILE",
-                              help="write where the model looked, as a picture")
+                              help="write the picture with orange where the model looked")
     bench = part("bench", _print_times, "time a model beside timm's")
     bench.add_argument("name", help=_NAME)
     bench.add_argument("--batch", type=int, default=1, help="images at once")

@@ -1501,7 +1501,10 @@ def _labeled_files(path: Path, check: bool) -> tuple[list[tuple[str, int]], list
         from torchvision import datasets
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; it must hold a folder for each class")
-    found = datasets.ImageFolder(path)
+    if not any(entry.is_dir() for entry in path.iterdir()):
+        raise FileNotFoundError(f"{path} has no folder in it; it must hold a folder for each "
+                                "class, such as daisy and rose, with the images of that class")
+    found = datasets.ImageFolder(path, allow_empty=True)  # an empty class is reported below
     broken = []
     animated = []
     samples = []

@@ -252,12 +252,15 @@ class GPT(nn.Module):
     """A decoder-only language model (Radford et al. 2019), with the options of a `GPTConfig`.
 
     Its parameters have nanoGPT's names. A subclass that replaces `forward` must take the same
-    arguments, because `generate` passes all of them.
+    arguments, because `generate` passes all of them. A `tokenizer`, of the tokenizers library,
+    may be set; `write` uses it, and a checkpoint keeps it.
 
     Parameters
     ----------
     config : GPTConfig
     """
+
+    tokenizer: Any  # such as `data.train_tokenizer` makes
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -403,6 +406,52 @@ class GPT(nn.Module):
             yield newest
             if eos_id is not None and ended.all():
                 return
+
+    def write(self, prompt: str, max_new_tokens: int = 100, **sampling: Any) -> str:
+        """Continue a text, which the model's `tokenizer` turns into tokens and back.
+
+        Parameters
+        ----------
+        prompt : str
+        max_new_tokens : int
+        **sampling
+            As of `generate`, such as ``temperature=0.8``.
+
+        Returns
+        -------
+        str
+            The prompt and its continuation.
+
+        Raises
+        ------
+        ValueError
+            If the model has no tokenizer, the prompt has no token, or the text gets longer than
+            `block_size`.
+
+        Examples
+        --------
+        ::
+
+            model.tokenizer = attnlib.data.train_tokenizer(text, vocab_size=1024)
+            attnlib.fit(model, ...)
+            model.write("Once upon a time")
+        """
+        if not hasattr(self, "tokenizer"):
+            raise ValueError("model.tokenizer must be set, to one of data.train_tokenizer or "
+                             "of the tokenizers library; without one, call generate")
+        tokens = self.tokenizer.encode(prompt).ids
+        if not tokens:
+            raise ValueError(f"prompt ({prompt!r}) must have at least one token")
+        tokens = torch.tensor([tokens], device=self.wte.weight.device)
+        tokens = self.generate(tokens, max_new_tokens, **sampling)
+        return self.tokenizer.decode(tokens[0].tolist())
+
+    @staticmethod
+    def default_loss(
+        model: Callable, batch: tuple[Int[Tensor, "B N"]]
+    ) -> tuple[Float[Tensor, ""], int]:
+        """The loss that `train.fit` takes if it is given none: `text_loss`."""
+        return text_loss(model, batch)
 
     @classmethod
     def from_pretrained(cls, source: Any) -> "GPT":
@@ -959,13 +1008,14 @@ def pad_left(
 
 # %% ../nbs/24_gpt.ipynb #batches
 def text_batches(
-    tokens: Int[Tensor, " n"], length: int, batch_size: int, seed: int = 0
+    tokens: Int[Tensor, " n"] | Sequence[int], length: int, batch_size: int, seed: int = 0
 ) -> Callable[[int], tuple[Tensor]]:
     """Random pieces of a long text for `attnlib.train.fit`, new ones in each step.
 
     Parameters
     ----------
-    tokens : int64 Tensor
+    tokens : int64 Tensor or sequence of int
+        Such as ``tokenizer.encode(text).ids``.
     length, batch_size, seed : int
 
     Returns
@@ -980,6 +1030,7 @@ def text_batches(
         than `length`.
     """
     check_counts(length=length, batch_size=batch_size)
+    tokens = torch.as_tensor(tokens)
     if len(tokens) <= length:
         raise ValueError(f"tokens ({len(tokens)}) must be more than length ({length})")
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.utils import fuse_conv_bn_eval
 
 from .attention import attention, current_backend, fastest_backend
-from .backbone import DropPath, frozen_copy, guard, is_plain, is_unchanged, requires
+from .backbone import (DropPath, frozen_copy, guard, is_as_built, is_plain,
+                              is_unchanged, requires)
 from .deit import DistilledVisionTransformer
 from .detr import FrozenBatchNorm2d, ResNet
 from .gpt import MLP, CausalSelfAttention, grouped_attention, layer_inputs
@@ -201,7 +202,8 @@ class FastWindowAttention(nn.Module):
 
     def __init__(self, layer: WindowAttention | WindowAttentionV2):
         super().__init__()
-        vars(self)["layer"] = layer  # is asked for its layout and bias, and is no part of this
+        # is asked for its layout and bias, and is no part of this module
+        object.__setattr__(self, "layer", layer)
         self.proj = pack(layer.proj)
         self.scale = None
         self.length = None  # of queries and keys, (h, 2, 1, 1), in Swin V2
@@ -526,7 +528,6 @@ def forward_short(model: nn.Module, x: Tensor) -> Tensor:
     return model.forward_head(model.norm(x))
 
 # %% ../nbs/53_inference.ipynb #short
-_WHOLE = (VisionTransformer, DistilledVisionTransformer, TNT)  # with a short last block
 _EACH_TOKEN = {  # what the last block may hold: all but attention computes each token alone
     Block, Attention, TNTBlock, SplitAttention, LayerScale, DropPath, Mlp, SwiGLU, nn.Linear,
     nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, nn.GELU, nn.SiLU, QuickGELU,
@@ -547,7 +548,9 @@ def _can_shorten(model: nn.Module) -> bool:
         False for other classes, if the head reads other tokens, and if the last block or the
         last norm is not what the class makes.
     """
-    if not is_unchanged(model, *_WHOLE) or model.global_pool != "token":
+    if not is_unchanged(model, VisionTransformer, DistilledVisionTransformer, TNT):
+        return False
+    if model.global_pool != "token":
         return False
     last = model.blocks[-1]
     if type(last) not in (Block, TNTBlock):
@@ -612,27 +615,6 @@ _PARTS = {  # class: its children, each of one of some classes
 }
 
 
-def _can_replace(module: nn.Module) -> bool:
-    """Return whether a module is one that the table replaces, and nobody has changed it.
-
-    Parameters
-    ----------
-    module : Module
-
-    Returns
-    -------
-    bool
-        False if the module or anything in it has a hook or a method of its own, or if a child
-        is missing, new, or of another class than the module's class makes.
-    """
-    parts = _PARTS.get(type(module))
-    children = dict(module.named_children())
-    if parts is None or children.keys() != parts.keys():
-        return False
-    known = all(type(children[name]) in classes for name, classes in parts.items())
-    return known and all(is_plain(part, type(part)) for part in module.modules())
-
-
 _BLOCK_PARTS = {  # of a block of a ResNet: a child's name without its number, its classes
     "conv": (nn.Conv2d,),
     "bn": (FrozenBatchNorm2d, nn.BatchNorm2d),
@@ -691,7 +673,7 @@ def replace_module(module: nn.Module) -> nn.Module:
     new = None
     if _can_pack_resnet(module):
         new = FastResNet(module)
-    elif _can_replace(module):
+    elif is_as_built(module, _PARTS):
         new = _REPLACEMENTS[type(module)](module)
     if new is not None:
         return new
@@ -756,7 +738,7 @@ def _refuse_maps(*inputs, **options) -> NoReturn:
 def _refuse_state_dict(part: nn.Module, prefix: str, keep_vars: bool) -> NoReturn:
     """A hook that refuses the state dict of an optimized copy, for all that PyTorch passes."""
     raise RuntimeError("state_dict of a copy made by optimize_for_inference would lack the "
-                       "weights that are packed; save the model itself")
+                       "weights that are packed; save the model itself, or export it")
 
 # %% ../nbs/53_inference.ipynb #optimize
 def optimize_for_inference(model: nn.Module) -> nn.Module:
@@ -765,7 +747,9 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     A layer that somebody has changed, by another class, a method, or a hook, is called as it
     is. The copy refuses gradients, training mode, and `load_state_dict`, and on the CPU also
     `state_dict`, which would lack packed weights; the caller promises to change neither its
-    weights nor its parts in other ways. The model itself stays as it is.
+    weights nor its parts in other ways. The model itself stays as it is. `torch.export`,
+    `torch.onnx`, and `torch.jit` need the model itself and refuse a copy; `torch.compile` takes
+    either.
 
     Parameters
     ----------

@@ -6,7 +6,7 @@
 __all__ = ['MODELS', 'BUILDERS', 'INCEPTION', 'CLIP', 'DATA_CONFIGS', 'NoClassifier', 'state_dict_of', 'adapt_channels',
            'register_model', 'list_models', 'data_config', 'pretrained_cfg', 'create_model', 'read_weights',
            'fetch_weights', 'shipped_models', 'unwrap_state_dict', 'adapt_input_conv', 'load_pretrained', 'preprocess',
-           'open_picture', 'class_names', 'check_classifies', 'classify', 'load_model', 'save_model']
+           'input_box', 'open_picture', 'class_names', 'check_classifies', 'classify', 'load_model', 'save_model']
 
 # %% ../nbs/93_models.ipynb #imports
 import argparse
@@ -34,8 +34,8 @@ import torch.nn as nn
 from jaxtyping import Float
 from torch import Tensor
 
-from .backbone import (Backbone, FeatureExtractor, describe_model, evaluation,
-                              requires)
+from .backbone import (Backbone, FeatureExtractor, check_counts, describe_model,
+                              evaluation, requires)
 from .convert import convert_state_dict
 
 # %% ../nbs/93_models.ipynb #register
@@ -884,7 +884,7 @@ def preprocess(config: str | dict) -> Callable:
     std = torch.tensor(config["std"]).view(3, 1, 1)
 
     def transform(picture):
-        image = _scale(open_picture(picture), height, width, config)
+        image = _scale(open_picture(picture), config)
         left = round((image.width - width) / 2)
         top = round((image.height - height) / 2)
         image = image.crop((left, top, left + width, top + height))
@@ -921,16 +921,57 @@ def _check_config(config: dict[str, Any]) -> None:
                          f"of {list(_RESAMPLING)}")
 
 
-def _scale(image: Any, height: int, width: int, config: dict[str, Any]) -> Any:
-    """An image of which the middle, `crop_pct` of the shorter side, is height by width."""
-    wanted = [math.floor(side / config["crop_pct"]) for side in (width, height)]
-    sides = image.width, image.height
+def _scaled_size(width: int, height: int, config: dict[str, Any]) -> list[int]:
+    """Width and height of a picture that is scaled, but not yet cropped, for a model.
+
+    The model's input is then the middle, `crop_pct` of the shorter side.
+    """
+    wanted = [math.floor(side / config["crop_pct"])
+              for side in (config["input_size"][2], config["input_size"][1])]
+    sides = width, height
     near = 0 if wanted[0] * sides[1] >= wanted[1] * sides[0] else 1  # the side that decides
     if wanted[0] == wanted[1]:  # timm rounds down, and for other inputs to the nearest number
-        size = [wanted[near] * side // sides[near] for side in sides]
-    else:
-        size = [round(side / (sides[near] / wanted[near])) for side in sides]
+        return [wanted[near] * side // sides[near] for side in sides]
+    return [round(side / (sides[near] / wanted[near])) for side in sides]
+
+
+def _scale(image: Any, config: dict[str, Any]) -> Any:
+    """An image in the size that `_scaled_size` tells."""
+    size = _scaled_size(image.width, image.height, config)
     return image.resize(size, _RESAMPLING[config["interpolation"]])
+
+
+def input_box(config: str | dict, width: int, height: int) -> tuple[float, float, float, float]:
+    """The part of a picture that becomes a model's input: what `preprocess` does not cut off.
+
+    Parameters
+    ----------
+    config : str or dict
+        As of `preprocess`.
+    width, height : int
+        Of the picture, in pixels.
+
+    Returns
+    -------
+    left, top, right, bottom : float
+        In pixels of the picture, from its upper left corner.
+
+    Examples
+    --------
+    >>> input_box("deit_base_patch16_224", 640, 480)  # 224 of 256 pixels: 7/8 of the height
+    (110.15..., 30.0, 529.6..., 450.0)
+    """
+    if isinstance(config, str):
+        config = data_config(config)
+    _check_config(config)
+    check_counts(width=width, height=height)
+    scaled_width, scaled_height = _scaled_size(width, height, config)
+    input_height, input_width = config["input_size"][1:]
+    left = round((scaled_width - input_width) / 2)
+    top = round((scaled_height - input_height) / 2)
+    x = width / scaled_width  # pixels of the picture for each of the scaled one
+    y = height / scaled_height
+    return left * x, top * y, (left + input_width) * x, (top + input_height) * y
 
 
 def open_picture(picture: Any) -> Any:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CIFAR_RECIPE', 'SMALL', 'train_classifier', 'classification_loss', 'accuracy', 'crop_and_flip', 'SmallRun',
-           'train_small', 'small_convnet', 'distill', 'distill_small', 'number_pairs', 'translation_accuracy',
-           'train_translator', 'small_transformer', 'translator']
+           'train_small', 'small_convnet', 'distill_small', 'number_pairs', 'translation_accuracy', 'train_translator',
+           'small_transformer', 'translator']
 
 # %% ../nbs/96_recipes.ipynb #imports
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from .backbone import requires
 from .data import (decode, draw_numbers, encode, number_words,
                           small_images, train_bpe)
 from .decoding import greedy
-from .deit import DistilledVisionTransformer, hard_distillation_loss
+from .deit import DistillationLoss, DistilledVisionTransformer
 from .models import load_pretrained
 from .swin import SwinTransformer
 from .swinv2 import SwinTransformerV2
@@ -38,51 +38,48 @@ from .vit import VisionTransformer
 @former_arguments(every="log_every")
 def train_classifier(
     model: nn.Module, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *, steps: int,
-    batch_size: int = 64, lr: float = 1e-3, loss_fn: Callable | None = None,
-    augment: Callable | None = None, log_every: int | None = None, **options,
+    batch_size: int = 64, loss_fn: Callable | None = None, augment: Callable | None = None,
+    log_every: int | None = None, **options,
 ) -> list[dict]:
-    """Train a model by cross-entropy, or by another loss, with `attnlib.train.fit`.
+    """Train a model by `train.fit`, with the settings that all classifiers of Part III share.
 
     Parameters
     ----------
     model : Module from images (B, C, H, W) to logits
     train, test : (Tensor, Tensor)
         Images (n, C, H, W) and int64 labels (n,), on the CPU.
-    steps, batch_size, lr, log_every, **options
-        As in `train.fit` and `train.shuffled_batches`; by default warm-up takes a tenth of the
-        steps and weights decay by 0.05.
+    steps, batch_size
+        As in `train.fit`.
     loss_fn : callable, optional
-        Called as ``loss_fn(model, (images, labels))`` for the sum of a batch's losses and their
-        number, as in `train.fit`; `classification_loss` by default.
+        As in `train.fit`; `CrossEntropy` by default.
     augment : callable, optional
-        Applied to the images of each training batch, such as `crop_and_flip`.
+        Of `CrossEntropy`, such as `crop_and_flip`. Another loss must augment by itself.
+    log_every : int, optional
+        As in `train.fit`; by default the only record is that of the last step.
+    **options
+        As in `train.fit`. By default warm-up takes a tenth of the steps, weights decay by 0.05,
+        and β₂ is 0.999.
 
     Returns
     -------
     list of dict
         The history of `train.fit`; "accuracy" is that on `test`.
+
+    Raises
+    ------
+    ValueError
+        If both `augment` and `loss_fn` are given.
     """
     if loss_fn is None:
-        loss_fn = classification_loss
+        loss_fn = CrossEntropy(augment=augment)
+    elif augment is not None:
+        raise ValueError("augment must be None if there is a loss_fn, which augments itself")
     if log_every is None:
         log_every = steps
-
-    def loss_of_augmented(model, batch):
-        images, labels = batch
-        if augment is not None:
-            images = augment(images)
-        return loss_fn(model, (images, labels))
-
-    def evaluate(model):
-        return accuracy(model, test, batch_size=4 * batch_size)
-
-    images, labels = train
-    batches = shuffled_batches(images, labels, batch_size=batch_size,
-                               seed=options.get("seed", 0))
-    defaults = dict(warmup=steps // 10, weight_decay=0.05, betas=(0.9, 0.999))
-    options = defaults | options
-    return fit(model, batches, loss_fn=loss_of_augmented, steps=steps, lr=lr, evaluate=evaluate,
-               log_every=log_every, **options)
+    settings = dict(warmup=steps // 10, weight_decay=0.05, betas=(0.9, 0.999),
+                    evaluate=partial(accuracy, data=test, batch_size=4 * batch_size))
+    return fit(model, train, loss_fn=loss_fn, steps=steps, batch_size=batch_size,
+               log_every=log_every, **settings | options)
 
 
 def classification_loss(
@@ -321,71 +318,22 @@ def small_convnet(
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_chans, num_classes)]
     return nn.Sequential(*layers)
 
-# %% ../nbs/96_recipes.ipynb #distill
-def distill(
-    student: nn.Module, teacher: nn.Module, train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor], *, steps: int, loss: Callable = hard_distillation_loss,
-    **options,
-) -> list[dict]:
-    """Train a student with a teacher, which is put into evaluation mode and does not change.
-
-    Parameters
-    ----------
-    student : Module
-        A `DistilledVisionTransformer`, or any model with one head: then both parts of the loss
-        act on that.
-    teacher : Module from images (B, C, H, W) to logits
-    loss : callable
-        Called as ``loss(logits, dist_logits, teacher_logits, labels)`` for the mean over a
-        batch.
-    train, test, steps, **options
-        As in `train_classifier`.
-
-    Returns
-    -------
-    list of dict
-        The history of `train.fit`; "accuracy" is that on `test`.
-    """
-    teacher.eval()
-
-    def distillation_loss(model, batch):
-        images, labels = batch
-        with torch.no_grad():
-            teacher_logits = teacher.to(images.device)(images)
-        logits = model(images)
-        if isinstance(logits, tuple):
-            logits, dist_logits = logits
-        else:
-            dist_logits = logits  # one head takes both parts of the loss
-        mean = loss(logits, dist_logits, teacher_logits, labels)
-        return mean * len(labels), len(labels)
-
-    # a model without a second head has no such method
-    both_heads = getattr(student, "set_distilled_training", lambda enable: None)
-    before = getattr(student, "distilled_training", False)
-    both_heads(True)
-    try:
-        return train_classifier(student, train, test, steps=steps, loss_fn=distillation_loss,
-                                **options)
-    finally:
-        both_heads(before)
-
 # %% ../nbs/96_recipes.ipynb #distill-small
 def distill_small(
     data: Literal["digits", "cifar10", "cifar100"] = "digits", *,
-    loss: Callable = hard_distillation_loss, folder: str | Path | None = None, **options,
+    kind: Literal["hard", "soft"] = "hard", folder: str | Path | None = None, **options,
 ) -> tuple[nn.Module, nn.Module, list[dict]]:
     """Train a small convolutional teacher, in half of the steps, and a student with it.
 
     Parameters
     ----------
     data : {"digits", "cifar10", "cifar100"}
-    loss : callable
-        As in `distill`.
+    kind : {"hard", "soft"}
+        Of `deit.DistillationLoss`.
     folder : path, optional
         Where CIFAR is kept.
     **options
-        As in `distill`; by default 400 steps of the student, or 39,000 for CIFAR.
+        As in `train_classifier`; by default 400 steps of the student, or 39,000 for CIFAR.
 
     Returns
     -------
@@ -405,7 +353,8 @@ def distill_small(
     # the teacher is trained to its end also where the student's run stops early
     half = dict(steps=(recipe["steps"] + 1) // 2, checkpoint=None, stop_after=None)
     train_classifier(teacher, train, test, **recipe | half)
-    history = distill(student, teacher, train, test, loss=loss, **recipe)
+    loss_fn = DistillationLoss(teacher.eval(), kind, augment=recipe.pop("augment", None))
+    history = train_classifier(student, train, test, loss_fn=loss_fn, **recipe)
     return student.eval(), teacher, history
 
 # %% ../nbs/96_recipes.ipynb #number-pairs

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from importlib.resources import files
+from numbers import Real
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -449,6 +450,9 @@ class CrossEntropy:
     ----------
     label_smoothing : float, in [0, 1]
         Share of each target that goes to all classes evenly (Szegedy et al. 2016, section 7).
+    augment : callable, optional
+        Called with the images of each training batch, on the device of the model; it returns
+        the images that the model gets, such as `recipes.crop_and_flip` does.
 
     Examples
     --------
@@ -460,10 +464,13 @@ class CrossEntropy:
     1.0986
     """
 
-    def __init__(self, label_smoothing: float = 0.0):
+    def __init__(self, label_smoothing: float = 0.0, augment: Callable | None = None):
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing ({label_smoothing}) must be from 0 to 1")
+        if augment is not None and not callable(augment):
+            raise TypeError(f"augment ({augment!r}) must be a function of images, or None")
         self.label_smoothing = label_smoothing
+        self.augment = augment
 
     def logits(self, model: torch.nn.Module, images: Tensor) -> Tensor:
         """Return a classifier's logits, in float32 at least, so that sums are not rounded."""
@@ -479,8 +486,11 @@ class CrossEntropy:
         """The sum over a batch of images and int64 labels, and their number."""
         if not isinstance(batch, tuple) or len(batch) != 2:
             raise TypeError(f"a batch is {_described(batch)}; without a loss_fn it must be a "
-                            "tuple of images and labels. For a GPT, pass loss_fn=text_loss")
+                            "tuple of images and labels. For a language model that is no "
+                            "GPT of the library, pass loss_fn=text_loss")
         images, labels = batch
+        if self.augment is not None and model.training:
+            images = self.augment(images)
         logits = self.logits(model, images)
         total = F.cross_entropy(logits, labels, reduction="sum",
                                 label_smoothing=self.label_smoothing)
@@ -495,7 +505,6 @@ class CrossEntropy:
         total = F.cross_entropy(logits, labels, reduction="sum")
         right = (logits.argmax(-1) == labels).sum()
         return {"valid_loss": (total, len(labels)), "accuracy": (right, len(labels))}
-
 
 # %% ../nbs/91_train.ipynb #adamw
 def _without_decay(model: torch.nn.Module) -> set[str]:
@@ -999,7 +1008,8 @@ def _resume(
         if name != "trained" and stored[name] != value:
             raise ValueError(f"{name} ({value!r}) must be {stored[name]!r}, "
                              f"as in the run that {checkpoint} belongs to; to train on from "
-                             "its weights, load them and take another checkpoint path")
+                             "its weights, load them (load_model, or attnlib train --weights) "
+                             "and take another checkpoint path")
     parts = _unpacked(tensors)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     try:
@@ -1026,15 +1036,52 @@ def _resume(
     return state["step"], state["history"]
 
 # %% ../nbs/91_train.ipynb #fit-data
-def _in_order(train: Any, valid: Any, loss_fn: Callable | None) -> tuple[Any, Any, Callable]:
+def _in_order(
+    model: torch.nn.Module, train: Any, valid: Any, loss_fn: Callable | None
+) -> tuple[Any, Any, Callable]:
     """Training data, validation data, and a loss: also of a call with the former arguments."""
     if callable(train) and callable(valid) and loss_fn is None:
         warnings.warn("fit(model, loss_fn, batches) is fit(model, batches, loss_fn=loss_fn) "
                       "since version 0.3", DeprecationWarning, stacklevel=4)
         return valid, None, train
     if loss_fn is None:
-        loss_fn = CrossEntropy()
+        loss_fn = getattr(model, "default_loss", CrossEntropy())
     return train, valid, loss_fn
+
+
+def _loading(
+    train: Any, valid: Any, batch_size: int | None, num_workers: int | None
+) -> dict[str, Any]:
+    """Complete `batch_size` and `num_workers`, for data of which `fit` makes the batches.
+
+    Parameters
+    ----------
+    train, valid, batch_size, num_workers
+        As of `fit`.
+
+    Returns
+    -------
+    dict
+        Both; 64 and 0 if they are None.
+
+    Raises
+    ------
+    ValueError
+        If one of the two is given, and the caller's own batches make it useless.
+    """
+    makes_its_own = isinstance(train, DataLoader) or callable(train)
+    if makes_its_own and (valid is None or isinstance(valid, DataLoader)):
+        for name, value in (("batch_size", batch_size), ("num_workers", num_workers)):
+            if value is None:
+                continue
+            kind = "DataLoader" if isinstance(train, DataLoader) else "function"
+            raise ValueError(f"{name} ({value!r}) must be left out if train is a {kind}, "
+                             "which makes the batches itself")
+    if batch_size is None:
+        batch_size = 64
+    if num_workers is None:
+        num_workers = 0
+    return dict(batch_size=batch_size, num_workers=num_workers)
 
 
 def _steps_of_epoch(
@@ -1179,8 +1226,8 @@ def _class_names(train: object) -> list[str] | None:
 
 def _checked_data(
     model: torch.nn.Module, train: Any, valid: Any, checkpoint: str | Path | None
-) -> tuple[Any, Any]:
-    """Training and validation data as a model wants them.
+) -> tuple[Any, Any, Path | None]:
+    """Training and validation data as a model wants them, and the path of a checkpoint.
 
     Parameters
     ----------
@@ -1189,14 +1236,17 @@ def _checked_data(
 
     Returns
     -------
-    train, valid
+    train, valid, checkpoint
 
     Raises
     ------
     ValueError
-        If a folder of images has other classes than the model has outputs, a loader gives other
-        images than the model wants, or a run with a checkpoint cannot be resumed exactly.
+        If `checkpoint` does not end in ".json", a folder of images has other classes than the
+        model has outputs, a loader gives other images than the model wants, or a run with a
+        checkpoint cannot be resumed exactly.
     """
+    if checkpoint is not None:
+        checkpoint = _json_path(checkpoint)
     classes = _class_names(train)
     outputs = getattr(model, "num_classes", None)
     if classes is not None and isinstance(outputs, int) and outputs != len(classes):
@@ -1205,7 +1255,7 @@ def _checked_data(
     if checkpoint is not None and getattr(train, "persistent_workers", False):
         raise ValueError("train.persistent_workers (True) must be False for a run with a "
                          "checkpoint: such workers draw on from epoch to epoch")
-    return _suited_to(model, train), _suited_to(model, valid)
+    return _suited_to(model, train), _suited_to(model, valid), checkpoint
 
 # %% ../nbs/91_train.ipynb #fit-helpers
 def _check_run(
@@ -1226,8 +1276,9 @@ def _check_run(
             raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}")
     if warmup > steps:
         raise ValueError(f"warmup ({warmup}) must be at most steps ({steps})")
-    if not lr > 0:
-        raise ValueError(f"lr ({lr}) must be positive")
+    is_number = isinstance(lr, Real) and not isinstance(lr, bool)
+    if not is_number or not 0 < lr < math.inf:
+        raise ValueError(f"lr ({lr!r}) must be positive, a finite number")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm ({max_grad_norm}) must be positive, or None for no "
                          "clipping")
@@ -1576,8 +1627,8 @@ def fit(
     model: torch.nn.Module, train: DataLoader | Dataset | Sequence[Tensor] | Callable,
     valid: DataLoader | Dataset | Sequence[Tensor] | None = None, *,
     loss_fn: Callable | None = None, epochs: int | None = None, steps: int | None = None,
-    batch_size: int = 64, num_workers: int = 0, lr: float = 1e-3, warmup: int = 0,
-    schedule: Literal["cosine", "inverse_sqrt", "constant"] = "cosine",
+    batch_size: int | None = None, num_workers: int | None = None, lr: float = 1e-3,
+    warmup: int = 0, schedule: Literal["cosine", "inverse_sqrt", "constant"] = "cosine",
     betas: tuple[float, float] = (0.9, 0.98), weight_decay: float = 0.01,
     max_grad_norm: float | None = 1.0, lr_scale: dict[str, float] | None = None,
     ema: float | None = None, evaluate: Callable | None = None, log_every: int | None = None,
@@ -1613,19 +1664,22 @@ def fit(
     loss_fn : callable, optional
         ``loss_fn(model, batch)`` returns the mean over the rows of the batch, a scalar Tensor;
         or the total loss and the number of its terms, which is right on several processes even
-        if rows have unequally many. `CrossEntropy` by default. If it has a parameter `step`
-        without a default, it is called as ``loss_fn(model, batch, step=step)`` with the number
-        of the step, from 0. A loss should keep a changing state in buffers of `model`, since
-        these are saved in checkpoints. What its method ``metrics(model, batch)`` returns, if it
-        has one, is reported of `valid`: a dict {name: (total, number of terms)}.
+        if rows have unequally many. By default the model's own ``default_loss``, which a GPT
+        has, else `CrossEntropy`. For blended images, or a teacher, there are
+        `finetune.MixupCrossEntropy` and `deit.DistillationLoss`. If a loss has a parameter
+        `step` without a default, it is called as ``loss_fn(model, batch, step=step)`` with the
+        number of the step, from 0. A loss should keep a changing state in buffers of `model`,
+        since these are saved in checkpoints. What its method ``metrics(model, batch)`` returns,
+        if it has one, is reported of `valid`: a dict {name: (total, number of terms)}.
     epochs : int, optional
         Length of the run, in passes through `train`; or else `steps`.
     steps : int, optional
         Length of the run.
-    batch_size : int
-        Of a dataset or of tensors; also of `valid`. What is left over in an epoch is dropped.
-    num_workers : int
-        Processes that load a dataset.
+    batch_size : int, optional
+        Of a dataset or of tensors, also of `valid`; 64 by default. What is left over in an
+        epoch is dropped. A DataLoader has its own.
+    num_workers : int, optional
+        Processes that load a dataset; none by default. A DataLoader has its own.
     lr : float
         Peak of the learning rate.
     warmup : int
@@ -1656,7 +1710,8 @@ def fit(
         stops if it returns True.
     checkpoint : path, optional
         A JSON file; if it exists, the run goes on from there. `models.load_model` makes the
-        trained model from it.
+        trained model from it. Each run needs a path of its own: two runs that write to one
+        path at the same time remove each other's files. The processes of one run do not.
     stop_after : int, optional
         Stop after this step as if interrupted; a multiple of `log_every`.
     seed : int
@@ -1688,14 +1743,14 @@ def fit(
     FloatingPointError
         If the loss, or the norm of the gradient, is not finite.
     """
-    train, valid, loss_fn = _in_order(train, valid, loss_fn)
-    steps_of_epoch = _steps_of_epoch(train, batch_size, num_workers)
+    train, valid, loss_fn = _in_order(model, train, valid, loss_fn)
+    source = _loading(train, valid, batch_size=batch_size, num_workers=num_workers)
+    steps_of_epoch = _steps_of_epoch(train, **source)
     steps, log_every = _length_of_run(epochs, steps, steps_of_epoch, log_every)
     _check_run(loss_fn, steps=steps, lr=lr, warmup=warmup, max_grad_norm=max_grad_norm, ema=ema,
                patience=patience, log_every=log_every, stop_after=stop_after,
                schedule=schedule, parallel=parallel)
-    train, valid = _checked_data(model, train, valid, checkpoint)
-    checkpoint = None if checkpoint is None else _json_path(checkpoint)
+    train, valid, checkpoint = _checked_data(model, train, valid, checkpoint)
     with _engine(accelerator, model) as accelerator, ExitStack() as stack:
         sharded = parallel == "fsdp" and accelerator.num_processes > 1
         plain = model
@@ -1713,7 +1768,7 @@ def fit(
                                  announced=valid is not None and accelerator.is_main_process)
 
         end = steps if stop_after is None else min(steps, stop_after)
-        source = dict(batch_size=batch_size, num_workers=num_workers, accelerator=accelerator)
+        source |= dict(accelerator=accelerator)
         batches = _batches_from(start, train, seed=seed, **source)
         stack.enter_context(closing(batches))  # and with it the processes that load data
         bar = _progress_bar(start, end, steps, accelerator)

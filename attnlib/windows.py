@@ -24,7 +24,7 @@ from attnlib.flash import (
     LOG2E, compile_kernel, dot, is_supported, launch, product_precision, refusal,
     refuse_derivative, rounded, tl, triton,
 )
-from .backbone import DropPath, frozen_copy, guard, is_plain, is_unchanged
+from .backbone import DropPath, frozen_copy, guard, is_as_built, is_unchanged
 from attnlib.swin import (
     PatchMerging, SwinBlock, SwinTransformer, WindowAttention, WindowLayout, crop_map,
     merge_patches, pad_map,
@@ -1092,12 +1092,21 @@ class FusedBlock(nn.Module):
         return fused_linear(y, mlp.fc2, residual=x)
 
 
-def _can_fuse(block: nn.Module) -> bool:
+_PARTS = {  # class: its children, each of one of some classes
+    SwinBlock: dict(norm1=[nn.LayerNorm], attn=[WindowAttention], norm2=[nn.LayerNorm],
+                    mlp=[Mlp], drop_path=[DropPath]),
+    WindowAttention: dict(qkv=[nn.Linear], proj=[nn.Linear], proj_drop=[nn.Dropout]),
+    Mlp: dict(fc1=[nn.Linear], act=[nn.GELU], fc2=[nn.Linear], drop=[nn.Dropout]),
+    PatchMerging: dict(norm=[nn.LayerNorm], reduction=[nn.Linear]),
+}
+
+
+def _can_fuse(module: nn.Module) -> bool:
     """Return whether a module is a `SwinBlock` that `FusedBlock` computes.
 
     Parameters
     ----------
-    block : Module
+    module : Module
 
     Returns
     -------
@@ -1105,20 +1114,9 @@ def _can_fuse(block: nn.Module) -> bool:
         False for other classes, other activations than GELU, and for a block of which a part
         has a hook or was exchanged.
     """
-    if not is_plain(block, SwinBlock):
+    if type(module) is not SwinBlock or not is_as_built(module, _PARTS):
         return False
-    parts = ((block.norm1, nn.LayerNorm), (block.norm2, nn.LayerNorm),
-             (block.drop_path, DropPath), (block.attn, WindowAttention), (block.mlp, Mlp))
-    if not all(is_plain(part, cls) for part, cls in parts):
-        return False
-    attn = block.attn
-    mlp = block.mlp
-    layers = ((attn.qkv, nn.Linear), (attn.proj, nn.Linear), (attn.proj_drop, nn.Dropout),
-              (mlp.fc1, nn.Linear), (mlp.act, nn.GELU), (mlp.fc2, nn.Linear),
-              (mlp.drop, nn.Dropout))
-    if not all(is_plain(layer, cls) for layer, cls in layers):
-        return False
-    return mlp.act.approximate == "none"
+    return module.mlp.act.approximate == "none"
 
 
 def _can_fuse_merging(module: nn.Module) -> bool:
@@ -1132,9 +1130,7 @@ def _can_fuse_merging(module: nn.Module) -> bool:
     -------
     bool
     """
-    if not is_plain(module, PatchMerging):
-        return False
-    return is_plain(module.norm, nn.LayerNorm) and is_plain(module.reduction, nn.Linear)
+    return type(module) is PatchMerging and is_as_built(module, _PARTS)
 
 
 class FusedMerging(nn.Module):

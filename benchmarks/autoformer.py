@@ -47,7 +47,7 @@ from benchmarks import runner, timing
 from benchmarks.chapter import run_cells
 from benchmarks.runner import Commands, Runs
 
-page = run_cells(*("44_autoformer", "random-search", "small", "losses"), names=vars(autoformer))
+page = run_cells("44_autoformer", "random-search", "small", "losses", modules=[autoformer])
 SEEDS = (0, 1, 2)
 RATES = (2e-3, 4e-3, 8e-3)
 BATCH = 64

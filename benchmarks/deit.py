@@ -5,18 +5,13 @@
 `benchmarks.runner` says how runs are resumed and recorded.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
 from attnlib.data import digits
-from attnlib.deit import (
-    DistilledVisionTransformer,
-    hard_distillation_loss,
-    soft_distillation_loss,
-)
-from attnlib.recipes import accuracy, distill, small_convnet, train_classifier
+from attnlib.deit import DistillationLoss, DistilledVisionTransformer
+from attnlib.recipes import accuracy, small_convnet, train_classifier
+from attnlib.train import CrossEntropy
 from attnlib.vit import VisionTransformer
 from benchmarks.runner import Commands, Runs, logistic_regression, tune
 
@@ -24,20 +19,18 @@ RATES = (1e-3, 3e-3, 1e-2)
 STUDENT = dict(
     img_size=8, patch_size=4, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=4
 )
-hard = hard_distillation_loss
-soft = soft_distillation_loss
-STUDENTS = {  # the model, its loss, and whether it sees pictures without labels
+STUDENTS = {  # the model, options of its loss, and whether it sees pictures without labels
     "alone": (VisionTransformer, None, False),
-    "hard, one token": (VisionTransformer, hard, False),
-    "hard, two tokens": (DistilledVisionTransformer, hard, False),
+    "hard, one token": (VisionTransformer, dict(kind="hard"), False),
+    "hard, two tokens": (DistilledVisionTransformer, dict(kind="hard"), False),
     # the weight 10/11 of the code is 1/2 in the formula, for ten classes
     "soft, two tokens": (
-        *(DistilledVisionTransformer, functools.partial(soft, weight=10 / 11, temperature=3.0)),
+        *(DistilledVisionTransformer, dict(kind="soft", weight=10 / 11, temperature=3.0)),
         False,
     ),
-    "hard, unlabeled": (VisionTransformer, functools.partial(hard, weight=1.0), True),
+    "hard, unlabeled": (VisionTransformer, dict(kind="hard", weight=1.0), True),
     "soft, unlabeled": (
-        *(VisionTransformer, functools.partial(soft, weight=1.0, temperature=3.0)),
+        *(VisionTransformer, dict(kind="soft", weight=1.0, temperature=3.0)),
         True,
     ),
 }
@@ -99,22 +92,22 @@ class Students(Runs):
             steps=self.steps,
             batch_size=50,
             lr=lr,
-            augment=noisy,
             seed=seed,
             log_every=log_every,
         )
         torch.manual_seed(seed)
         if name == "teacher":
             model = small_convnet(1, 10, (24, 48))
-            loss = None
+            taught = None
         else:
-            make, loss, without_labels = STUDENTS[name]
+            make, taught, without_labels = STUDENTS[name]
             model = make(**STUDENT)
             seen = unlabeled if without_labels else seen
-        if loss is None:
-            history = train_classifier(model, seen, valid, **options)
+        if taught is None:
+            loss_fn = CrossEntropy(augment=noisy)
         else:
-            history = distill(model, self.teacher(seed), seen, valid, loss=loss, **options)
+            loss_fn = DistillationLoss(self.teacher(seed), augment=noisy, **taught)
+        history = train_classifier(model, seen, valid, loss_fn=loss_fn, **options)
         model.cpu().eval()
         with torch.no_grad():
             found = {"curve": [[row["step"], round(row["accuracy"], 4)] for row in history]}

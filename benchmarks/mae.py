@@ -51,10 +51,8 @@ def load_sample_images():
 
 page = run_cells(
     *("40_mae", "pieces", "harmonic", "kernel", "lean-step"),
-    names={
-        **{**vars(mae), **vars(multihead)},
-        **dict(F=F, attention=attention, load_sample_images=load_sample_images),
-    },
+    modules=[mae, multihead],
+    names=dict(F=F, attention=attention, load_sample_images=load_sample_images),
 )
 SHAPE = dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=4, num_heads=4)
 DECODER = dict(decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=4)

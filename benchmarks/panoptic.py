@@ -48,15 +48,16 @@ from attnlib.panoptic import (
 )
 from attnlib.train import fit, shuffled_batches
 from benchmarks import runner, timing
+from benchmarks.chapter import run_cells
 from benchmarks.detr import peer_config
 from benchmarks.records import write_record
-from benchmarks.runner import Commands, Runs, cells
+from benchmarks.runner import Commands, Runs
 from benchmarks.timing import OPTIMIZED, OURS
 
-CHAPTER = cells("43_panoptic", ["scenes"], data, detr, panoptic)
-panoptic_scenes = CHAPTER["panoptic_scenes"]
-label_maps = CHAPTER["label_maps"]
-small_panoptic = CHAPTER["small_panoptic"]
+page = run_cells("43_panoptic", "scenes", modules=[data, detr, panoptic])
+panoptic_scenes = page.panoptic_scenes
+label_maps = page.label_maps
+small_panoptic = page.small_panoptic
 SEEDS = (0, 1, 2)
 SIZE = 48
 THINGS = range(4)

@@ -24,14 +24,12 @@ import time
 import traceback
 from pathlib import Path
 
-import nbformat
 import torch
 
 from attnlib import recipes
 from benchmarks.basics import ROOT, UNFINISHED, reason, version
 from benchmarks.records import machine, write_record
 from tools import torchvision_ops  # noqa: F401  before any peer that imports torchvision
-from tools.notebooks import NBS, code_of
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -251,22 +249,6 @@ def tune(run, rates, seeds, score):
 def accuracy(model, data):
     """The accuracy of a classifier, which is put into evaluation mode."""
     return round(recipes.accuracy(model.eval(), data)["accuracy"].item(), 4)
-
-
-def cells(notebook, names, *modules):
-    """The names that some cells of a chapter define, as a dict.
-
-    The cells know the modules by their last name, and all names in them.
-    """
-    found = {}
-    for module in modules:
-        found.update(vars(module))
-    for module in modules:
-        found[module.__name__.rpartition(".")[2]] = module
-    sources = {cell.id: cell for cell in nbformat.read(NBS / f"{notebook}.ipynb", 4).cells}
-    for name in names:
-        exec(code_of(sources[name]), found)
-    return found
 
 
 def logistic_regression(train, valid, test, strengths, max_iter=1000):

@@ -1,9 +1,9 @@
 """The chapters' full training runs: `python -m benchmarks.runs PART ... --out FOLDER`.
 
-Each part is a function of the library; this file calls it and records what it gives, as
-FOLDER/PART.json. With --checkpoints an interrupted part goes on when the command is given
-again. With --tiny every part runs in seconds, to see that it works; such a record means
-nothing.
+Each part is a function of a page, of the library, or of a module here; this file calls it and
+records what it gives, as FOLDER/PART.json. With --checkpoints an interrupted part goes on when
+the command is given again. With --tiny every part runs in seconds, to see that it works; such a
+record means nothing.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from attnlib import recipes, translation
 from attnlib.transformer import POSITIONS
 from benchmarks.records import write_record
 from benchmarks.runner import save_half
-from benchmarks.translation import length_run, multi30k_run
+from benchmarks.translation import length_run, multi30k_run, page
 
 
 def half_precision():
@@ -37,7 +37,7 @@ def numbers(directions, steps, folder, tiny):
         size = dict(
             steps=8, numbers=200, tests=132, vocab_size=500, d_model=32, layers=1, batch_size=16
         )
-    _, _, record = translation.number_run(
+    _, _, record = page.number_run(
         directions, **size, checkpoint=folder / "numbers.json", accelerator=half_precision()
     )
     return record

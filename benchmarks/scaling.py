@@ -6,18 +6,31 @@
 The records are FOLDER/scaling_COMMAND.json.
 """
 
+import json
 import statistics
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnlib.gpt import GPT, GPTConfig
-from attnlib.scaling import Workers
 from attnlib.train import shard_blocks
 from benchmarks.runner import Commands
+
+
+def time_sizes(rank, folder, sizes, repeats):
+    """Let this process be a rank of two, and write the `seconds` of messages of these bytes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=2)
+    found = [seconds(size // 4, repeats) for size in sizes]
+    if rank == 0:
+        Path(folder, "seconds.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 def seconds(numbers, repeats):
@@ -60,10 +73,10 @@ def links(arguments):
     α + βn is fitted to each of them.
     """
     sizes = [2**i for i in range(8, 16 if arguments.tiny else 25)]  # bytes
-    with Workers(2) as workers:
-        found = [
-            workers.run(seconds, size // 4, 3 if arguments.tiny else 100)[0] for size in sizes
-        ]
+    repeats = 3 if arguments.tiny else 100
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(time_sizes, (folder, sizes, repeats), nprocs=2)
+        found = json.loads(Path(folder, "seconds.json").read_text())
     rows = {}
     for name in ("message", "all-reduce"):
         least, median = zip(*(row[name] for row in found))

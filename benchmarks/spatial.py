@@ -51,9 +51,10 @@ from attnlib.spatial import (
     reinforce_loss,
 )
 from attnlib.train import fit, shuffled_batches
+from benchmarks.chapter import run_cells
 from benchmarks.corpora import encode_captions, flickr8k
 from benchmarks.detr import bright_parts, stamp
-from benchmarks.runner import Commands, Runs, cells, save_half
+from benchmarks.runner import Commands, Runs, save_half
 
 BATCH = 64
 SEEDS = (0, 1, 2)
@@ -75,11 +76,11 @@ RED, BLUE = (CAPTION_WORDS.index(word) for word in ("red", "blue"))
 
 def page_cells(*names):
     """The names that some cells of the chapter define."""
-    return cells("45_spatial", names, data, spatial, contextlib)
+    return run_cells("45_spatial", *names, modules=[data, spatial, contextlib])
 
 
-changed_attention = page_cells("changed-attention")["changed_attention"]
-weight_on_objects = page_cells("on-objects")["weight_on_objects"]
+changed_attention = page_cells("changed-attention").changed_attention
+weight_on_objects = page_cells("on-objects").weight_on_objects
 
 
 def pixels(images):
@@ -578,7 +579,7 @@ def attend_parts(counts):
     splits = ("train", "train", "test")
     found = []
     for seed, (count, split) in enumerate(zip(counts, splits)):
-        make = made["asked_scenes"] if seed == 0 else made["hard_scenes"]
+        make = made.asked_scenes if seed == 0 else made.hard_scenes
         found.append(make(count, split, seed))
         found[-1]["image"] = as_bytes(found[-1]["image"])
     return found
@@ -653,7 +654,7 @@ class Attend(Runs):
 
     def baseline(self):
         def make():
-            palette = page_cells("asked-scenes")["PALETTE"]
+            palette = page_cells("asked-scenes").PALETTE
             stamps = [color_stamps(part, palette) for part in self.parts]
             pairs = [(x[:3000], part["label"][:3000]) for x, part in zip(stamps, self.parts)]
             return svm_accuracy(*pairs)
@@ -699,7 +700,7 @@ class Drawings(Runs):
     def __init__(self, path, minutes, tiny):
         super().__init__(path, minutes, runs=[], baselines=[])
         self.tiny = tiny
-        make = page_cells("placed-digits")["placed_digits"]
+        make = page_cells("placed-digits").placed_digits
         counts = (80, 40, 40) if tiny else (20_000, 500, 1000)
         splits = ("train", "train", "test")
         self.parts = [make(n, s, seed=seed) for seed, (n, s) in enumerate(zip(counts, splits))]
@@ -816,8 +817,8 @@ class Channels(Runs):
         def make():
             train, valid, test = self.parts
             torch.manual_seed(seed)
-            gate, widths = self.made["GATES"][name]
-            model = self.made["gated_convnet"](gate, widths)
+            gate, widths = self.made.GATES[name]
+            model = self.made.gated_convnet(gate, widths)
 
             def loss(model, batch):
                 image, label = batch
@@ -856,7 +857,7 @@ class Channels(Runs):
 
         self.once(dict(name="support vectors"), svm, "baselines")
         first, *others = SEEDS[:1] if self.tiny else SEEDS
-        for name in self.made["GATES"]:
+        for name in self.made.GATES:
             rates = GLIMPSE_RATES["channels"][: 1 if self.tiny else None]
             tried = {lr: self.run(name, lr, first)["valid"] for lr in rates}
             for seed in others:

@@ -7,13 +7,16 @@ The chapter's long runs are those of `benchmarks.runs`: numbers, lengths, and mu
 
 import json
 import math
+import re
 import tempfile
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from attnlib import translation
 from attnlib.backbone import requires
 from attnlib.data import (
     PAD,
@@ -34,7 +37,6 @@ from attnlib.train import (
 )
 from attnlib.transformer import Transformer
 from attnlib.translation import (
-    answer_kind,
     direction_batches,
     number_table,
     number_tokenizer,
@@ -44,8 +46,15 @@ from attnlib.translation import (
     translation_loss,
     trim,
 )
+from benchmarks.chapter import run_cells
 from benchmarks.records import write_record
 from benchmarks.runner import Commands
+
+page = run_cells(
+    *("23_translation", "accuracy", "number-run", "kinds"),
+    modules=[translation],
+    names=dict(re=re, cache=cache, draw_numbers=draw_numbers, fit=fit, seeded=seeded),
+)
 
 LANGUAGES = ("en", "de", "es", "fi", "tr")
 RING = LANGUAGES[1:]
@@ -121,7 +130,7 @@ def unseen_direction(model, tokenizer, numbers, source, target, tag_on):
     said = translate_numbers(model, tokenizer, names, target, **options)
     english = translate_numbers(model, tokenizer, names, "en", **options)
     kinds = [
-        answer_kind(tokenizer, text, n, source, target, LANGUAGES)
+        page.answer_kind(tokenizer, text, n, source, target, LANGUAGES)
         for text, n in zip(said, numbers)
     ]
     shown = Counter()
@@ -536,8 +545,8 @@ def multi30k_run(
     metric = sacrebleu.BLEU()
     bleu = metric.corpus_score(said, [german]).score
     examples = []
-    for source, translation, reference in zip(english[:5], said, german):
-        examples.append([source, translation, reference])
+    for source, answer, reference in zip(english[:5], said, german):
+        examples.append([source, answer, reference])
     record = {
         "settings": settings | dict(beam_size=beam_size),
         "history": history,

@@ -748,6 +748,7 @@ QKV_OTHERS = dict(q=OTHER, k=OTHER, v=OTHER)
 LONG = dict(zip("qkv", numbers(3, 1, 2, 16, 4).unbind()))
 LONG_OTHERS = dict.fromkeys("qkv", numbers(1, 2, 16, 4, seed=1))
 LOGITS = numbers(3, 7)
+TEACHER = torch.nn.Linear(5, 5)
 BOXES = torch.tensor([[0.5, 0.5, 0.2, 0.4], [0.3, 0.4, 0.2, 0.2]])
 OTHER_BOXES = torch.tensor([[0.5, 0.6, 0.3, 0.4], [0.3, 0.4, 0.2, 0.1]])
 KNOWN = (torch.arange(16) < 9).view(1, 1, 1, 16)
@@ -1141,13 +1142,27 @@ FUNCTIONS |= {
         dict(logits=LOGITS, dist_logits=2 * LOGITS, teacher_logits=-LOGITS)
         | dict(labels=torch.tensor([1, 2, 3])),
         dict(logits=3 * LOGITS, dist_logits=4 * LOGITS, teacher_logits=LOGITS.flip(0))
-        | dict(labels=torch.tensor([1, 2, 4]), weight=0.2),
+        | dict(labels=torch.tensor([1, 2, 4]), weight=0.2, label_smoothing=0.3),
     ),
     "deit.soft_distillation_loss": Row(
         dict(logits=LOGITS, dist_logits=2 * LOGITS, teacher_logits=-LOGITS)
         | dict(labels=torch.tensor([1, 2, 3])),
         dict(logits=3 * LOGITS, dist_logits=4 * LOGITS, teacher_logits=LOGITS.flip(0))
-        | dict(labels=torch.tensor([1, 2, 4]), weight=0.2, temperature=1.0),
+        | dict(labels=torch.tensor([1, 2, 4]), weight=0.2)
+        | dict(temperature=1.0, label_smoothing=0.3),
+    ),
+    "deit.DistillationLoss": Row(
+        dict(teacher=TEACHER, kind="soft"),
+        dict(
+            teacher=torch.nn.Linear(5, 5),
+            kind="hard",
+            weight=0.1,
+            temperature=1.0,
+            label_smoothing=0.3,
+            mixup=9.0,
+            augment=torch.neg,
+        ),
+        lambda loss: loss(torch.nn.Identity(), (numbers(4, 5), torch.arange(4))),
     ),
     "deit._check_losses": Row(
         dict(logits=LOGITS, dist_logits=LOGITS, teacher_logits=LOGITS, weight=0.5),
@@ -1316,19 +1331,19 @@ FUNCTIONS |= {
             batch=8,
         ),
     ),
-    "scaling.memory_of": Row(
+    "scaling.memory_per_device": Row(
         {key: PLANNED[key] for key in ("plan", "config", "batch")},
         {key: PLANNED_OTHERS[key] for key in ("plan", "config")} | dict(batch=4),
     ),
-    "scaling.seconds_of": Row(PLANNED, PLANNED_OTHERS),
+    "scaling.step_time": Row(PLANNED, PLANNED_OTHERS),
     "scaling._compute_seconds": Row(PLANNED, PLANNED_OTHERS),
-    "scaling.parameters_of": Row(
+    "scaling._parameter_counts": Row(
         dict(config=PLANNED["config"]), dict(config=PLANNED_OTHERS["config"])
     ),
-    "scaling.operations_of": Row(
+    "scaling.flops_per_token": Row(
         dict(config=PLANNED["config"]), dict(config=PLANNED_OTHERS["config"])
     ),
-    "scaling.activations_of": Row(
+    "scaling._activation_bytes": Row(
         dict(config=PLANNED["config"]), dict(config=PLANNED_OTHERS["config"])
     ),
     "scaling.Cluster": Row(
@@ -1345,7 +1360,7 @@ FUNCTIONS |= {
         lambda cluster: [
             list(scaling._possible_plans(PLANNED["config"], cluster, 64)),
             scaling.plan(PLANNED["config"], cluster, 64),
-            scaling.seconds_of(**PLANNED | dict(cluster=cluster)),
+            scaling.step_time(**PLANNED | dict(cluster=cluster)),
         ],
     ),
     "scaling.Plan": Row(
@@ -1361,8 +1376,8 @@ FUNCTIONS |= {
             recompute=True,
         ),
         lambda plan: [
-            scaling.memory_of(plan, PLANNED["config"], 64),
-            scaling.seconds_of(plan, PLANNED["config"], CLUSTER, 64),
+            scaling.memory_per_device(plan, PLANNED["config"], 64),
+            scaling.step_time(plan, PLANNED["config"], CLUSTER, 64),
         ],
     ),
     "scaling.shard_sequence": Row(
@@ -1570,7 +1585,7 @@ FUNCTIONS |= {
     ),
     "train.CrossEntropy": Row(
         dict(),
-        dict(label_smoothing=0.3),
+        dict(label_smoothing=0.3, augment=torch.neg),
         lambda loss: loss(torch.nn.Identity(), (numbers(4, 5), torch.arange(4))),
     ),
     "train.adamw": Row(
@@ -1795,7 +1810,6 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     panoptic.PanopticOutput
     plot.show
     recipes.SmallRun
-    scaling.Workers
     scaling.copy_to_group
     scaling.ring_all_reduce
     scaling.ring_attention
@@ -1815,7 +1829,6 @@ NOT_YET = set(  # functions whose arguments have no other values here yet
     transformer.tie
     translation.from_marian
     translation.load_marian
-    translation.number_run
     windows.compile_for
     """.split()
 )

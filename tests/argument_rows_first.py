@@ -94,14 +94,18 @@ def changed(name):
     return after
 
 
-def with_mean(model):
-    """A model that says how its images are normalized."""
-    model.data_config = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
+def with_config(model):
+    """A model that says what images it wants."""
+    model.data_config = models.data_config("vit_tiny_patch16_224", 16)
     return model.eval()
 
 
 def picture(value=9):
     return np.arange(40 * 48 * 3, dtype=np.uint8).reshape(40, 48, 3) // 2 + value
+
+
+def photograph(value=9):
+    return models.open_picture(picture(value))
 
 
 # --- backends and weights ---------------------------------------------------------------------
@@ -145,7 +149,7 @@ BIAS_KEY = "layers.0.blocks.0.attn.qkv.bias"
 ROWS = {"a.relative_position_bias_table": numbers(84, 2)}
 OTHER_ROWS = {"a.relative_position_bias_table": numbers(84, 2, seed=1)}
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "results"
-ASKED = dict(name="vit_collages", picture=picture(), map=None)
+ASKED = dict(name="vit_collages", pictures=[picture()], map=None)
 COLLAGES = seeded(models.create_model, "vit_collages").state_dict()
 OTHER_COLLAGES = seeded(models.create_model, "vit_collages", seed=1).state_dict()
 DATA_CONFIG = models.data_config("vit_tiny_patch16_224")
@@ -244,6 +248,10 @@ FIRST = {
     "models.open_picture": Row(
         dict(picture=picture()), dict(picture=picture(10)), lambda found: found.tobytes()
     ),
+    "models.input_box": Row(
+        dict(config=DATA_CONFIG, width=640, height=480),
+        dict(config=DATA_CONFIG | dict(crop_pct=0.5), width=500, height=400),
+    ),
     "models.preprocess": Row(
         dict(config=DATA_CONFIG),
         dict(config=DATA_CONFIG | dict(input_size=(3, 64, 64))),
@@ -280,10 +288,10 @@ FIRST = {
     ),
     "cli.describe": Row(dict(name="vit_collages"), dict(name="tnt_collages")),
     "cli._draw_map": Row(
-        dict(model=with_mean(small_vit()), x=image(n=1), path=Page()),
+        dict(model=with_config(small_vit()), image=photograph(), path=Page()),
         dict(
-            model=with_mean(small_vit(depth=1)),
-            x=-image(n=1),
+            model=with_config(small_vit(depth=1)),
+            image=photograph(100),
             path=Fails("page.nowhere", "unknown file extension"),
         ),
         after=lambda arguments: arguments["path"].getvalue(),

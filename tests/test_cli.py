@@ -8,11 +8,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
-from attnlib import attention_backend, cli
+from attnlib import __version__, attention_backend, cli
 from attnlib.data import cifar, collages
 from attnlib.detr import DETR
-from attnlib.models import MODELS, create_model, list_models, unwrap_state_dict
+from attnlib.models import (
+    MODELS,
+    create_model,
+    list_models,
+    load_model,
+    save_model,
+    unwrap_state_dict,
+)
+from attnlib.train import fit
 from attnlib.vit import VisionTransformer
 from tools import torchvision_ops  # noqa: F401  before timm
 
@@ -182,13 +191,34 @@ def test_a_torchvision_of_another_kind_is_said_to_be_one(call, monkeypatch):
 
 
 def test_weights_of_a_file_are_used(picture, tmp_path):
-    from safetensors.torch import save_file
-
     tensors = unwrap_state_dict("attnlib/vit_collages")
     tensors["head.bias"] = tensors["head.bias"] + 100 * torch.eye(10)[7]
     save_file(tensors, tmp_path / "other.safetensors")
     (best, p), *_ = cli.predict("vit_collages", picture, tmp_path / "other.safetensors")
     assert best == "seven" and p > 0.99
+
+
+def test_several_pictures(capsys, picture, tmp_path):
+    """Each under its name, as alone; those that cannot be read are named at the end."""
+    alone = said(capsys, "classify", "vit_collages", picture)
+    other = tmp_path / "other.png"
+    Image.new("RGB", (80, 70), (200, 30, 30)).save(other)
+    found = said(capsys, "classify", "vit_collages", picture, other)
+    second = said(capsys, "classify", "vit_collages", other)
+    assert found == f"{picture}\n{alone}{other}\n{second}"
+    (tmp_path / "notes.txt").write_text("no picture")
+    problem = refused("classify", "vit_collages", tmp_path / "notes.txt", other)
+    assert "notes.txt" in problem and "other.png" not in problem
+    assert capsys.readouterr().out == f"{other}\n{second}"
+    one = tmp_path / "map.png"
+    problem = refused("classify", "vit_collages", picture, other, "--map", one)
+    assert "can be drawn of one IMAGE; there are 2" in problem and not one.exists()
+
+
+def test_the_map_of_a_photograph_has_its_size(tmp_path):
+    Image.new("RGB", (300, 200), (90, 120, 30)).save(tmp_path / "wide.jpg")
+    cli.predict("vit_collages", tmp_path / "wide.jpg", map=tmp_path / "map.png")
+    assert Image.open(tmp_path / "map.png").size == (300, 200)
 
 
 # --- mistakes ---------------------------------------------------------------------------------
@@ -218,8 +248,6 @@ def test_without_a_part_the_help_lists_them(capsys):
 
 
 def test_weights_without_a_classifier_are_refused(picture, tmp_path):
-    from safetensors.torch import save_file
-
     headless = create_model("vit_collages", num_classes=0).state_dict()
     save_file(headless, tmp_path / "headless.safetensors")
     with pytest.warns(UserWarning, match="no classifier"):
@@ -277,3 +305,98 @@ def test_another_model_is_not_timed(monkeypatch):
     monkeypatch.setitem(MODELS, "vit_tiny_patch16_224", (cls, hub, config | {"num_heads": 6}))
     with pytest.raises(ValueError, match="logits differ"):
         cli._benchmark("vit_tiny_patch16_224", rounds=2)
+
+
+# --- what a run left behind -------------------------------------------------------------------
+
+
+def trained(tmp_path, **options):
+    """A checkpoint of a small ViT, trained on two colors."""
+    images = torch.cat([torch.zeros(8, 3, 32, 32), torch.ones(8, 3, 32, 32)])
+    data = images, torch.arange(16) // 8
+    torch.manual_seed(0)
+    shape = dict(img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=2, num_classes=2)
+    model = create_model("vit_tiny_patch16_224", **shape)
+    model.label_names = ["black", "white"]
+    run = dict(epochs=3, batch_size=8, lr=1e-2, checkpoint=tmp_path / "run.json")
+    history = fit(model, data, data, **run | options)
+    return tmp_path / "run.json", model, history
+
+
+def test_a_checkpoint_is_shown(capsys, tmp_path):
+    path, model, history = trained(tmp_path)
+    facts = dict(line.split(maxsplit=1) for line in shown(capsys, path))
+    assert facts["class"] == "attnlib.vit.VisionTransformer"
+    assert facts["name"] == "vit_tiny_patch16_224"
+    assert int(facts["parameters"].replace(",", "")) == sum(
+        p.numel() for p in model.parameters()
+    )
+    assert facts["input"] == "3 × 32 × 32" and facts["mean"] == "0.5, 0.5, 0.5"
+    assert facts["classes"] == "2: black, white" and facts["trained"] == "epoch 3 of 3"
+    best = max(record["accuracy"] for record in history)
+    first = [record["accuracy"] for record in history].index(best) + 1
+    assert facts["best"] == f"accuracy {best:.4g} after epoch {first}"
+    bytes_there = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert facts["files"].startswith(f"{bytes_there / 1e6:.1f} MB")
+    (with_what,) = [line for line in shown(capsys, path) if line.startswith("made with")]
+    assert "img_size=32" in with_what and "num_classes=2" in with_what
+    assert shown(capsys, path)[-1].split()[1] == __version__
+
+
+def shown(capsys, path):
+    return said(capsys, "show", path).splitlines()
+
+
+def test_an_interrupted_run_and_a_folder_are_shown(capsys, tmp_path):
+    path, model, _ = trained(tmp_path, epochs=None, steps=10, log_every=5, stop_after=5)
+    facts = cli.describe(str(path))
+    assert facts["trained"] == "epoch 2.5 of 5"
+    save_model(model, tmp_path / "folder")
+    facts = cli.describe(str(tmp_path / "folder"))
+    assert facts["classes"] == "2: black, white"
+    assert "trained" not in facts and "best" not in facts and facts["files"].endswith("MB")
+    (tmp_path / "other.json").write_text("[1]")
+    problem = refused("show", tmp_path / "other.json")
+    assert "other.json does not say how its model was made" in problem
+
+
+def folder_of_colors(path, colors):
+    for name, color in colors.items():
+        (path / name).mkdir(parents=True)
+        for i in range(4):
+            Image.new("RGB", (40, 40), color).save(path / name / f"{i}.png")
+    return path
+
+
+def test_training_goes_on_from_weights_of_ones_own(capsys, tmp_path):
+    """From a checkpoint, whose name and size are its own, or from a file for a name."""
+    path, model, _ = trained(tmp_path)
+    folder = folder_of_colors(tmp_path / "colors", dict(red="red", blue="blue", green="green"))
+    run = ["--epochs", 1, "--batch-size", 4, "--workers", 0, "--lr", 1e-12]
+    out = said(
+        capsys, "train", folder, "--weights", path, *run, "--checkpoint", tmp_path / "a.json"
+    )
+    assert "vit_tiny_patch16_224: 9 photographs of 3 classes" in out
+    again = load_model(tmp_path / "a.json")
+    torch.testing.assert_close(again.blocks[0].mlp.fc1.weight, model.blocks[0].mlp.fc1.weight)
+    assert again.num_classes == 3 and again.label_names == ["blue", "green", "red"]
+    assert again.data_config["input_size"] == (3, 32, 32)
+    problem = refused("train", folder, "--model", "vit_collages", "--weights", path, *run)
+    assert "--model (vit_collages) must be left out, or be vit_tiny_patch16_224" in problem
+    file = tmp_path / "weights.safetensors"
+    save_file(create_model("vit_collages", pretrained=True).state_dict(), file)
+    said(capsys, "train", folder, "--model", "vit_collages", "--weights", file, *run,
+         "--checkpoint", tmp_path / "b.json")  # fmt: skip
+    wanted = create_model("vit_collages", pretrained=True).blocks[0].mlp.fc1.weight
+    torch.testing.assert_close(load_model(tmp_path / "b.json").blocks[0].mlp.fc1.weight, wanted)
+
+
+def test_a_checkpoint_that_is_not_there(picture):
+    for call in (("show", "nowhere.json"), ("classify", "nowhere.json", picture)):
+        assert "nowhere.json is not a file" in refused(*call)
+
+
+def test_weights_and_scratch_exclude_each_other(capsys):
+    with pytest.raises(SystemExit) as problem:
+        cli.main(["train", "flowers", "--scratch", "--weights", "run.json"])
+    assert problem.value.code == 2 and "not allowed with" in capsys.readouterr().err

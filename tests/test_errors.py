@@ -68,7 +68,7 @@ from attnlib.transformer import (
     _layer_from_torch,
     from_torch,
 )
-from attnlib.translation import direction_accuracy, number_scores, translate_numbers
+from attnlib.translation import translate_numbers
 from attnlib.vit_variants import SwiGLU
 
 q = torch.zeros(2, 3, 4, 8)
@@ -286,16 +286,6 @@ TRANSLATION = [
     (lambda: translate_numbers(None, None, "one", "de"), TypeError, "texts"),
     (lambda: translate_numbers(None, None, ["one", "two"], ["de"]), ValueError, "language"),
     (lambda: translate_numbers(None, None, ["one"], "de", tag_on="both"), ValueError, "tag_on"),
-    (
-        lambda: direction_accuracy(None, None, [1], [("en", "de")], tag_on="both"),
-        ValueError,
-        "tag_on",
-    ),
-    (
-        lambda: number_scores(None, None, [1], [("en", "de")], tag_on="both"),
-        ValueError,
-        "tag_on",
-    ),
 ]
 VISION = [
     (lambda: finetune._check_pixels("images", bytes_of_images), TypeError, "images"),

@@ -141,7 +141,7 @@ def test_generators_of_a_loader_go_on_as_before(source):
     loader = SOURCES[source]()
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     before = sampler.generator.get_state()
-    fit(network(), loader, **RUN)
+    fit(network(), loader, **RUN | dict(batch_size=None))
     assert torch.equal(sampler.generator.get_state(), before)
 
 
@@ -398,7 +398,46 @@ def test_a_model_with_other_classes_is_refused(wrap):
     model = network()
     model.num_classes = 1000
     with pytest.raises(ValueError, match="1000 classes, and train has 2"):
-        fit(model, wrap(Noisy()), epochs=1, batch_size=8)
+        fit(model, wrap(Noisy()), epochs=1, batch_size=None if wrap is DataLoader else 8)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "num_workers"])
+def test_what_a_loader_or_a_function_decides_is_not_given(name):
+    """Unless there is other data, for which it counts."""
+    data = torch.randn(8, 4), torch.arange(8) % 2
+    loader = DataLoader(TensorDataset(*data), batch_size=4)
+    batches = shuffled_batches(*data, batch_size=4)
+    for train, kind in ((loader, "DataLoader"), (batches, "function")):
+        with pytest.raises(ValueError, match=rf"{name} \(2\) must be left out if .* {kind}"):
+            fit(network(), train, steps=1, **{name: 2})
+        with pytest.raises(ValueError, match=rf"{name} \(2\) must be left out"):
+            fit(network(), train, loader, steps=1, **{name: 2})
+    fit(network(), batches, data, steps=1, batch_size=2)
+    fit(network(), loader, data, steps=1, batch_size=2)
+
+
+@pytest.mark.parametrize("lr", ["1e-3", float("nan"), float("inf"), 0, -1.0, True, None])
+def test_a_rate_is_a_positive_number(lr):
+    with pytest.raises(ValueError, match=r"lr \(.*\) must be positive, a finite number"):
+        with unchecked():
+            fit(network(), Noisy(), epochs=1, batch_size=8, lr=lr)
+    for kind in (np.float32, np.float64, int):
+        with unchecked():
+            fit(network(), Noisy(), epochs=1, batch_size=8, lr=kind(1))
+
+
+def test_a_model_may_bring_its_own_loss():
+    class Halver(nn.Linear):
+        @staticmethod
+        def default_loss(model, batch):
+            return (model(batch[0]) - batch[0] / 2).square().mean()
+
+    model = Halver(3, 3)
+    x = torch.randn(16, 3)
+    history = fit(model, (x,), steps=200, batch_size=16, lr=0.1, log_every=100)
+    assert history[-1]["loss"] < 0.01
+    with pytest.raises(TypeError, match="a batch is a tuple of length 1"):
+        fit(nn.Linear(3, 3), (x,), steps=1, batch_size=16)  # control
 
 
 def test_the_former_order_of_arguments_still_works():

@@ -16,22 +16,22 @@ from benchmarks import spatial
 
 def test_what_is_asked_for_has_the_color():
     made = spatial.page_cells("asked-scenes")
-    found = made["asked_scenes"](60, "test", seed=3)
+    found = made.asked_scenes(60, "test", seed=3)
     assert found["question"].unique().tolist() == list(range(6))
     for image, question, mask, kind in zip(
         *(found[key] for key in ("image", "question", "mask", "kind"))
     ):
-        paint = made["PALETTE"][question][:, None]
+        paint = made.PALETTE[question][:, None]
         assert torch.allclose(image[:, mask[0]], paint.expand(3, int(mask[0].sum())))
         for other in mask[1:][kind[1:] >= 0]:
             assert (image[:, other] - paint).norm(dim=0).min() > 0.3
-    hard = made["hard_scenes"](1000, "test", seed=3)["kind"]
+    hard = made.hard_scenes(1000, "test", seed=3)["kind"]
     assert len(hard) > 50 and (hard[:, [0, 2]] >= 0).all()
     assert all(len(set(row)) == 3 for row in hard.tolist())  # -1, no shape, is none of them
 
 
 def test_digits_are_placed_whole():
-    place = spatial.page_cells("placed-digits")["placed_digits"]
+    place = spatial.page_cells("placed-digits").placed_digits
     canvas = place(50, "test", seed=1)
     assert canvas.shape == (50, 1, 16, 16) and canvas.unique().tolist() == [0, 1]
     assert torch.equal(canvas, place(50, "test", seed=1))
@@ -43,8 +43,8 @@ def test_digits_are_placed_whole():
 def test_gated_networks_have_about_the_same_size():
     made = spatial.page_cells("gated-convnet")
     sizes = [
-        sum(p.numel() for p in made["gated_convnet"](gate, widths).parameters())
-        for gate, widths in made["GATES"].values()
+        sum(p.numel() for p in made.gated_convnet(gate, widths).parameters())
+        for gate, widths in made.GATES.values()
     ]
     assert max(sizes) < 1.01 * min(sizes)
 

@@ -42,9 +42,22 @@ class Box:
         return self.x * 2
 
 
+class Square:
+    side = 4
+
+
+KINDS = (Square, Box)
+
+
 @cache
 def box(figure, style, color):  # around a figure
+    if isinstance(figure, KINDS) or type(figure) is Square:
+        return figure
     return Box(figure).area()
+
+
+if __name__ == "__main__":
+    print(Square.side)
 
 
 class Circle:
@@ -85,6 +98,7 @@ def stamp(tmp_path, monkeypatch):
 
 
 LEAVES = {
+    "a class that is only compared with": {"shapes": ("side = 4", "side = 5")},
     "a docstring": {"plot": ("Display a figure.", "Show a figure.")},
     "the docstring of a module": {"plot": ('"""Figures."""', '"""Pictures."""')},
     "a comment": {"shapes": ("  # around a figure", "")},
@@ -96,6 +110,7 @@ LEAVES = {
     "another function of a cell": {2: ("return x", "return 2 * x")},
 }
 CHANGES = {
+    "a table of classes that is only compared with": {"shapes": ("Square, Box", "Box, Square")},
     "a function": {"plot": ("frame(figure, STYLE)", "frame(figure, dict(STYLE))")},
     "a helper three calls away": {"shapes": ("Box(figure).area()", "-Box(figure).area()")},
     "a method": {"shapes": ("self.x * 2", "self.x * 3")},
@@ -169,10 +184,15 @@ def test_a_module_that_is_passed_on_counts_as_a_whole(stamp):
     "code, names",
     [
         ("lambda x, *y: x + y + z", {"z"}),
-        ("def f(x=a, *, b=b) -> c:\n    d = x\n    return d + e", {"a", "b", "c", "e"}),
+        ("def f(x=a, *, b=b) -> c:\n    d = x\n    return d + e", {"a", "b", "e"}),
         ("def f():\n    global n\n    n = n + 1", {"n"}),
         ("def f():\n    x = 1\n    def g():\n        return x + y\n    return g", {"y"}),
         ("[x for x in x if x < y]", {"x", "y"}),
+        (
+            "isinstance(x, A) and type(y) in (B, C) and y < D",
+            {"isinstance", "x", "type", "y", "D"},
+        ),
+        ("x: A = {B: f(), 'c': C}", {"f", "C"}),
         ("[row for rows in table for row in rows]", {"table"}),
         ("a.b.c(d[e].f)", {"a.b.c", "d", "e"}),
         ("class A(B):\n    @p\n    def f(self):\n        return self.x + y", {"B", "p", "y"}),

@@ -37,6 +37,12 @@ FILES = {
         "def test_causal():\n    assert causal() == 1\n\n\n"
         "def test_padding(mask):\n    assert mask == 2\n"
     ),
+    "tests/test_arguments.py": (
+        "import pytest\nfrom attnlib import mask\n\n\n"
+        "ROWS = {'mask.causal': mask.causal, 'mask.padding': mask.padding}\n\n\n"
+        "@pytest.mark.parametrize('name', ROWS)\n"
+        "def test_rows(name):\n    assert ROWS[name]()\n"
+    ),
 }
 
 
@@ -68,18 +74,49 @@ def selected(tmp_path):
 
 def test_nothing_is_chosen_where_nothing_changed(selected):
     chosen = selected("attnlib/mask.py", "return 1", "return 1  # a comment")
-    assert chosen == {"tests": {}, "words": ["swin", "vit"], "notebooks": []}
+    functions = ["mask.causal", "mask.padding", "models.create_model", "models.register_model"]
+    names = [*functions, "swin", "swin.Swin", "vit", "vit.Vit"]
+    assert chosen == {"tests": {}, "names": names, "notebooks": []}
 
 
 def test_a_function_chooses_its_tests_and_notebooks(selected):
     chosen = selected("attnlib/mask.py", "return 1", "return 3")
-    assert chosen["tests"] == {"tests/test_all.py::test_causal": None}
+    of_rows = {"tests/test_arguments.py::test_rows": ["mask.causal"]}
+    assert chosen["tests"] == {"tests/test_all.py::test_causal": None} | of_rows
     assert chosen["notebooks"] == ["10_small"]
+
+
+def test_a_cell_chooses_the_tests_that_run_it(tmp_path):
+    def tests(code):
+        files = {
+            "benchmarks/small.py": (
+                "from benchmarks.chapter import run_cells\n\n"
+                "page = run_cells('10_small', 'one')\n"
+            ),
+            "tests/conftest.py": "",
+            "tests/test_small.py": (
+                "from benchmarks.small import page\n\n\ndef test_page():\n    assert page.f()\n"
+            ),
+        }
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        shutil.copy(ROOT / "pyproject.toml", tmp_path)
+        nb = nbformat.v4.new_notebook()
+        nb.cells = [nbformat.v4.new_code_cell(text, id=name) for name, text in code.items()]
+        (tmp_path / "nbs").mkdir(exist_ok=True)
+        nbformat.write(nb, tmp_path / "nbs" / "10_small.ipynb")
+        return quick.codes(tmp_path, {})[0]["tests/test_small.py::test_page"]
+
+    code = {"one": "def f():\n    return 1", "two": "x = 2"}
+    assert tests(code) != tests(code | {"one": "def f():\n    return 3"})
+    assert tests(code) == tests(code | {"two": "x = 3"})
 
 
 def test_a_fixture_leads_to_what_it_uses(selected):
     chosen = selected("attnlib/mask.py", "return 2", "return 3")
-    assert chosen["tests"] == {"tests/test_all.py::test_padding": None}
+    of_rows = {"tests/test_arguments.py::test_rows": ["mask.padding"]}
+    assert chosen["tests"] == {"tests/test_all.py::test_padding": None} | of_rows
     assert chosen["notebooks"] == []
 
 
@@ -90,6 +127,15 @@ def test_of_a_test_for_every_model_only_those_that_changed_run(selected):
     assert quick.is_changed(f"{name}[swin_tiny]", chosen)
     assert not quick.is_changed(f"{name}[vit_tiny]", chosen)
     assert quick.is_changed(f"{name}[other]", chosen)  # names no model
+
+
+def test_of_a_test_for_every_function_only_those_that_changed_run(selected):
+    chosen = selected("attnlib/mask.py", "return 1", "return 3")
+    name = "tests/test_arguments.py::test_rows"
+    assert chosen["tests"][name] == ["mask.causal"]
+    assert quick.is_changed(f"{name}[mask.causal-size]", chosen)
+    assert quick.is_changed(f"{name}[mask.causal, 2-size]", chosen)
+    assert not quick.is_changed(f"{name}[mask.padding-size]", chosen)
 
 
 def test_a_changed_test_runs_for_every_model(selected):

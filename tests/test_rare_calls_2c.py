@@ -71,12 +71,12 @@ def test_digits_without_a_pixel_are_not_there():
 
 def test_attention_of_a_window_takes_fewer_operations():
     shape = dict(vocab_size=50, block_size=64, n_layer=2, n_head=4, n_embd=32)
-    whole, _ = scaling.operations_of(GPTConfig(**shape))
-    assert scaling.operations_of(GPTConfig(**shape, window=64))[0] == whole
-    found, every = scaling.operations_of(GPTConfig(**shape, window=8))
+    whole, _ = scaling.flops_per_token(GPTConfig(**shape))
+    assert scaling.flops_per_token(GPTConfig(**shape, window=64))[0] == whole
+    found, every = scaling.flops_per_token(GPTConfig(**shape, window=8))
     pairs = sum(min(i, 8) for i in range(1, 65))  # of queries and keys
     assert abs(found - whole * pairs / sum(range(1, 65))) < 0.01 * whole
-    assert every < scaling.operations_of(GPTConfig(**shape))[1]
+    assert every < scaling.flops_per_token(GPTConfig(**shape))[1]
 
 
 def test_a_plan_is_checked():

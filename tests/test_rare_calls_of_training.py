@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from small_models import small_supernet
 
 from attnlib import autoformer, cost, detr, inference, recipes, scaling, train
-from attnlib.deit import DistilledVisionTransformer
+from attnlib.deit import DistillationLoss, DistilledVisionTransformer
 from attnlib.gpt import GPT, GPTConfig
 from attnlib.vit import VisionTransformer
 
@@ -191,7 +191,8 @@ def test_distillation_leaves_the_students_heads_as_they_were(enabled):
     student.set_distilled_training(enabled)
     data = torch.randn(4, 1, 8, 8), torch.randint(2, (4,))
     teacher = recipes.small_convnet(1, 2, (4,))
-    recipes.distill(student, teacher, data, data, steps=1, batch_size=4)
+    loss_fn = DistillationLoss(teacher)
+    train.fit(student, data, loss_fn=loss_fn, steps=1, batch_size=4)
     assert student.distilled_training == enabled
 
 

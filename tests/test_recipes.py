@@ -1,6 +1,5 @@
 """The training runs: their loop, their table, the teacher."""
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -8,12 +7,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnlib.deit import hard_distillation_loss, soft_distillation_loss
+from attnlib.deit import DistillationLoss
 from attnlib.recipes import (
     SMALL,
     _small_run,
     crop_and_flip,
-    distill,
     distill_small,
     number_pairs,
     small_convnet,
@@ -134,31 +132,30 @@ def test_options_go_before_those_of_the_table_and_seeds_fix_a_run():
 
 
 @pytest.mark.parametrize("name", ["vit", "deit"])
-@pytest.mark.parametrize(
-    "loss", [hard_distillation_loss, functools.partial(soft_distillation_loss, weight=0.9)]
-)
-def test_distill_trains_the_student_and_leaves_the_teacher(name, loss):
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+def test_a_teacher_trains_the_student_and_stays(name, kind):
     learner, teacher = student(name), small_convnet(1, 2, (4, 8))
     before, start = (
         {key: x.clone() for key, x in model.state_dict().items()}
         for model in (teacher, learner)
     )
-    options = dict(steps=4, batch_size=16, loss=loss, augment=lambda x: x + 0.1)
-    history = distill(learner, teacher, halves(), halves(16), **options)
+    loss_fn = DistillationLoss(teacher, kind, weight=0.9, augment=lambda x: x + 0.1)
+    options = dict(steps=4, batch_size=16, loss_fn=loss_fn)
+    history = train_classifier(learner, halves(), halves(16), **options)
     assert history[-1]["step"] == 4 and 0 <= history[-1]["accuracy"] <= 1
     assert all(torch.equal(x, before[key]) for key, x in teacher.state_dict().items())
-    assert not teacher.training and not getattr(learner, "distilled_training", False)
+    assert teacher.training and not getattr(learner, "distilled_training", False)
     tokens = [key for key in start if "token" in key]
     assert tokens and not any(torch.equal(learner.state_dict()[k], start[k]) for k in tokens)
 
 
 def test_a_student_that_fails_answers_as_before():
-    def loss(*_):
-        raise RuntimeError("no loss")
-
     learner = student("deit")
-    with pytest.raises(RuntimeError, match="no loss"):
-        distill(learner, small_convnet(1, 2, (4,)), halves(), halves(), steps=1, loss=loss)
+    teacher = small_convnet(1, 3, (4,))  # of other classes
+    with pytest.raises(ValueError, match="must have one shape"):
+        train_classifier(
+            learner, halves(), halves(), steps=1, loss_fn=DistillationLoss(teacher)
+        )
     assert not learner.distilled_training
 
 
@@ -180,7 +177,14 @@ def test_distill_small_trains_both():
         (lambda: distill_small("cats"), r"data \('cats'\) must be one of 'digits', 'cifar10'"),
         (lambda: train_small("vit", steps=0), r"steps \(0\) must be an integer of at least 1"),
         (lambda: train_small("vit", lr=0), r"lr \(0\) must be positive"),
-        (lambda: train_small("vit", batch_size=2000), r"batch_size \(2000\) must be between 1"),
+        (
+            lambda: train_small("vit", batch_size=2000),
+            r"batch_size \(2000\) must be at most the n",
+        ),
+        (
+            lambda: train_small("vit", augment=torch.neg, loss_fn=lambda model, batch: 0),
+            "augment must be None",
+        ),
     ],
 )
 def test_bad_input_is_named(call, message):

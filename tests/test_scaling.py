@@ -20,16 +20,15 @@ from attnlib.scaling import (
     Cluster,
     GPTStage,
     Plan,
-    Workers,
     _possible_plans,
-    memory_of,
-    operations_of,
+    flops_per_token,
+    memory_per_device,
     plan,
     ring_all_reduce,
     ring_attention,
     ring_schedule,
-    seconds_of,
     shard_sequence,
+    step_time,
     tensor_parallel,
     unshard_sequence,
 )
@@ -40,14 +39,22 @@ from attnlib.vit import Attention, Mlp, VisionTransformer
 SMALL = dict(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_embd=32, tied=False)
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
+@pytest.fixture(scope="module", autouse=True)
+def chapter(tmp_path_factory):
+    """The chapter's modules, which processes import, too."""
     folder = tmp_path_factory.mktemp("modules")
-    write_modules("55_scaling", folder)  # what the ranks run in the chapter
+    write_modules("55_scaling", folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        with Workers(4) as workers:
-            yield workers
+        yield
+
+
+@pytest.fixture(scope="module")
+def four(chapter):
+    from workers import Workers
+
+    with Workers(4) as workers:
+        yield workers
 
 
 # --- what the workers run ---------------------------------------------------------------------
@@ -327,6 +334,8 @@ def test_half_precision_is_as_near_as_its_rounding(four):
 
 
 def test_shapes_are_compared_once_in_a_group():
+    from workers import Workers
+
     with Workers(2) as two:
         assert two.run(exchanges) == [[1, 1, 2, 2, 3, 3]] * 2
 
@@ -395,6 +404,8 @@ def test_stages_that_are_impossible_are_refused():
     ],
 )
 def test_a_rank_that_fails_is_named_in_time(function, arguments, message):
+    from workers import Workers
+
     with Workers(2, timeout=3) as workers:
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=message):
@@ -419,12 +430,16 @@ def alone():
 
 
 def test_one_rank_is_enough():
+    from workers import Workers
+
     with Workers(1) as workers:
         ((apart, gradient),) = workers.run(alone)
     assert apart < 1e-6 and gradient > 0
 
 
 def test_numbers_of_ranks_are_checked():
+    from workers import Workers
+
     with pytest.raises(ValueError, match="ranks"):
         Workers(0)
 
@@ -437,11 +452,11 @@ LARGE = GPTConfig(**{**vars(PUBLISHED["llama-3.1-405b"]), "block_size": 8192})
 
 def test_parameters_and_operations_are_those_of_the_model():
     config = GPTConfig(**SMALL)
-    block, ends = scaling.parameters_of(config)
+    block, ends = scaling._parameter_counts(config)
     matrices = sum(p.numel() for p in GPT(config).parameters() if p.ndim == 2)
     assert 2 * block + ends == matrices
     assert Plan(1).parameters(config) == matrices
-    attention_, all_ = operations_of(config)
+    attention_, all_ = flops_per_token(config)
     head = config.vocab_size * config.n_embd
     assert all_ - attention_ == 6 * (2 * block + head)
     assert attention_ == 6 * 2 * config.block_size * config.n_embd
@@ -449,13 +464,13 @@ def test_parameters_and_operations_are_those_of_the_model():
 
 def test_states_are_zeros_table():
     config = GPTConfig(**SMALL)
-    psi = sum(scaling.parameters_of(config)) + scaling.parameters_of(config)[0]
+    psi = sum(scaling._parameter_counts(config)) + scaling._parameter_counts(config)[0]
     for zero, wanted in ((0, 16), (1, 4 + 12 / 4)):
-        states = memory_of(Plan(4, zero=zero), config, 8)["states"]
+        states = memory_per_device(Plan(4, zero=zero), config, 8)["states"]
         assert states == pytest.approx(wanted * psi)
-    shared = memory_of(Plan(4, zero=3), config, 8)["states"]
+    shared = memory_per_device(Plan(4, zero=3), config, 8)["states"]
     # two blocks and the ends are whole, in two bytes
-    block, ends = scaling.parameters_of(config)
+    block, ends = scaling._parameter_counts(config)
     assert shared == pytest.approx(4 * psi + 2 * (2 * block + ends))
 
 
@@ -463,7 +478,7 @@ def test_the_bubble_is_that_of_the_theorem():
     cluster = Cluster(16, efficiency=0.5)
     for stages, micro, pieces in ((4, 1, 1), (4, 2, 1), (4, 1, 2)):
         cut = Plan(1, 1, stages, micro=micro, interleave=pieces)
-        parts = seconds_of(cut, GPTConfig(**{**SMALL, "n_layer": 8}), cluster, 16)
+        parts = step_time(cut, GPTConfig(**{**SMALL, "n_layer": 8}), cluster, 16)
         micros = 16 / micro
         idle = parts["bubble"] / (parts["bubble"] + parts["compute"])
         assert idle == pytest.approx((stages - 1) / (pieces * micros + stages - 1))
@@ -472,17 +487,17 @@ def test_the_bubble_is_that_of_the_theorem():
 def test_the_plan_fits_and_no_other_that_fits_is_faster():
     cluster = Cluster(64, memory=200e9)
     best = plan(LARGE, cluster, 64)
-    assert sum(memory_of(best, LARGE, 64).values()) <= 0.9 * cluster.memory
+    assert sum(memory_per_device(best, LARGE, 64).values()) <= 0.9 * cluster.memory
     assert best.devices <= 64
-    time_ = sum(seconds_of(best, LARGE, cluster, 64).values())
+    time_ = sum(step_time(best, LARGE, cluster, 64).values())
     for other in list(_possible_plans(LARGE, cluster, 64))[::17]:
-        if sum(memory_of(other, LARGE, 64).values()) <= 0.9 * cluster.memory:
-            assert sum(seconds_of(other, LARGE, cluster, 64).values()) >= time_
+        if sum(memory_per_device(other, LARGE, 64).values()) <= 0.9 * cluster.memory:
+            assert sum(step_time(other, LARGE, cluster, 64).values()) >= time_
 
 
 def test_slower_links_and_less_memory_never_help():
     times = [
-        sum(seconds_of(plan(LARGE, cluster, 64), LARGE, cluster, 64).values())
+        sum(step_time(plan(LARGE, cluster, 64), LARGE, cluster, 64).values())
         for cluster in (
             Cluster(512, between=100e9),
             Cluster(512),

@@ -23,13 +23,8 @@ from attnlib.transformer import POSITIONS, Transformer
 from attnlib.translation import (
     DIRECTIONS,
     HELD_OUT,
-    _is_in,
-    answer_kind,
-    direction_accuracy,
     direction_batches,
     load_marian,
-    number_run,
-    number_scores,
     number_table,
     number_tokenizer,
     tag,
@@ -43,10 +38,12 @@ from benchmarks.translation import (
     length_run,
     lowest_row,
     multi30k_run,
+    page,
     sparse_numbers,
 )
 
 pytestmark = pytest.mark.usefixtures("quiet")
+of_page = page.number_run.__globals__  # the names that the page's functions use
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +158,7 @@ def test_a_table_of_some_languages_is_that_of_all_elsewhere_padding(tokenizer):
 @given(st.integers(0, 10**9 - 1), st.sampled_from(LANGUAGES))
 def test_a_name_is_in_its_language(number, language):
     (name,) = number_words([number], language)
-    assert _is_in(name, language) and not _is_in(name + "x", language)
+    assert page.is_in(name, language) and not page.is_in(name + "x", language)
 
 
 def test_a_name_of_a_large_number_is_not_in_another_language():
@@ -169,7 +166,7 @@ def test_a_name_of_a_large_number_is_not_in_another_language():
     for number in draw_numbers(60, 10**9, seed=5):
         for a in four if number else ():
             (name,) = number_words([number], a)
-            assert [b for b in four if _is_in(name, b)] == [a]
+            assert [b for b in four if page.is_in(name, b)] == [a]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +190,7 @@ def test_a_name_of_a_large_number_is_not_in_another_language():
 def test_answers_are_sorted(text, kind):
     four = ("en", "de", "es", "fi")
     tokenizer = number_tokenizer(draw_numbers(500, 10**6, seed=3), 300, four)
-    assert answer_kind(tokenizer, text, 77, "de", "es", four) == kind
+    assert page.answer_kind(tokenizer, text, 77, "de", "es", four) == kind
 
 
 def test_answers_above_a_million_are_sorted():
@@ -201,7 +198,9 @@ def test_answers_above_a_million_are_sorted():
     tokenizer = number_tokenizer(draw_numbers(300, 10**6, seed=3), 300, own)
     for language in own:
         (right,), (wrong,) = (number_words([n], language) for n in (number, number + 1))
-        kinds = [answer_kind(tokenizer, x, number, "en", "es", own) for x in (right, wrong)]
+        kinds = [
+            page.answer_kind(tokenizer, x, number, "en", "es", own) for x in (right, wrong)
+        ]
         named = "right" if language == "es" else f"named in {language}"
         assert kinds == [named, f"in {language}"]
 
@@ -234,13 +233,13 @@ def test_accuracy_counts_right_answers_and_those_in_another_language(monkeypatch
 
     en, de = number_words(range(2000), "en"), number_words(range(2000), "de")
     known = {text: n for texts in (en, de) for n, text in enumerate(texts)}
-    monkeypatch.setattr(translation, "translate_numbers", answers)
+    monkeypatch.setitem(of_page, "translate_numbers", answers)
     directions = [("en", "de"), ("en", "es"), ("en", "fi")]
     numbers = list(range(1001, 1031))
     for size in (7, 500):
-        found = direction_accuracy(None, tokenizer, numbers, directions, batch_size=size)
+        found = page.direction_accuracy(None, tokenizer, numbers, directions, batch_size=size)
         assert found == {("en", "de"): (1, 0), ("en", "es"): (0, 1), ("en", "fi"): (0, 0)}
-    scores = number_scores(
+    scores = page.number_scores(
         None, tokenizer, numbers, [("en", "de"), ("en", "es"), ("en", "fi")][:1]
     )
     assert scores["supervised"]["right"] == 1 and "de-en" in scores["zero_shot"]["directions"]
@@ -270,18 +269,18 @@ def test_accuracy_with_the_tag_on_the_target(tokenizer):
 
     model, directions = Speaker(), [("en", "de"), ("en", "es")]
     numbers = [2, 2, 3, 3]
-    found = direction_accuracy(model, tokenizer, numbers, directions, tag_on="target")
+    found = page.direction_accuracy(model, tokenizer, numbers, directions, tag_on="target")
     assert found == {("en", "de"): (0.5, 0), ("en", "es"): (0, 0)}
-    scores = number_scores(model, tokenizer, numbers, directions, tag_on="target")
+    scores = page.number_scores(model, tokenizer, numbers, directions, tag_on="target")
     assert scores["supervised"]["right"] == 0.25
-    assert direction_accuracy(model, tokenizer, numbers, directions)["en", "de"] == (0, 0)
+    assert page.direction_accuracy(model, tokenizer, numbers, directions)["en", "de"] == (0, 0)
     with pytest.raises(ValueError, match="tag_on"):
-        direction_accuracy(model, tokenizer, numbers, directions, tag_on="both")
+        page.direction_accuracy(model, tokenizer, numbers, directions, tag_on="both")
 
 
 def test_number_run_partitions_directions_and_records_its_settings():
     directions = [("en", "de"), ("de", "en"), ("en", "es")]
-    _, _, record = number_run(
+    _, _, record = page.number_run(
         directions,
         limit=10**4,
         steps=4,
@@ -303,18 +302,18 @@ def test_number_run_partitions_directions_and_records_its_settings():
 
 def test_the_history_is_that_of_numbers_which_are_in_no_other_part(monkeypatch):
     asked, trained = [], []
-    scores, table = translation.number_scores, translation.number_table
-    monkeypatch.setattr(
-        translation,
+    scores, table = page.number_scores, number_table
+    monkeypatch.setitem(
+        of_page,
         "number_scores",
         lambda *arguments: asked.append(set(arguments[2])) or scores(*arguments),
     )
-    monkeypatch.setattr(
-        translation,
+    monkeypatch.setitem(
+        of_page,
         "number_table",
         lambda *arguments: trained.append(set(arguments[1])) or table(*arguments),
     )
-    number_run(
+    page.number_run(
         [("en", "de")],
         limit=10**4,
         steps=1,

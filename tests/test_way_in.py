@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_the_readmes_lines(tmp_path, monkeypatch, ending):
     fill(tmp_path / "flowers", {"lemon": 10, "tomato": 10}, ending)
     picture(COLORS["tomato"], 99).save("mine.jpg")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"```python\n(import attnlib\n.*?)```", readme, re.DOTALL)
+    (lines,) = re.findall(r"```python\n(import attnlib\nimport.*?)```", readme, re.DOTALL)
     lines = lines.replace("swin_tiny_patch4_window7_224", "vit_collages")
     lines = lines.replace("lr=1e-4", "lr=1e-3, batch_size=8")
     found = {}
@@ -90,7 +91,7 @@ def test_the_same_from_the_shell(fruits, tmp_path, monkeypatch, capsys):
     assert "20 photographs of 3 classes, and 5 for validation" in out and "epoch 3" in out
     cli.main("classify run.json mine.jpg --map where.png".split())
     assert capsys.readouterr().out.split("\n")[0].endswith("plum")
-    assert Image.open("where.png").size == (64, 64)
+    assert Image.open("where.png").size == (48, 40)
     with pytest.raises(SystemExit, match="weights"):
         cli.main("classify run.json mine.jpg --weights other.safetensors".split())
 
@@ -302,7 +303,11 @@ def test_animated_images_give_their_first_picture(fruits):
     "change, error, message",
     [
         (lambda path: path / "nowhere", FileNotFoundError, "nowhere is no folder"),
-        (lambda path: path / "lemon", FileNotFoundError, "class folder"),
+        (
+            lambda path: path / "lemon",
+            FileNotFoundError,
+            "lemon has no folder in it; .* for each class",
+        ),
         (lambda path: (path / "empty").mkdir() or path, FileNotFoundError, "empty"),
     ],
 )
@@ -502,3 +507,93 @@ def test_the_root_imports_little_and_finds_the_rest():
     )
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         attnlib.nothing  # noqa: B018
+
+
+def test_a_star_import_has_what_help_lists_and_needs_no_torchvision():
+    code = """
+import sys
+from attnlib import *
+import attnlib, pydoc
+assert fit is attnlib.train.fit and image_folder is attnlib.data.image_folder
+text = pydoc.plaintext.document(attnlib)
+for name in attnlib.__all__:
+    assert f"{name}(" in text or name in ("attention",), name
+assert "\\n    fit(" in text and "\\n    image_folder(" in text
+assert "torchvision" not in sys.modules and "timm" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_without_the_training_extra_a_star_import_works():
+    """`fit` is then missing, and said to need it; `help` works as well."""
+    code = """
+import importlib.util, sys
+for name in ("accelerate", "tqdm"):
+    sys.modules[name] = None
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: (
+    None if name in ("accelerate", "tqdm") else find(name, *rest))
+from attnlib import *
+import attnlib, pydoc
+assert "fit" not in globals() and image_folder
+pydoc.plaintext.document(attnlib)
+try:
+    attnlib.fit
+except ImportError as error:
+    assert "attnlib[train]" in str(error), error
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# --- a text of one's own ----------------------------------------------------------------------
+
+
+def test_the_readmes_gpt(tmp_path, monkeypatch, capsys):
+    """As it stands there, in fewer steps; what it wrote is what `generate` writes."""
+    monkeypatch.chdir(tmp_path)
+    text = "the cat sat on the mat and the dog sat on the log. " * 60
+    Path("mine.txt").write_text(text, encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```python\n(import attnlib\n\ntext.*?)```", readme, re.DOTALL)
+    assert len([line for line in lines.splitlines() if line.strip()]) == 8
+    lines = lines.replace("length=128", "length=32").replace("steps=500", "steps=60")
+    found = {}
+    torch.manual_seed(0)
+    exec(lines.replace("n_layer=4", "n_layer=1"), found)
+    assert capsys.readouterr().out.startswith("Once upon a time")
+    again = load_model("gpt.json")
+    assert again.write("the cat", 8, temperature=0.0).startswith("the cat sat on the")
+    ids = again.tokenizer.encode("the cat").ids
+    wanted = again.generate(torch.tensor([ids]), 8, temperature=0.0)[0].tolist()
+    assert again.write("the cat", 8, temperature=0.0) == again.tokenizer.decode(wanted)
+
+
+def test_the_default_loss_of_a_gpt_is_that_of_the_next_token():
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=40, block_size=16, n_layer=1, n_head=2, n_embd=16)
+    one, two = GPT(config), GPT(config)
+    two.load_state_dict(one.state_dict())
+    tokens = torch.arange(200) % 40
+    runs = [fit(one, text_batches(tokens, 8, 4), steps=3, log_every=1)]
+    runs.append(fit(two, text_batches(tokens.tolist(), 8, 4), loss_fn=text_loss, steps=3,
+                    log_every=1))  # fmt: skip
+    assert runs[0] == runs[1]
+    (batch,) = text_batches(tokens, 8, 4)(0)
+    with torch.no_grad():
+        probabilities = one.eval()(batch[:, :-1]).double().softmax(-1)
+        total, count = GPT.default_loss(one, (batch,))
+    wanted = -probabilities.gather(-1, batch[:, 1:, None]).log().sum()
+    assert count == 32 and torch.isclose(total.double(), wanted, rtol=1e-5)
+
+
+def test_what_cannot_be_written():
+    model = GPT(GPTConfig(vocab_size=300, block_size=16, n_layer=1, n_head=2, n_embd=16))
+    with pytest.raises(ValueError, match=r"model\.tokenizer must be set"):
+        model.write("to be")
+    model.tokenizer = train_tokenizer("to be or not to be", 300)
+    with pytest.raises(ValueError, match=r"prompt \(''\) must have at least one token"):
+        model.write("")
+    with pytest.raises(ValueError, match="block_size"):
+        model.write("to be", 100)

@@ -29,6 +29,7 @@ from attnlib import (
     cost,
     data,
     decoding,
+    deit,
     detr,
     efficient,
     finetune,
@@ -142,8 +143,9 @@ def pretrained():
 
 
 def draw(model):
+    picture = models.open_picture(np.zeros((40, 48, 3), np.uint8))
     with tempfile.TemporaryDirectory() as folder:
-        cli._draw_map(model, image(n=1), f"{folder}/map.png")
+        cli._draw_map(model, picture, f"{folder}/map.png")
 
 
 # --- every public function that takes a model -------------------------------------------------
@@ -315,7 +317,10 @@ KEPT = {  # "module.function": (what makes the model, the call)
         lambda m: inference.forward_short(m, image()),
     ),
     "inference._can_shorten": (partial(build, "vit"), inference._can_shorten),
-    "inference._can_replace": (lambda: nn.Linear(4, 6), inference._can_replace),
+    "backbone.is_as_built": (
+        lambda: nn.Linear(4, 6),
+        lambda m: backbone.is_as_built(m, {nn.Linear: {}}),
+    ),
     "inference.devices": (partial(build, "vit"), inference.devices),
     "mae.masked_loss": (make_mae, lambda m: mae.masked_loss(m, (image(),))),
     "models.check_classifies": (partial(build, "vit"), models.check_classifies),
@@ -412,14 +417,6 @@ KEPT = {  # "module.function": (what makes the model, the call)
             m, number_tokenizer(), ["one"], beam_size=2, max_length=6
         ),
     ),
-    "translation.direction_accuracy": (
-        make_translator,
-        lambda m: translation.direction_accuracy(m, number_tokenizer(), [1, 2], [("en", "de")]),
-    ),
-    "translation.number_scores": (
-        make_translator,
-        lambda m: translation.number_scores(m, number_tokenizer(), [1, 2], [("en", "de")]),
-    ),
     "vit.patch_shares": (partial(build, "vit"), lambda m: vit.patch_shares(m, image())),
 }
 
@@ -509,24 +506,17 @@ CHANGED = {  # "module.function": (model, call, the kinds of changes, words of t
         {"training"},
         "put into evaluation mode",
     ),
+    "deit.DistillationLoss": (
+        make_pair,
+        lambda m: train_with_teacher(m["student"], m["teacher"]),
+        WEIGHTS,
+        "no part of the student's checkpoint",
+    ),
     "recipes.train_classifier": (
         partial(build, "vit"),
         lambda m: train_two_steps(m),
         WEIGHTS,
         "Train a model",
-    ),
-    "recipes.distill": (
-        make_pair,
-        lambda m: recipes.distill(
-            m["student"],
-            m["teacher"],
-            (image(), labels()),
-            (image(), labels()),
-            steps=2,
-            batch_size=2,
-        ),
-        WEIGHTS | {"training"},
-        "put into evaluation mode",
     ),
     "train.fit": (
         partial(build, "vit"),
@@ -542,6 +532,11 @@ def train_two_steps(model):
     recipes.train_classifier(model, pairs, pairs, steps=2, batch_size=2)
 
 
+def train_with_teacher(student, teacher):
+    loss_fn = deit.DistillationLoss(teacher)
+    train.fit(student, (image(), labels()), loss_fn=loss_fn, steps=2, batch_size=2)
+
+
 def loss_of(model, batch):
     x, y = batch
     return F.cross_entropy(model(x), y, reduction="sum"), len(y)
@@ -551,7 +546,6 @@ NO_MODEL = {  # functions whose argument only sounds like a model
     "gpt.GPTConfig": "norm is a name",
     "recipes._small_run": "model is a name",
     "recipes.train_small": "model is a name",
-    "translation.number_run": "layers is a number",
     "windows._compile_linear": "norm is a flag",
 }
 ELSEWHERE = {  # functions that are called nowhere here, and why
@@ -807,17 +801,6 @@ SEEDED = {  # "module.function": a call that has numbers of its own
     "translation.direction_batches": lambda: translation.direction_batches(
         number_tokenizer(), number_table(), [("en", "de")], batch_size=4
     )(1),
-    "translation.number_run": lambda: translation.number_run(
-        [("en", "de")],
-        **SMALL_RUN,
-        limit=1000,
-        numbers=50,
-        tests=4,
-        vocab_size=150,
-        d_model=16,
-        layers=1,
-        batch_size=4,
-    )[0],
 }
 UNSEEDED = {  # functions that have a seed and stand in no row, and why
     "data.image_folder": "draws nothing from a global generator: tests/test_way_in.py",

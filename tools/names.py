@@ -3,7 +3,9 @@
 A module or a notebook is a list of *parts*, its statements. A part uses names. The parts that
 bind these names count with it, and so on through the modules of the project. A class is one
 part, with all its methods; other packages are named, but not followed. Comments and docstrings
-do not count.
+do not count. A class of which code only asks whether an object is of it (`isinstance`, a
+key of a table, an annotation) does not count, because none of its code runs; it counts where
+objects are made.
 
 Names do not tell everything, so some parts count without being named:
 
@@ -35,6 +37,8 @@ PLAIN_DECORATORS = (
     "autocast cache contextmanager dataclass fixture former_arguments jit lru_cache no_grad "
     "overload seeded parametrize"
 ).split()
+# functions that compare the class of their first argument with the others
+TYPE_TESTS = ("isinstance", "issubclass", "is_unchanged", "is_plain", "is_as_built")
 REGISTRY, REGISTER = "MODELS", "register_model"
 
 
@@ -83,19 +87,59 @@ def first(name):
 
 
 def used_names(node):
-    """Return the names, dotted if attributes follow, that code reads from outside itself."""
+    """Return the names, dotted if attributes follow, that code reads from outside itself.
+
+    Classes with which it only compares that of an object are left out, see `compared_with`.
+    """
     name = dotted(node)
     if name:
         return {name}
     names = set()
+    compared = compared_with(node)
     for child in ast.iter_child_nodes(node):
-        names |= used_names(child)
+        if child not in compared:
+            names |= used_names(child)
     if isinstance(node, (*FUNCTIONS, *COMPREHENSIONS)):
         own = own_names(node)
         names = {name for name in names if first(name) not in own}
         for outside in evaluated_outside(node):
             names |= used_names(outside)
     return names
+
+
+def compared_with(node):
+    """Return those children of a node that only say of which class an object is.
+
+    The annotations of a function or a variable, the names among the keys of a table, and what
+    is compared with a class: in `isinstance(x, …)`, and after `type(x) is`, `==`, or `in`.
+    """
+    if isinstance(node, ast.arg | ast.AnnAssign):
+        found = [node.annotation]
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        found = [node.returns]
+    elif isinstance(node, ast.Dict):
+        found = [key for key in node.keys if key is not None and dotted(key)]
+    elif isinstance(node, ast.Call) and dotted(node.func) in TYPE_TESTS:
+        found = node.args[1:]
+    elif isinstance(node, ast.Compare) and isinstance(node.left, ast.Call):
+        found = node.comparators if dotted(node.left.func) == "type" else []
+    else:
+        found = []
+    return [child for child in found if child is not None]
+
+
+def compared_names(node):
+    """Return the names in all places in some code that only say of which class an object is."""
+    names = set()
+    for found in ast.walk(node):
+        for child in compared_with(found):
+            names |= used_names(child)
+    return names
+
+
+def is_main(node):
+    """True for `if __name__ == "__main__"`, which does not run when a module is imported."""
+    return isinstance(node, ast.If) and "__name__" in used_names(node.test)
 
 
 def evaluated_outside(node):
@@ -177,6 +221,7 @@ class Part:
     module: "Module"
     binds: set = field(default_factory=set)
     uses: set = field(default_factory=set)
+    compares: set = field(default_factory=set)
 
     @cached_property
     def defines(self):
@@ -230,13 +275,15 @@ class Module:
         self.note_imports(tree)
         added = []
         for node in tree.body:
-            if isinstance(node, IMPORTS):
+            if isinstance(node, IMPORTS) or is_main(node):
                 continue
             starts = [node.lineno]
             starts += [decorator.lineno for decorator in getattr(node, "decorator_list", [])]
             text = "\n".join(line for line in lines[min(starts) - 1 : node.end_lineno] if line)
             if text:
-                added.append(Part(node, text, self, bound_names(node), used_names(node)))
+                uses = used_names(node)
+                compares = compared_names(node) - uses
+                added.append(Part(node, text, self, bound_names(node), uses, compares))
         self.parts += added
         return added
 
@@ -359,10 +406,16 @@ class Project:
         return parts
 
     def behind(self, part):
-        """Return the parts behind the names that a part uses, and what imported names mean."""
+        """Return the parts behind the names that a part uses, and what imported names mean.
+
+        Of a table that is only compared with, its text counts, and not what is in it.
+        """
         if part not in self.links:
             parts = []
             meanings = set()
+            for name in part.compares:
+                found, _ = self.meaning(part.module, name)
+                meanings |= {table.text for table in found if not table.is_definition}
             for name in sorted(part.uses):
                 found, elsewhere = self.meaning(part.module, name)
                 parts += found

@@ -2,7 +2,8 @@
 
     python -m tools.notebooks run [NAME ...]   execute in place, clean, number, stamp figures
     python -m tools.notebooks check            clean? numbered? figures as old as their code?
-    python -m tools.notebooks test [NAME ...]  execute copies beside the built wheel, compare
+    python -m tools.notebooks test [NAME ...]  execute copies beside the built wheel, compare;
+                                               with --no-wheel beside the checkout
 
 A stored figure is *stamped*: the notebook's metadata holds, for each figure, a fingerprint of
 the code that drew it and of the picture itself. The code is what ran before it and what the
@@ -13,6 +14,7 @@ and the check names the figure.
 
 import argparse
 import base64
+import gc
 import hashlib
 import os
 import shutil
@@ -32,13 +34,13 @@ NBS = ROOT / "nbs"
 
 
 def notebooks(names=()):
-    found = sorted(NBS.glob("[0-9]*.ipynb"))
-    wanted = [path for path in found if not names or path.stem in names]
-    unknown = set(names) - {path.stem for path in found}
+    """The paths of some notebooks, in the order of the names, or of all."""
+    found = {path.stem: path for path in sorted(NBS.glob("[0-9]*.ipynb"))}
+    unknown = set(names) - set(found)
     if unknown:
-        known = ", ".join(path.stem for path in found)
+        known = ", ".join(found)
         sys.exit(f"no notebook named {', '.join(sorted(unknown))}; there are: {known}")
-    return wanted
+    return [found[name] for name in names or found]
 
 
 # --- the form in which a notebook is committed ------------------------------------------------
@@ -243,15 +245,16 @@ def book():
     )
 
 
-def test(paths, jobs, with_book):
+def test(paths, jobs, with_book, wheel=True):
     """Strict nbval on a copy of each notebook, alone in an empty folder, beside the wheel.
 
-    The wheel takes the place of the checkout. Beside the notebooks the book is built and read,
-    if that is asked for. Returned are the names of what failed.
+    The wheel takes the place of the checkout; without it the notebooks import the checkout,
+    which saves the time of building. Beside the notebooks the book is built and read, if that
+    is asked for. Returned are the names of what failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        site = install(folder)
+        site = install(folder) if wheel else ROOT
         env = dict(os.environ, ATTNLIB_SITE=str(site), OMP_NUM_THREADS="1", **startup(folder))
         env["PYTHONPATH"] = os.pathsep.join([str(site), env["PYTHONPATH"]])
         ask = [sys.executable, "-c", "import attnlib; print(attnlib.__file__)"]
@@ -285,6 +288,9 @@ def main():
     parser.add_argument(
         "--book", action="store_true", help="test: build and read the book, too"
     )
+    parser.add_argument(
+        "--no-wheel", action="store_true", help="test: beside the checkout, which is faster"
+    )
     arguments = parser.parse_intermixed_args()
     if arguments.command == "run":
         failed = run(notebooks(arguments.names), arguments.jobs or min(2, os.cpu_count()))
@@ -292,10 +298,12 @@ def main():
             sys.exit(f"not executed: {', '.join(failed)}")
     elif arguments.command == "test":
         jobs = arguments.jobs or os.cpu_count()
-        failed = test(notebooks(arguments.names), jobs, arguments.book)
+        paths = notebooks(arguments.names)
+        failed = test(paths, jobs, arguments.book, wheel=not arguments.no_wheel)
         if failed:
             sys.exit(f"failed: {', '.join(failed)}")
     else:
+        gc.disable()  # the trees of all code are kept, and searching them again takes long
         complaints = check()
         if complaints:
             sys.exit("\n".join(complaints))

@@ -5,11 +5,12 @@
 
 The working tree is compared with the commit at which its branch left `main`. A test or a
 notebook has changed if its code has, or that of any name that it uses (see tools/names.py). Of
-a test that runs for every model, only the models that changed are run. What is skipped is
-printed; `make test` skips nothing.
+a test that runs for every model, or for every function of the library, only those that changed
+are run. What is skipped is printed; `make test` skips nothing.
 """
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -17,11 +18,12 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
 
-from .names import DEFINITIONS, FUNCTIONS, Notebook, Project
+from .names import DEFINITIONS, FUNCTIONS, Notebook, Project, strings
 from .notebooks import ROOT, code_of
 
 # one parity test per model: the first of these names, or those with these arguments
@@ -41,6 +43,10 @@ PARITY = {
     "tests/test_autoformer.py::test_outputs_are_those_of_the_authors_class": [],
     "tests/test_spatial.py::test_gates_are_timms": [],
 }
+# files whose tests run for functions of the library: of those only, whose code has changed
+FOR_EACH_FUNCTION = ("tests/test_arguments.py", "tests/test_world.py")
+MANY = 300  # test functions, for which several processes are faster than one
+RUN_CELLS = "run_cells"  # of benchmarks/chapter.py, which runs cells of a page
 SELECTION = "ATTNLIB_QUICK"  # the environment variable through which pytest is told
 
 
@@ -103,10 +109,32 @@ def with_fixtures(parts, modules):
     return found
 
 
-def texts_behind(project, parts):
-    """Return all code that some parts depend on, as a set of texts."""
+def texts_behind(project, parts, root, cells):
+    """Return all code that some parts depend on, as a set of texts.
+
+    Cells of pages that `run_cells` runs belong to it; `cells` keeps those read before.
+    """
     counted, meanings = project.closure(parts)
-    return {part.text for part in counted} | meanings
+    found = {part.text for part in counted} | meanings
+    for part in counted:
+        if RUN_CELLS in part.uses:
+            if part not in cells:
+                cells[part] = page_code(root, strings(part.node))
+            found |= cells[part]
+    return found
+
+
+def page_code(root, names):
+    """Return the code of the named cells of the named pages, or of all if no cell is named."""
+    found = set()
+    for path in sorted((root / "nbs").glob("[0-9]*.ipynb")):
+        if path.stem in names:
+            code = {}
+            for cell in nbformat.read(path, 4).cells:
+                if cell.cell_type == "code":
+                    code[cell.id] = code_of(cell)
+            found |= {code[name] for name in names & code.keys()} or set(code.values())
+    return found
 
 
 def read_notebook(path, texts):
@@ -120,20 +148,34 @@ def read_notebook(path, texts):
     return texts[text]
 
 
+def definitions(project, root):
+    """Return {"vit.Attention": its parts} for the functions and classes of the library."""
+    found = {}
+    for path in sorted((root / "attnlib").glob("[a-z]*.py")):
+        for part in project.module(f"attnlib.{path.stem}").parts:
+            if part.is_definition:
+                found[f"{path.stem}.{part.node.name}"] = [part]
+    return found
+
+
 def codes(root, texts):
-    """Return the code behind each test, each notebook, and each word that names models."""
+    """Return the code behind each test, notebook, word that names models, and function."""
     project = Project(search_path(root), texts=texts)
+    cells = {}
     tests = {}
     for name, parts in parts_of_tests(project, root).items():
-        tests[name] = texts_behind(project, parts)
+        tests[name] = texts_behind(project, parts, root, cells)
     pages = {}
     for path in sorted((root / "nbs").glob("[0-9]*.ipynb")):
-        pages[path.stem] = texts_behind(project, read_notebook(path, texts).parts)
+        pages[path.stem] = texts_behind(project, read_notebook(path, texts).parts, root, cells)
     models = {}
     for part, words in project.registering("attnlib"):
         for word in words:
-            models.setdefault(word, set()).update(texts_behind(project, [part]))
-    return tests, pages, models
+            models.setdefault(word, set()).update(texts_behind(project, [part], root, cells))
+    functions = {}
+    for name, parts in definitions(project, root).items():
+        functions[name] = texts_behind(project, parts, root, cells)
+    return tests, pages, models, functions
 
 
 def changes(before, now):
@@ -152,19 +194,20 @@ def selection(before, now):
     Returns
     -------
     dict
-        `tests`: {node id: words of models, or None for all that the test runs for};
-        `words`: all words that name models; `notebooks`: their names.
+        `tests`: {node id: names of what changed, or None for all that the test runs for};
+        `names`: all words that name models, and all functions and classes of the library;
+        `notebooks`: their names.
     """
-    tests = changes(before[0], now[0])
     models = changes(before[2], now[2])
-    of_models = set().union(*models.values())
+    functions = changes(before[3], now[3])
     chosen = {}
-    for name, changed in tests.items():
-        only_models = changed <= of_models
-        chosen[name] = sorted(models) if only_models else None
+    for name, changed in changes(before[0], now[0]).items():
+        named = functions if name.startswith(FOR_EACH_FUNCTION) else models
+        only_named = changed <= set().union(*named.values())
+        chosen[name] = sorted(named) if only_named else None
     return {
         "tests": chosen,
-        "words": sorted(now[2]),
+        "names": sorted(now[2] | now[3]),
         "notebooks": sorted(changes(before[1], now[1])),
     }
 
@@ -182,15 +225,29 @@ def is_parity(nodeid, seen):
     return name not in seen
 
 
+def names_in(arguments, known):
+    """Return the models and functions that the arguments of a test name.
+
+    Such as "swin" in `swin_tiny-True`, and "swin.SwinBlock" in `swin.SwinBlock, 2-dim`.
+    """
+    found = set()
+    for argument in arguments.split("-"):
+        for name in (argument.partition(",")[0], argument.partition("_")[0]):
+            if name in known:
+                found.add(name)
+                break
+    return found
+
+
 def is_changed(nodeid, chosen):
     """True for a test that was chosen, with these arguments."""
     name, _, arguments = nodeid.removesuffix("]").partition("[")
     name = "::".join(name.split("::")[:2])  # of a class, if the test is in one
     if name not in chosen["tests"]:
         return False
-    models = chosen["tests"][name]
-    named = {word.partition("_")[0] for word in arguments.split("-")} & set(chosen["words"])
-    return models is None or not named or bool(named & set(models))
+    changed = chosen["tests"][name]
+    named = names_in(arguments, set(chosen["names"]))
+    return changed is None or not named or not named.isdisjoint(changed)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -212,9 +269,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 def run(*command, **environment):
-    """Run a command; True if it did what it should."""
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, **environment))
+    """Run a command, print what it says in one piece; True if it did what it should."""
+    together = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, **environment), **together)
+    print(done.stdout, end="", flush=True)
     return done.returncode == 0
+
+
+def longest_first(names):
+    """Return names of notebooks, those with most cells first, so that none is left alone."""
+    cells = {}
+    for name in names:
+        nb = nbformat.read(ROOT / "nbs" / f"{name}.ipynb", 4)
+        cells[name] = sum(cell.cell_type == "code" for cell in nb.cells)
+    return sorted(names, key=cells.get, reverse=True)
 
 
 def skipped(chosen, now):
@@ -224,9 +292,37 @@ def skipped(chosen, now):
     return [
         f"skipped: {len(tests)} of {len(now[0])} test functions, whose code is unchanged",
         f"skipped: {len(pages)} of {len(now[1])} notebooks, whose code is unchanged",
-        "skipped: the book in a browser, slow tests, and what depends on records and texts",
+        "skipped: the book in a browser, slow tests, what depends on records and texts, and "
+        "the wheel, in whose place notebooks import the checkout",
         "`make test` runs all of it, and `pytest -m slow` the slow tests",
     ]
+
+
+def choose(folder):
+    """Return what to run, and the present code, after the former one was put into a folder."""
+    commit = base()
+    if commit is None:
+        sys.exit("no git repository to compare with: run `make test`")
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True)
+    subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+    print(f"compared with {commit[:7]}", flush=True)
+    texts = {}
+    now = codes(ROOT, texts)
+    return selection(codes(folder, texts), now), now
+
+
+def test_commands(chosen, told):
+    """Return the commands that run the chosen tests and notebooks, and their environments."""
+    python = [sys.executable, "-m"]
+    files = sorted({name.partition("::")[0] for name in [*chosen["tests"], *PARITY]})
+    # each process imports all files, which for a few tests takes longer than the tests
+    workers = "auto" if len(chosen["tests"]) > MANY else "0"
+    environment = {"OMP_NUM_THREADS": "1", SELECTION: str(told)}
+    commands = [([*python, "pytest", "-n", workers, "-p", "tools.quick", *files], environment)]
+    if chosen["notebooks"]:
+        names = longest_first(chosen["notebooks"])
+        commands.append(([*python, "tools.notebooks", "test", "--no-wheel", *names], {}))
+    return commands
 
 
 def main():
@@ -234,18 +330,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--list", action="store_true", help="only say what would run")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        commit = base()
-        if commit is None:
-            sys.exit("no git repository to compare with: run `make test`")
-        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True)
-        subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
-        texts = {}
-        now = codes(ROOT, texts)
-        chosen = selection(codes(Path(folder), texts), now)
-        print(f"compared with {commit[:7]}", flush=True)
-        for name, words in chosen["tests"].items():
-            print(f"changed: {name}" + (f" for {', '.join(words)}" if words else ""))
+    gc.disable()  # the trees of all code are kept, and searching them again takes long
+    python = [sys.executable, "-m"]
+    rules = (
+        ["ruff", "check", "."],
+        ["ruff", "format", "--check", "."],
+        ["tools.notebooks", "check"],
+    )
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        done = []
+        if not arguments.list:
+            done += [pool.submit(run, *python, *rule) for rule in rules]
+        chosen, now = choose(Path(folder))
+        for name in chosen["tests"]:
+            print(f"changed: {name}")
         for name in chosen["notebooks"]:
             print(f"changed: nbs/{name}.ipynb")
         print("\n".join(skipped(chosen, now)), flush=True)
@@ -253,20 +351,10 @@ def main():
             return
         told = Path(folder) / "selection.json"
         told.write_text(json.dumps(chosen))
-        files = sorted({name.partition("::")[0] for name in [*chosen["tests"], *PARITY]})
-        python = [sys.executable, "-m"]
-        done = [
-            run(*python, "ruff", "check", "."),
-            run(*python, "ruff", "format", "--check", "."),
-            run(*python, "tools.notebooks", "check"),
-            run(
-                *[*python, "pytest", "-n", "auto", "-p", "tools.quick", *files],
-                **{"OMP_NUM_THREADS": "1", SELECTION: str(told)},
-            ),
-        ]
-        if chosen["notebooks"]:
-            done.append(run(*python, "tools.notebooks", "test", *chosen["notebooks"]))
-    sys.exit(not all(done))
+        for command, environment in test_commands(chosen, told):
+            done.append(pool.submit(run, *command, **environment))
+        good = [job.result() for job in done]
+    sys.exit(not all(good))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from attnlib.backbone import (
     feature_take_indices,
     hidden_width,
     init_weights,
+    is_as_built,
     is_plain,
     is_unchanged,
     requires,
@@ -494,6 +495,38 @@ def test_whoever_changes_a_layer_is_noticed():
     assert not is_plain(kind(2, 2), torch.nn.GELU)
 
 
+class Pair(torch.nn.Module):
+    """Two layers in a row, of which the second is nested."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(2)
+        self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.GELU())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pair: setattr(pair, "norm", torch.nn.RMSNorm(2)),  # of another class
+        lambda pair: setattr(pair, "more", torch.nn.Identity()),
+        lambda pair: delattr(pair, "norm"),
+        lambda pair: pair.inner.append(torch.nn.Identity()),
+        lambda pair: pair.inner[0].register_forward_hook(lambda *_: None),
+        lambda pair: setattr(pair.inner[1], "forward", pair.inner[1].forward),
+        lambda pair: setattr(pair, "forward", pair.inner.forward),
+    ],
+)
+def test_whoever_changes_a_part_is_noticed(change):
+    layers = {"0": [torch.nn.Linear], "1": [torch.nn.GELU, torch.nn.ReLU]}
+    children = dict(norm=[torch.nn.LayerNorm], inner=[torch.nn.Sequential])
+    parts = {Pair: children, torch.nn.Sequential: layers}
+    pair = Pair()
+    assert is_as_built(pair, parts) and is_as_built(pair.inner, parts)
+    assert not is_as_built(pair.norm, parts)  # a class that the caller does not know
+    change(pair)
+    assert not is_as_built(pair, parts)
+
+
 ORACLES = {
     Backbone: test_outputs_and_gradients_are_timms,
     DropPath: test_whole_examples_are_dropped_as_timm_does,
@@ -511,6 +544,7 @@ ORACLES = {
     feature_take_indices: test_indices_are_timms,
     hidden_width: test_a_hidden_width_is_rounded_down,
     init_weights: test_weights_are_initialized_as_timms,
+    is_as_built: test_whoever_changes_a_part_is_noticed,
     is_plain: test_whoever_changes_a_layer_is_noticed,
     is_unchanged: test_whoever_changes_a_layer_is_noticed,
     resample_abs_pos_embed: test_positions_are_resampled_as_timm_does,

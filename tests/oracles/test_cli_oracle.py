@@ -138,8 +138,9 @@ def test_maps_are_drawn(grid, seed, black):
     if not black:
         pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
     x = (torch.tensor(pixels).permute(2, 0, 1)[None] / 255 - 0.5) / 0.5
+    model.data_config["crop_pct"] = 1.0
     with tempfile.TemporaryDirectory() as folder:
-        cli._draw_map(model, x, Path(folder) / "map.png")
+        cli._draw_map(model, Image.fromarray(pixels), Path(folder) / "map.png")
         drawn_pixels = np.asarray(Image.open(Path(folder) / "map.png")).astype(float)
     shares = cli._attention_map(model, x).numpy()
     light = (shares - shares.min()) / max(shares.max() - shares.min(), 1e-12)
@@ -148,6 +149,27 @@ def test_maps_are_drawn(grid, seed, black):
     gray = pixels.mean(-1, keepdims=True)
     wanted = (1 - light) * gray + light * 255 * np.array((0.9, 0.62, 0.0))
     assert np.abs(drawn_pixels - wanted).max() <= 0.51
+
+
+@drawn(st.sampled_from((1.0, 0.875, 0.5)), st.sampled_from(((90, 60), (60, 90), (33, 32))))
+def test_maps_have_the_size_of_the_photograph(crop_pct, size):
+    """Light lies where the model's input was cut out, and nowhere else."""
+    torch.manual_seed(0)
+    model = VisionTransformer(32, 8, embed_dim=8, depth=1, num_heads=1).eval()
+    model.data_config = data_config("vit_tiny_patch16_224", 32) | dict(crop_pct=crop_pct)
+    photograph = Image.new("RGB", size, (100, 100, 100))
+    with tempfile.TemporaryDirectory() as folder:
+        cli._draw_map(model, photograph, Path(folder) / "map.png")
+        found = Image.open(Path(folder) / "map.png")
+        assert found.size == size
+        colored = np.ptp(np.asarray(found).astype(int), axis=-1) > 1
+    rows, columns = np.nonzero(colored.any(1))[0], np.nonzero(colored.any(0))[0]
+    left, top, right, bottom = models.input_box(model.data_config, *size)
+    assert left - 1 <= columns.min() and columns.max() <= right
+    assert top - 1 <= rows.min() and rows.max() <= bottom
+    # and it reaches half of the way to the edges at least
+    assert columns.max() - columns.min() > (right - left) / 2
+    assert rows.max() - rows.min() > (bottom - top) / 2
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -195,6 +217,7 @@ NOT_HERE = {
     "predict": "reads recorded weights: tests/test_cli.py",
     "_benchmark": "measures time: tests/test_cli.py",
     "_print_classes": "prints: tests/test_cli.py",
+    "_DEFAULT_MODEL": "a name",
     "_print_times": "prints: tests/test_cli.py",
 }
 

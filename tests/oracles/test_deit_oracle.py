@@ -147,13 +147,31 @@ def test_the_shape_of_a_batch_does_not_matter_to_the_mean(batch):
         close(loss(*logits, labels), torch.stack(each).mean())
 
 
+@drawn(answers(least=1), st.sampled_from((0.1, 0.5, 1.0)))
+def test_labels_are_smoothed_and_decisions_are_not(call, smoothing):
+    """(1 - ε) of a target and ε / C for each class (Szegedy et al. 2016)."""
+    *logits, teacher, labels = (x.double() if x.is_floating_point() else x for x in call)
+    classes = teacher.shape[1]
+    shares = labels
+    if not labels.is_floating_point():
+        shares = torch.eye(classes, dtype=torch.float64)[labels]
+    smooth = (1 - smoothing) * shares + smoothing / classes
+    for loss in (hard_distillation_loss, soft_distillation_loss):
+        found = loss(*logits, teacher, labels, label_smoothing=smoothing, weight=0.3)
+        wanted = loss(*logits, teacher, smooth, weight=0.3)
+        close(found, wanted, 1e-9 * max(1, abs(wanted.item())))
+
+
 ORACLES = {
     "DistilledVisionTransformer": test_both_heads_are_timms,
     "_check_losses": test_other_shapes_and_weights_are_refused,
     "hard_distillation_loss": test_the_hard_loss_is_two_cross_entropies,
     "soft_distillation_loss": test_the_soft_loss_is_the_divergence,
 }
-NOT_HERE = {"SIZES": "widths and heads of the paper, compared with timm's in test_parity.py"}
+NOT_HERE = {
+    "DistillationLoss": "tests/test_teacher.py",
+    "SIZES": "widths and heads of the paper, compared with timm's in test_parity.py",
+}
 
 
 def test_every_public_name_is_tested_here_or_has_a_reason():

@@ -314,7 +314,6 @@ ORACLES = {
 }
 NOT_HERE = {
     "_SMALL": "a constant",
-    "_WHOLE": "a table of classes",
     "_EACH_TOKEN": "a table of classes",
     "_REPLACEMENTS": "a table of classes",
     "_NORMS": "a table of classes",
@@ -323,7 +322,6 @@ NOT_HERE = {
     "_FastBlock": MODELS,
     "FastResNet": MODELS,
     "_can_shorten": MODELS,
-    "_can_replace": MODELS,
     "_can_pack_resnet": MODELS,
     "_has_global_hooks": MODELS,
     "fuse": "needs a GPU: tests/test_windows_fused.py",

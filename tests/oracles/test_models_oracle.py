@@ -247,6 +247,31 @@ def test_pictures_of_every_kind(mode, seed):
     assert np.array_equal(np.asarray(found), np.asarray(picture.convert("RGB")))
 
 
+@drawn(
+    st.integers(20, 90),
+    st.integers(20, 90),
+    st.sampled_from((1.0, 0.875, 0.5)),
+    st.sampled_from(((32, 32), (32, 48), (17, 17))),
+)
+def test_the_box_is_what_preprocess_shows(width, height, crop_pct, size):
+    """The brightness of a picture that is a ramp says which column and row a pixel was."""
+    config = data_config("vit_tiny_patch16_224", size) | dict(
+        crop_pct=crop_pct, interpolation="bilinear"
+    )
+    x = np.broadcast_to(np.arange(width)[None, :, None] * 2, (height, width, 1))
+    y = np.broadcast_to(np.arange(height)[:, None, None] * 2, (height, width, 1))
+    picture = np.concatenate([x, y, 0 * x], axis=-1).astype(np.uint8)
+    shown = (models.preprocess(config)(picture)[0] * 0.5 + 0.5) * 255 / 2
+    left, top, right, bottom = models.input_box(config, width, height)
+    centers_x = left + (np.arange(size[1]) + 0.5) * (right - left) / size[1] - 0.5
+    centers_y = top + (np.arange(size[0]) + 0.5) * (bottom - top) / size[0] - 0.5
+    middle = size[0] // 2, size[1] // 2  # near an edge, the filter is cut off
+    assert shown[0, middle[0], middle[1]] == pytest.approx(centers_x[middle[1]], abs=1.0)
+    assert shown[1, middle[0], middle[1]] == pytest.approx(centers_y[middle[0]], abs=1.0)
+    inside = (centers_x > 3) & (centers_x < width - 4)
+    assert np.abs(shown[0, middle[0]].numpy() - centers_x)[inside].max(initial=0) < 1.0
+
+
 ORACLES = {
     "list_models": test_patterns_are_those_of_a_shell,
     "data_config": test_what_a_name_wants,
@@ -266,6 +291,7 @@ ORACLES = {
     "read_weights": test_files_of_every_kind_hold_the_same,
     "load_pretrained": test_what_does_not_fit_changes_nothing,
     "preprocess": test_pixels_are_timms,
+    "input_box": test_the_box_is_what_preprocess_shows,
     "open_picture": test_pictures_of_every_kind,
 }
 NOT_HERE = {

@@ -26,8 +26,8 @@ from pycocotools import mask as coco
 from attnlib import panoptic
 from attnlib.data import detection_scenes
 from attnlib.detr import DETR, HungarianMatcher, SmallBackbone
-from benchmarks.panoptic import CHAPTER, panoptic_scenes, small_panoptic
 from benchmarks.panoptic import label_maps as label_maps_of
+from benchmarks.panoptic import page, panoptic_scenes, small_panoptic
 from helpers import close
 
 numbers = st.integers(min_value=0, max_value=5)
@@ -64,7 +64,7 @@ def test_scenes(count, split, seed):
 def test_bounds(batch, count, size, seed, share):
     found = torch.rand(batch, count, *size, generator=torch.Generator().manual_seed(seed))
     mask = found < share
-    boxes = CHAPTER["masks_to_boxes"](mask)
+    boxes = page.masks_to_boxes(mask)
     assert boxes.shape == (batch, count, 4) and boxes.dtype == torch.float32
     for own, box in zip(mask.flatten(0, 1), boxes.flatten(0, 1)):
         wanted = torch.zeros(4)

@@ -323,7 +323,7 @@ def test_dropout_is_found(layer, attention, as_module):
 def test_sizes_and_operations_are_those_of_the_model(config):
     """Of every kind of GPT: PyTorch counts the products of a step with whole attention."""
     model = GPT(config)
-    block, ends = scaling.parameters_of(config)
+    block, ends = scaling._parameter_counts(config)
     matrices = [p.numel() for p in model.h[0].parameters() if p.ndim == 2]
     assert block == sum(matrices)
     own = {model.wte.weight, model.lm_head.weight}
@@ -331,7 +331,7 @@ def test_sizes_and_operations_are_those_of_the_model(config):
     tokens = torch.zeros(1, config.block_size, dtype=torch.int64)
     with attention_backend("reference"), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
-    attention, operations = scaling.operations_of(config)
+    attention, operations = scaling.flops_per_token(config)
     counted = counter.get_total_flops() / config.block_size
     channels = config.n_layer * config.n_head * config.resolved_head_dim
     assert counted == operations - attention + 12 * channels * config.block_size
@@ -345,7 +345,7 @@ def test_a_block_of_2019_keeps_32_numbers_a_channel(width, heads):
     """Korthikanti et al. 2023, section 4.1: 34 bytes, and 32 without masks of dropout."""
     sizes = dict(n_head=heads, n_embd=heads * width, mlp="gelu", position="learned")
     config = GPTConfig(**sizes, n_layer=1, vocab_size=8, block_size=8)
-    assert scaling.activations_of(config) == 32 * heads * width
+    assert scaling._activation_bytes(config) == 32 * heads * width
 
 
 @drawn(
@@ -360,28 +360,28 @@ def test_a_plan_by_its_formulas(
     """Memory and seconds, each written anew."""
     own = Plan(data, tensor, pipeline, context, micro, 1, zero, recompute)
     cluster, batch = Cluster(own.devices, node=4), 4 * data * micro
-    block, ends = scaling.parameters_of(config)
+    block, ends = scaling._parameter_counts(config)
     depth = -(-config.n_layer // pipeline)
     assert own.devices == data * tensor * pipeline * context and own.depth(config) == depth
     weights = (depth * block + ends / (1 if pipeline == 1 else 2)) / tensor
     assert own.parameters(config) == weights and own.micros(batch) == 4
     states = {0: 16, 1: 4 + 12 / (data * context), 3: 16 / (data * context)}[zero] * weights
     states += 2 * (2 * block + ends) / tensor if zero == 3 else 0
-    kept, inputs = scaling.activations_of(config), 2 * config.n_embd
+    kept, inputs = scaling._activation_bytes(config), 2 * config.n_embd
     held = min(pipeline, 4) * depth * (inputs if recompute else kept)
     held += kept if recompute else 0
     tokens = micro * config.block_size / (tensor * context)
-    memory = scaling.memory_of(own, config, batch)
+    memory = scaling.memory_per_device(own, config, batch)
     assert memory["states"] == pytest.approx(states)
     assert memory["activations"] == pytest.approx(tokens * (held + 6 * config.vocab_size))
 
-    attention, operations = scaling.operations_of(config)
+    attention, operations = scaling.flops_per_token(config)
     work = batch * config.block_size * operations * (4 / 3 if recompute else 1)
     alone = work / (own.devices * cluster.flops * cluster.efficiency)
     alone *= depth * pipeline / config.n_layer  # all wait for the fullest stage
     compute, share = scaling._compute_seconds(own, config, cluster, batch)
     assert (compute, share) == pytest.approx((alone, alone * attention / operations))
-    parts = scaling.seconds_of(own, config, cluster, batch)
+    parts = scaling.step_time(own, config, cluster, batch)
     assert parts["compute"] == compute and min(parts.values()) >= 0
     waits = compute + parts["tensor"] + parts["sequence"]
     assert parts["bubble"] == pytest.approx((pipeline - 1) / 4 * waits)
@@ -413,7 +413,7 @@ def test_plans_that_are_possible(config, devices, node, batch):
     assert len({*plans}) == len(plans) > 0
 
     def seconds(own):
-        return sum(scaling.seconds_of(own, config, cluster, batch).values())
+        return sum(scaling.step_time(own, config, cluster, batch).values())
 
     assert seconds(scaling.plan(config, cluster, batch)) == min(map(seconds, plans))
     name = ("devices", "node", "memory", "flops", "inside", "between", "efficiency")[batch % 7]
@@ -437,13 +437,13 @@ ORACLES = {
     "_block_gradients": test_blocks_of_keys_add_up,
     "GPTStage": test_stages_one_after_the_other_are_the_model,
     "_has_dropout": test_dropout_is_found,
-    "parameters_of": test_sizes_and_operations_are_those_of_the_model,
-    "operations_of": test_sizes_and_operations_are_those_of_the_model,
-    "activations_of": test_a_block_of_2019_keeps_32_numbers_a_channel,
+    "_parameter_counts": test_sizes_and_operations_are_those_of_the_model,
+    "flops_per_token": test_sizes_and_operations_are_those_of_the_model,
+    "_activation_bytes": test_a_block_of_2019_keeps_32_numbers_a_channel,
     "Plan": test_a_plan_by_its_formulas,
-    "memory_of": test_a_plan_by_its_formulas,
+    "memory_per_device": test_a_plan_by_its_formulas,
     "_compute_seconds": test_a_plan_by_its_formulas,
-    "seconds_of": test_a_plan_by_its_formulas,
+    "step_time": test_a_plan_by_its_formulas,
     "_possible_plans": test_plans_that_are_possible,
     "plan": test_plans_that_are_possible,
     "Cluster": test_plans_that_are_possible,
@@ -452,9 +452,6 @@ PROCESSES = "needs processes: tests/test_scaling.py"
 NOT_HERE = {
     "_SHARDED": "a table, read by `tensor_parallel`",
     "_COUNTS": "names of attributes",
-    "_join_group": PROCESSES,
-    "failure": PROCESSES,
-    "Workers": PROCESSES,
     "tensor_parallel": PROCESSES,
     "_LocalRows": PROCESSES,
     "copy_to_group": PROCESSES,

@@ -445,6 +445,7 @@ NOT_HERE = {
     "FUNCTIONS": "a table of kernels, which are run above",
     "_FUSED": "a table of classes, read by `fuse_attention`",
     "_PRODUCT_TILES": "a table, read by `fused_linear`",
+    "_PARTS": "a table of classes, read by `_can_fuse`",
 }
 
 
