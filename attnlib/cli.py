@@ -7,6 +7,9 @@ __all__ = ['describe', 'predict', 'main']
 
 # %% ../nbs/97_cli.ipynb #imports
 import argparse
+import ast
+import importlib.util
+import inspect
 import json
 import statistics
 import sys
@@ -24,6 +27,7 @@ from torch import Tensor
 
 from . import __version__
 from .backbone import requires
+from .compare import compare, reference
 from .cost import count_operations, take_turns
 from .data import image_folder
 from .models import (MODELS, check_classifies, classify, create_model, data_config,
@@ -470,6 +474,52 @@ def _median_iqr(numbers: Sequence[float], unit: float = 1.0) -> str:
     low, median, high = statistics.quantiles(numbers, n=4, method="inclusive")
     return f"{median / unit:.2f} ({low / unit:.2f} to {high / unit:.2f})"
 
+# %% ../nbs/97_cli.ipynb #compare
+def _sizes(arguments: Sequence[str]) -> dict[str, Any]:
+    """Read "--embed-dim 64 --bias False" as {"embed_dim": 64, "bias": False}."""
+    if len(arguments) % 2 or not all(name.startswith("--") for name in arguments[::2]):
+        raise ValueError(f"sizes ({' '.join(arguments)}) must be pairs such as --embed-dim 64")
+    found = {}
+    for name, text in zip(arguments[::2], arguments[1::2]):
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = text
+        found[name[2:].replace("-", "_")] = value
+    return found
+
+
+def _implementation(place: str, sizes: dict[str, Any]) -> Any:
+    """Make the class, or return the function, of "file.py:Name"."""
+    path, _, name = place.rpartition(":")
+    if not Path(path).is_file():
+        raise ValueError(f"implementation ({place!r}) must be a file and a name, such as "
+                         "mine.py:MyAttention")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise ValueError(f"implementation ({place!r}): {path} has no {name!r}")
+    found = getattr(module, name)
+    if not inspect.isclass(found):
+        return found
+    taken = inspect.signature(found).parameters
+    by_name = {size: value for size, value in sizes.items() if size in taken}
+    if by_name or not sizes:
+        return found(**by_name)
+    return found(*sizes.values())
+
+
+def _compare(options: argparse.Namespace) -> None:
+    """Print how an implementation in a file compares with a reference."""
+    sizes = _sizes(options.sizes)
+    mine = _implementation(options.implementation, sizes)
+    report = compare(mine, reference(options.reference, **sizes))
+    print(report)
+    if report.verdict in ("different", "not compared"):
+        sys.exit(1)
+
 # %% ../nbs/97_cli.ipynb #main
 def _print_models(options: Any) -> None:
     """The names that fit a pattern, one a line.
@@ -660,6 +710,11 @@ def _parser() -> argparse.ArgumentParser:
                               help="safetensors in place of the hub's")
     name_picture.add_argument("--map", metavar="FILE",
                               help="write the picture with orange where the model looked")
+    check = part("compare", _compare, "compare an implementation in a file with a reference")
+    check.add_argument("implementation", metavar="FILE:NAME", help="such as mine.py:MyAttention")
+    check.add_argument("reference", help="of attnlib.reference, such as multihead")
+    check.add_argument("sizes", nargs=argparse.REMAINDER,
+                       help="sizes of the reference, such as --embed-dim 64 --num-heads 4")
     bench = part("bench", _print_times, "time a model beside timm's")
     bench.add_argument("name", help=_NAME)
     bench.add_argument("--batch", type=int, default=1, help="images at once")

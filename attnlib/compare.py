@@ -1087,17 +1087,20 @@ class _Record:
     operation: str
 
 
-_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, np))
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def _line_of_caller() -> tuple[str, int]:
     """Return file and number of the line of the reader's code that runs at present."""
-    frame = sys._getframe(2)
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    frame = frame.f_back if frame is not None else None
     while frame is not None:
         name = frame.f_code.co_filename
         if name == __file__:
             return "", 0  # not the reader's code
-        if not name.startswith(_LIBRARIES) and "einops" not in name:
+        if "site-packages" not in name and not name.startswith(("<", _TORCH)):
             return name, frame.f_lineno
         frame = frame.f_back
     return "", 0
@@ -2306,7 +2309,8 @@ def reference(name: str, **config: Any) -> Reference:
     if unknown:
         raise TypeError(f"{unknown[0]} ({config[unknown[0]]!r}) is not an argument of the "
                         f"reference {name!r}; it takes {', '.join(known) or 'none'}")
-    return build(**config)
+    with torch.random.fork_rng(devices=[]):
+        return build(**config)
 
 
 def references() -> list[str]:
