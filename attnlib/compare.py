@@ -97,6 +97,8 @@ def _words(name: str) -> set[str]:
     pieces = _pieces(name)
     pieces = [piece.removeprefix("to") if piece.startswith(("tok", "toq", "tov")) and
               piece.removeprefix("to") in _WORDS else piece for piece in pieces]
+    pieces = [piece[:-1] if piece[:-1] in _WORDS and piece not in _WORDS else piece
+              for piece in pieces]  # "norms" as "norm"
     found = {_WORDS[piece] for piece in pieces if piece in _WORDS}
     if "tok" in pieces:
         found.discard("k")
@@ -199,7 +201,8 @@ def _key_of_array(pieces: list[str]) -> str:
         if piece and piece not in _NORM_LETTERS | {"weight", "bias"}:
             found.append(piece)
     is_norm = any(piece in _NORM_LETTERS for piece in pieces)
-    if is_norm and not any(_WORDS.get(piece) == "norm" for piece in pieces):
+    if is_norm and not any("norm" in (_WORDS.get(piece), _WORDS.get(piece[:-1]))
+                           for piece in pieces):
         found.insert(0, "norm")
     return ".".join(found)
 
@@ -454,7 +457,21 @@ def _match_last(
         if len(some) == 1 and sum(_can_take(other, some[0]) for other in roles) == 1:
             more.append(_Assignment(some[0], [role]))
             by_order.append((role, some[0]))
+    if not more and len(units) == len(roles):
+        pairs = list(zip(roles, units))
+        if all(_can_take(role, unit) for role, unit in pairs):
+            more = [_Assignment(unit, [role]) for role, unit in pairs]
+            by_order += pairs
     return more
+
+
+def _bias_units(units: list[_Unit]) -> list[_Unit]:
+    """Call vectors biases where only biases are left to be matched."""
+    for unit in units:
+        if set(unit.tensors) == {"weight"} and unit.tensors["weight"].squeeze().ndim <= 1:
+            unit.tensors = {"bias": unit.tensors["weight"]}
+            unit.names = {"bias": unit.names["weight"]}
+    return units
 
 
 def _rest_of(role: _Role, found: list[_Assignment]) -> _Role | None:
@@ -481,6 +498,8 @@ def _match_group(
     free = [unit for unit in free if id(unit) not in used]
     rests = [_rest_of(role, found) for role in roles]
     wanted = [rest for rest in rests if rest is not None]
+    if free and wanted and all(set(role.tensors) == {"bias"} for role in wanted):
+        free = _bias_units(free)
     if free and wanted and len(free) < len(units):
         more, undecided = _match_group(free, wanted, num_heads)
         found += more
@@ -531,6 +550,17 @@ def _number_flat_blocks(units: list[_Unit], roles: list[_Role]) -> None:
             unit.group = (unit.group[0], i // (len(some) // depth))
 
 
+def _match_rest(
+    units: list[_Unit], roles: list[_Role], assignments: list[_Assignment]
+) -> tuple[list[_Assignment], list[tuple[_Role, _Unit]]]:
+    """Assign what is in no block on either side, such as an embedding inside an encoder."""
+    used = [id(one.unit) for one in assignments]
+    given = [role.stem for one in assignments for role in one.roles]
+    free = [unit for unit in units if id(unit) not in used and unit.group[1] is None]
+    wanted = [role for role in roles if role.stem not in given and role.group[1] is None]
+    return _match_named(free, wanted)
+
+
 def _match(
     units: list[_Unit], roles: list[_Role], num_heads: int, rename: dict[str, str]
 ) -> _Matching:
@@ -553,6 +583,9 @@ def _match(
         found, undecided = _match_group(mine, wanted, num_heads)
         assignments += found
         by_order += undecided
+    found, undecided = _match_rest(units, roles, assignments)
+    assignments += found
+    by_order += undecided
     covered = set()
     used = set()
     for one in assignments:
@@ -867,20 +900,15 @@ class _Implementation:
                 found.append(inspect.getsource(function))
         return "\n".join(found)
 
-    def is_batch_first(self) -> bool:
-        """Whether the code says that the batch is the first axis, as in ``B, N, C = x.shape``.
+    def is_sequence_first(self) -> bool:
+        """Whether the code, or PyTorch's own layer, says that the sequence is the first axis."""
+        own = type(self.function).__module__.startswith("torch")
+        return own or re.search(_SEQUENCE_FIRST, self.sources()) is not None
 
-        A layer around PyTorch's attention without ``batch_first=True`` counts, too, unless
-        something in it speaks of the sequence as the first axis: to forget this argument is a
-        common mistake.
-        """
+    def is_batch_first(self) -> bool:
+        """Whether the code says that the batch is the first axis, as in ``B, N, C = x.shape``."""
         source = self.sources()
-        if re.search(_BATCH_FIRST, source):
-            return True
-        if not source or re.search(_SEQUENCE_FIRST, source) or self.module is None:
-            return False
-        return any(isinstance(part, nn.MultiheadAttention) and not part.batch_first
-                   for part in self.module.modules())
+        return re.search(_BATCH_FIRST, source) is not None
 
     def uses_tensors(self) -> bool:
         """Whether operations of the implementation are PyTorch's, and so can be recorded."""
@@ -896,7 +924,11 @@ class _Implementation:
         for name, part in self.module.named_modules(remove_duplicate=False):
             if any(True for _ in part.parameters()):
                 places.setdefault(id(part), []).append(name)
-        return next((some for some in places.values() if len(some) > 1), [])
+        for some in places.values():
+            numbered = {re.sub(r"\d+", "0", name) for name in some}
+            if len(some) > 1 and len(numbered) == 1:
+                return some
+        return []
 
 # %% ../nbs/98_compare.ipynb #calls
 @dataclass(frozen=True)
@@ -1092,7 +1124,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 def _line_of_caller() -> tuple[str, int]:
     """Return file and number of the line of the reader's code that runs at present."""
-    frame = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "__torch_function__":
         frame = frame.f_back
     frame = frame.f_back if frame is not None else None
@@ -1413,6 +1445,8 @@ class _Comparison:
             choices += [{**choice, "table": "negated"} for choice in choices]
         if patches:
             choices += [{**choice, "pixels": "channels last"} for choice in choices[:3]]
+        choices += [{**choice, "swap": swap} for swap in self._swaps()
+                    for choice in choices[: 6 if len(choices) < 8 else 2]]
         if unknown:
             choices = [{**choice, "in x out": turned} for turned in (True, False)
                        for choice in choices]
@@ -1425,15 +1459,46 @@ class _Comparison:
             for choice in choices:
                 yield _Attempt(choice, sequence_first)
 
+    def _swaps(self) -> list[dict[str, str]]:
+        """Other orders of roles of one shape that names did not tell apart."""
+        shapes: dict[tuple, dict[str, None]] = {}
+        for role, _ in self.matching.by_order:
+            part = role.stem.rpartition(".")[0].rpartition(".")[2]
+            shapes.setdefault((role.shape, part), {})[role.slot] = None
+        found = []
+        for slots in shapes.values():
+            others = self._alike(list(slots))
+            if 2 <= len(others) <= 4:
+                for order in list(itertools.permutations(others))[1:]:
+                    found.append(dict(zip(others, order)))
+        return found
+
+    def _alike(self, slots: list[str]) -> list[str]:
+        """Add the roles that have been left over for the last of several layers."""
+        for group in (("q", "k", "v", "o"), ("norm1", "norm2"), ("norm1", "norm2", "norm3"),
+                      ("gate", "up")):
+            present = {role.slot for one in self.matching.assignments for role in one.roles}
+            if set(slots) <= set(group) and set(group) <= present:
+                return list(group)
+        return slots
+
     def load(self, attempt: _Attempt) -> None:
         """Give the reader's parameters the reference's values."""
         values = {}
         for one in self.matching.assignments:
             for kind, name in one.unit.names.items():
                 if all(kind in role.names for role in one.roles):
-                    parts = [self.values[role.names[kind]] for role in one.roles]
+                    parts = [self.values[self._swapped(role, kind, attempt)]
+                             for role in one.roles]
                     values[name] = _arranged(parts, one, kind, attempt.choice, self.heads)
         self.mine.set(values)
+
+    def _swapped(self, role: _Role, kind: str, attempt: _Attempt) -> str:
+        """Return the role whose values go where those of another were expected."""
+        slot = attempt.choice.get("swap", {}).get(role.slot, role.slot)
+        stem = f"{role.stem.rpartition('.')[0]}.{slot}".strip(".")
+        name = f"{stem}.{kind}"
+        return name if name in self.values else role.names[kind]
 
     def output(
         self, attempt: _Attempt, number: int, style: _MaskStyle | None = None,
@@ -1702,7 +1767,7 @@ def _diagnose(
     pairs = list(itertools.product(conventions, others))
     pairs += list(itertools.combinations(conventions, 2))
     pairs += list(itertools.combinations(others, 2))
-    declared = re.search(_SEQUENCE_FIRST, comparison.mine.sources()) is not None
+    declared = comparison.mine.is_sequence_first()
     readings = [attempt for attempt in outputs.attempts
                 if isinstance(outputs.get(attempt, 0), Tensor)
                 and (declared or not attempt.sequence_first)]
@@ -2119,6 +2184,10 @@ def _describe(comparison: _Comparison, attempt: _Attempt, values: str) -> None:
         if attempt.choice.get(name):
             report.adapted.append(f"heads are interleaved where they are {name}: channel i "
                                   "belongs to head i modulo the number of heads")
+    if attempt.choice.get("swap"):
+        swap = [f"{new} where {old} was expected" for old, new in attempt.choice["swap"].items()
+                if old != new]
+        report.notes.append(f"Settled by the outputs: {_listed(swap)}.")
     if attempt.choice.get("order"):
         report.adapted.append("rows are in the order q, k, v, although the name says another")
     if attempt.choice.get("table"):
@@ -2149,6 +2218,13 @@ def _conclude(comparison: _Comparison, outputs: _Outputs) -> None:
             report.verdict = "equal"
             if _is_convention(attempt, values):
                 report.verdict = "equal up to a convention"
+            if attempt.sequence_first and not comparison.mine.is_sequence_first():
+                report.verdict = "not compared"
+                report.reason = (
+                    "your code equals the reference if its input is (N, B, C), the sequence "
+                    "first; if it is (B, N, C), it attends over the batch axis; say which by "
+                    "call=lambda mine, x: ...")
+                return
             _describe(comparison, attempt, values)
             _check_gradients(comparison, attempt)
             _training(comparison, attempt)
@@ -2171,7 +2247,11 @@ def _explain(comparison: _Comparison, outputs: _Outputs) -> None:
         report.reason = reasons[0]
         return
     report.verdict = "different"
-    explained = _diagnose(comparison, outputs) if comparison.reference.steps else []
+    matching = comparison.matching
+    unmatched = bool(matching.missing and matching.extra)
+    explained = []
+    if comparison.reference.steps and not unmatched:
+        explained = _diagnose(comparison, outputs)
     values = "keep"
     wrong = None
     for chosen, reading, (error, by_probe, values) in explained:
@@ -2200,6 +2280,34 @@ def _explain(comparison: _Comparison, outputs: _Outputs) -> None:
     report.difference = max(differences, default=math.inf)
     _describe(comparison, attempt, values)
     _locate(comparison, outputs, attempt, wrong)
+    doubt = _doubt(comparison, unmatched)
+    if doubt and not explained:
+        report.verdict = "not compared"
+        report.reason = doubt
+
+
+def _doubt(comparison: _Comparison, unmatched: bool) -> str:
+    """Return why a difference may come from matching parameters wrongly, if it may."""
+    matching = comparison.matching
+    if unmatched:
+        return (f"{_listed(matching.extra)} may stand for {_listed(matching.missing)}; "
+                "rename={...} settles it")
+    packed = [one for one in matching.assignments if len(one.roles) > 1]
+    parts = [name for name in comparison.report.agreement
+             if name.rpartition(".")[2] in ("q", "k", "v", "gate", "up")]
+    limit = 10 * comparison.tolerance
+    found = all(comparison.report.agreement[name] <= limit for name in parts[:3])
+    by_head = [one for one in matching.assignments
+               if one.roles[0].slot in ("q", "k", "v", "o")
+               and len([n for n in one.unit.tensors.get("weight", torch.ones(1)).shape
+                        if n > 1]) > 2]
+    if packed and not (parts and found):
+        return (f"the outputs differ, but the rows of {packed[0].unit.name} may be packed in an "
+                "unusual order")
+    if by_head and not comparison.mine.uses_tensors():
+        return (f"the outputs differ, but the axes of {by_head[0].unit.name} may be in an "
+                "unusual order")
+    return ""
 
 # %% ../nbs/98_compare.ipynb #compare-4
 def compare(
