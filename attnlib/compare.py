@@ -122,7 +122,7 @@ def _kind(name: str, tensor: Tensor) -> str:
     last = _pieces(name)[-1:]
     tail = [piece for piece in _pieces(name) if not piece.isdigit()][-2:]
     is_bias = (last and last[0] in _BIASES) or (tail and tail[-1] in _BIASES)
-    is_bias = is_bias or (tail and tail[0] == "b" and tensor.ndim == 1)
+    is_bias = is_bias or (tail and tail[0] == "b" and tail[-1] != "weight" and tensor.ndim == 1)
     if tensor.squeeze().ndim > 2 or (tensor.ndim > 1 and _words(name) & {"pos", "relative"}):
         is_bias = False  # a table of biases
     return "bias" if is_bias else "weight"
@@ -207,15 +207,32 @@ def _key_of_array(pieces: list[str]) -> str:
     return ".".join(found)
 
 
+def _pairs(names: list[str]) -> dict[str, tuple[str, str]]:
+    """Find pairs (weight, bias) in nested lists: "norm.0" and "norm.1"."""
+    found = {}
+    children: dict[str, list[str]] = {}
+    for name in names:
+        children.setdefault(name.rpartition(".")[0], []).append(name)
+    for parent, some in children.items():
+        if parent and some == [f"{parent}.0", f"{parent}.1"]:
+            found[some[0]] = (parent, "weight")
+            found[some[1]] = (parent, "bias")
+    return found
+
+
 def _units(parameters: dict[str, Tensor], owners: dict[str, nn.Module | None]) -> list[_Unit]:
     """Group parameters into layers, in their order."""
     numbers = _number_of_block(list(parameters))
     units: dict[str, _Unit] = {}
+    pairs = _pairs(list(parameters))
     for order, (name, tensor) in enumerate(parameters.items()):
         kind = _kind(name, tensor)
         stem = re.sub(r"[._/]?(weight|bias|kernel)$", "", name)
         pieces = _pieces(stem)
-        if owners.get(name) is None or stem == name:  # an array: "Wq" and "bq" belong together
+        if name in pairs and owners.get(name) is None:  # (weight, bias)
+            stem, kind = pairs[name]
+            key = stem
+        elif owners.get(name) is None or stem == name:  # an array: "Wq" and "bq" belong together
             key = _key_of_array(pieces)
         else:
             key = stem
@@ -755,6 +772,37 @@ def _nested(like: Any, values: dict[str, Any], before: str = "") -> Any:
     return values[before]
 
 
+def _refers_to_itself(module: nn.Module) -> bool:
+    """Whether a module keeps a function of its own parts, which a copy would not replace."""
+    for part in module.modules():
+        for value in vars(part).values():
+            for cell in getattr(value, "__closure__", None) or ():
+                if isinstance(cell.cell_contents, nn.Module):
+                    return True
+    return False
+
+
+@contextlib.contextmanager
+def _restored(mine: Any) -> Iterator[None]:
+    """Give a module that is not copied its values, precision, and modes back."""
+    if not isinstance(mine, nn.Module) or not _refers_to_itself(mine):
+        yield
+        return
+    tensors = [*mine.parameters(), *mine.buffers()]
+    values = [x.data for x in tensors]
+    copies = [x.detach().clone() for x in tensors]
+    modes = [(part, part.training) for part in mine.modules()]
+    try:
+        yield
+    finally:
+        now = [*mine.parameters(), *mine.buffers()]
+        for tensor, value, copied in zip(now, values, copies):
+            value.copy_(copied)
+            tensor.data = value
+        for part, training in modes:
+            part.training = training
+
+
 def _copied(module: nn.Module) -> nn.Module:
     """Copy a module, also one that keeps results of a call, such as attention weights."""
     known = {}
@@ -798,7 +846,8 @@ class _Implementation:
         self.untrained: list[str] = []
         self.owners: dict[str, nn.Module | None] = {}
         if isinstance(mine, nn.Module):
-            self.module = _copied(mine).cpu().double().eval()
+            self.module = mine if _refers_to_itself(mine) else _copied(mine)
+            self.module = self.module.cpu().double().eval()
             self.parameters = self._of_module(self.module)
             self.function = self.module
             self.signature = inspect.signature(self.module.forward)
@@ -808,7 +857,9 @@ class _Implementation:
             if isinstance(mine, tuple):
                 self.function, self.arrays = mine
                 for name, value in _flat(self.arrays).items():
-                    self.parameters[name] = torch.tensor(np.asarray(value)).double()
+                    value = torch.tensor(np.asarray(value))
+                    if value.is_floating_point():  # others are indices or sizes
+                        self.parameters[name] = value.double()
             self.signature = inspect.signature(self.function)
         skipped = 1 if self.arrays is not None else 0
         self.arguments = list(self.signature.parameters.values())[skipped:]
@@ -879,8 +930,9 @@ class _Implementation:
 
     def _run_with(self, make: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call a function of arrays, which `make` makes."""
-        values = {name: make(value.detach().numpy()) for name, value in
-                  self.parameters.items()}
+        values = dict(_flat(self.arrays))
+        for name, value in self.parameters.items():
+            values[name] = make(value.detach().numpy())
         args = tuple(make(_to_array(x)) if isinstance(x, Tensor) else x for x in args)
         kwargs = {name: make(_to_array(x)) if isinstance(x, Tensor) else x
                   for name, x in kwargs.items()}
@@ -1052,6 +1104,14 @@ class _Caller:
             keywords.setdefault(name, None)
         return main, keywords
 
+    def _check_mask(self, target: Callable, inputs: dict[str, Any], found: Any) -> None:
+        """Raise if the reader's `call` drops the mask."""
+        everything = torch.ones_like(inputs["mask"])
+        again = self.call(target, **{**inputs, "mask": everything})
+        same = isinstance(found, Tensor) and isinstance(again, Tensor)
+        if same and torch.equal(found, again) and not inputs["mask"].all():
+            raise _NotCallable("your call does not hand over the mask")
+
     def _mask_name(self, masks: list[str], mask: Tensor) -> str:
         """Choose the argument for a padding mask or a mask of queries and keys."""
         padding = [name for name in masks if "pad" in name]
@@ -1067,9 +1127,11 @@ class _Caller:
                   for name, x in inputs.items()}
         if self.call is not None:
             target = self.mine.function
-            if self.mine.arrays is not None:
+            if self.mine.module is None:
                 target = self.mine.run
             found = self.call(target, **copies)
+            if "mask" in copies and style is not None:
+                self._check_mask(target, copies, found)
         else:
             args, keywords = self.arguments(copies, style)
             if style is not None and any(value is None for name, value in keywords.items()
@@ -1972,6 +2034,9 @@ def _check_gradients(comparison: _Comparison, attempt: _Attempt) -> None:
     except Exception as error:
         comparison.report.probes["gradients"] = f"it raised {type(error).__name__}"
         return
+    if mine.module is None and not out.requires_grad:
+        comparison.report.probes["gradients"] = "it computes outside of PyTorch"
+        return
     if out.shape != comparison.expected[0].shape:
         return
     names = [name for one in comparison.matching.assignments
@@ -2339,7 +2404,6 @@ def compare(
     -------
     Report
     """
-    implementation = None
     report = Report()
     with _undisturbed() as printed:
         reference = _as_reference(reference, inputs)
@@ -2347,19 +2411,11 @@ def compare(
             bad = _bad_parameter(mine)
             if bad:
                 raise _NotCallable(bad)
-            implementation = _Implementation(mine)
-            comparison = _Comparison(implementation, reference, call, rename or {})
-            report = comparison.report
-            _structure(comparison)
-            if comparison.values and not comparison.matching.assignments:
-                raise _NotCallable(_no_match(comparison))
-            try:
-                outputs = _Outputs(comparison)
-                _dropout(comparison, outputs)
-                _conclude(comparison, outputs)
-            except (RuntimeError, IndexError, TypeError) as error:
-                text = (str(error).strip().splitlines() or [""])[0]
-                raise _NotCallable(f"the comparison failed: {text}") from error
+            with _restored(mine):
+                implementation = _Implementation(mine)
+                comparison = _Comparison(implementation, reference, call, rename or {})
+                report = comparison.report
+                _run(comparison)
         except _NotCallable as reason:
             report.verdict = "not compared"
             report.reason = str(reason)
@@ -2367,6 +2423,20 @@ def compare(
         lines = len(printed.getvalue().splitlines())
         report.adapted.append(f"your code printed {lines} lines, which were withheld")
     return report
+
+
+def _run(comparison: _Comparison) -> None:
+    """Compare in all respects; raise `_NotCallable` with the reason if it is not possible."""
+    _structure(comparison)
+    if comparison.values and not comparison.matching.assignments:
+        raise _NotCallable(_no_match(comparison))
+    try:
+        outputs = _Outputs(comparison)
+        _dropout(comparison, outputs)
+        _conclude(comparison, outputs)
+    except (RuntimeError, IndexError, TypeError) as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise _NotCallable(f"the comparison failed: {text}") from error
 
 
 def _bad_parameter(mine: Any) -> str:
