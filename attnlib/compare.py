@@ -97,9 +97,9 @@ def _words(name: str) -> set[str]:
     pieces = _pieces(name)
     pieces = [piece.removeprefix("to") if piece.startswith(("tok", "toq", "tov")) and
               piece.removeprefix("to") in _WORDS else piece for piece in pieces]
-    pieces = [piece[:-1] if piece[:-1] in _WORDS and piece not in _WORDS else piece
-              for piece in pieces]  # "norms" as "norm"
     found = {_WORDS[piece] for piece in pieces if piece in _WORDS}
+    found |= {_WORDS[piece[:-1]] for piece in pieces
+              if piece not in _WORDS and piece[:-1] in _WORDS}  # "norms" as "norm"
     if "tok" in pieces:
         found.discard("k")
         found.add("token")
@@ -677,7 +677,7 @@ def _arranged(
         return _table(value, target, choice)
     if value.ndim == 2 and kind == "weight" and slot not in ("pos", "token", "cls"):
         if len(squeezed) == 3 and slot in ("q", "k", "v", "o"):
-            return _by_head(value, slot, squeezed, choice).reshape(target)
+            return _by_head(value, slot, squeezed, heads).reshape(target)
         turned = one.unit.transposed
         if turned is None and value.shape[0] == value.shape[1]:
             turned = choice.get("in x out", True)
@@ -716,15 +716,17 @@ def _interleaved(value: Tensor, slot: str, heads: int, choice: dict[str, Any]) -
     return value
 
 
-def _by_head(value: Tensor, slot: str, target: list[int], choice: dict[str, Any]) -> Tensor:
+def _by_head(value: Tensor, slot: str, target: list[int], heads: int) -> Tensor:
     """Give each head a matrix of its own: (out, in) -> (h, in, d), (h, d, in) or (in, h, d)."""
     if slot == "o":
         value = value.T  # (in, out) with in = h d
-    if target[0] != value.shape[1] or target[0] * target[1] == value.shape[0]:
-        heads = value.unflatten(0, (target[0], -1))  # (h, d, in)
-        return heads if list(heads.shape) == target else heads.transpose(1, 2)
-    heads = value.unflatten(0, (target[1], -1))
-    return heads.permute(2, 0, 1)  # (in, h, d)
+    value = value.unflatten(0, (heads, -1))  # (h, d, in)
+    for axes in ((0, 2, 1), (0, 1, 2), (2, 0, 1), (2, 1, 0), (1, 0, 2), (1, 2, 0)):
+        if slot == "o" and axes == (0, 2, 1):
+            continue  # (h, d, out) is more common
+        if list(value.permute(axes).shape) == target:
+            return value.permute(axes)
+    return value
 
 # %% ../nbs/98_compare.ipynb #the-reader-s-implementation
 def _hidden_modules(module: nn.Module) -> dict[str, nn.Module]:
@@ -1438,9 +1440,26 @@ class _Comparison:
                               if role.split(".")[0] in ("pos", "cls", "dist", "token")],
                              self.values):
             self.matching = self._match(rename)
+        self._drop_impossible()
         self.without_dropout = False
         self.seconds = 60.0
         self.tolerance = _TOLERANCES[torch.float64]
+
+    def _drop_impossible(self) -> None:
+        """Take back assignments whose values cannot be arranged as the parameter wants them."""
+        matching = self.matching
+        for one in list(matching.assignments):
+            for kind, name in one.unit.names.items():
+                if not all(kind in role.names for role in one.roles):
+                    continue
+                roles = [role.names[kind] for role in one.roles]
+                try:
+                    _arranged([self.values[role] for role in roles], one, kind, {}, self.heads)
+                except (RuntimeError, ValueError, IndexError):
+                    matching.extra.append(name)
+                    matching.missing += roles
+                    if one in matching.assignments:
+                        matching.assignments.remove(one)
 
     def _is_large(self) -> bool:
         """Whether one probe has to do."""
@@ -2357,7 +2376,8 @@ def _doubt(comparison: _Comparison, unmatched: bool) -> str:
     if unmatched:
         return (f"{_listed(matching.extra)} may stand for {_listed(matching.missing)}; "
                 "rename={...} settles it")
-    packed = [one for one in matching.assignments if len(one.roles) > 1]
+    packed = [one for one in matching.assignments if len(one.roles) > 1
+              and not one.unit.name.endswith("in_proj")]  # which is PyTorch's layout
     parts = [name for name in comparison.report.agreement
              if name.rpartition(".")[2] in ("q", "k", "v", "gate", "up")]
     limit = 10 * comparison.tolerance
