@@ -1263,9 +1263,9 @@ def _llama(vocab_size: int = 29, n_layer: int = 2, n_head: int = 4, n_kv_head: i
              f"matrix is {'the embedding' if tied else 'one of its own'}. Causal attention "
              "with n_head heads of queries and n_kv_head of keys and values (query head i uses "
              "head i // (n_head / n_kv_head)), scale 1/√head_dim; queries and keys are rotated "
-             f"by the positions 0, 1, ... (base {rope_base:g}, channel i with i + d/2). MLP: W₂ "
-             "(silu(W_g x) ⊙ W_u x) of width n_inner. RMS norms with gain, eps 1e-5. No biases, "
-             "no dropout.")
+             f"by the positions 0, 1, ... (base {rope_base:g}, channel i with i + d/2). MLP: "
+             "W₂ (silu(W_g x) ⊙ W_u x) of width n_inner. RMS norms with gain, eps 1e-5. No "
+             "biases, no dropout.")
 
 # %% ../nbs/99_mistakes.ipynb #references-of-models-2
 @reference_of("transformer")

@@ -102,6 +102,8 @@ CASES = [
     ("soft_distillation_loss", dict(temperature=2.0)),
 ]
 
+MODELS = ("vit", "deit", "swin", "swinv2", "tnt")  # of which mistakes are tried on one probe
+
 SAME = [  # mistakes with equal outputs, and why
     # one is for a model that has the parameter, the other for a model without it
     {"positions not used", "no positions of the patches"},
@@ -234,7 +236,10 @@ def test_steps_equal_the_library(i):
 def effects(i: int) -> tuple[dict[str, float], dict[str, list]]:
     """For each mistake that applies: its largest effect, and what all probes gave."""
     reference = case(i)
-    usual = [outcome(reference, probe) for probe in reference.probes]
+    probes = reference.probes
+    if reference.name in MODELS:
+        probes = probes[:1]
+    usual = [outcome(reference, probe) for probe in probes]
     roles = list(roles_of(reference))
     largest = {}
     results = {}
@@ -244,7 +249,7 @@ def effects(i: int) -> tuple[dict[str, float], dict[str, list]]:
             continue
         largest[entry.name] = 0.0
         found = []
-        for probe, right in zip(reference.probes, usual):
+        for probe, right in zip(probes, usual):
             try:
                 wrong = outcome(reference, probe, entry)
             except (RuntimeError, IndexError, ValueError, TypeError) as error:
