@@ -1042,15 +1042,17 @@ def _mlp(dim: int = 32, hidden: int = 64, act: str = "gelu") -> Reference:
     act : {"gelu", "gelu_tanh", "relu", "silu"}
     """
     activation = nn.GELU(approximate="tanh") if act == "gelu_tanh" else act
-    formula = {"gelu": "x Φ(x), the exact GELU", "gelu_tanh": "GELU in its tanh approximation",
-               "relu": "max(x, 0)", "silu": "x sigmoid(x)"}[act]
+    formulas = {"gelu": "x Φ(x), the exact GELU", "gelu_tanh": "GELU in its tanh approximation",
+                "relu": "max(x, 0)", "silu": "x sigmoid(x)"}
+    if act not in formulas:
+        raise ValueError(f"act ({act!r}) must be one of {', '.join(formulas)}")
     return Reference(
         name="mlp", module=FeedForward(dim, hidden, activation),
         call=lambda module, x: module(x), steps=MlpSteps, config=dict(act=act),
         roles=lambda tensors: _renamed(tensors, {"linear1": "fc1", "linear2": "fc2"}),
         probes=_token_probes(dim, masks=False),
         says="x (B, N, dim) -> (B, N, dim): a linear layer to the width hidden, the activation "
-             f"({formula}), and a linear layer back to dim; both with bias, no dropout.")
+             f"({formulas[act]}), and a linear layer back to dim; both with bias, no dropout.")
 
 
 @reference_of("swiglu")

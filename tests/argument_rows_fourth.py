@@ -1,4 +1,4 @@
-"""Rows for tests/test_arguments.py: comparing implementations, and the catalogue of mistakes."""
+"""Rows for tests/test_arguments.py: comparisons, and the catalogue of mistakes."""
 
 import inspect
 

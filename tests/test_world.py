@@ -329,10 +329,6 @@ KEPT = {  # "module.function": (what makes the model, the call)
         make_torch_norm,
         lambda m: attnlib.compare(m, nn.LayerNorm(8, eps=1e-6)),
     ),
-    "compare.assert_equal": (
-        make_torch_norm,
-        lambda m: attnlib.assert_equal(m, attnlib.reference("layer_norm", dim=8)),
-    ),
     "mistakes.Reference": (make_torch_norm, lambda m: mistakes.REFERENCES_OF[nn.LayerNorm](m)),
     "models.classify": (
         make_named,
@@ -570,6 +566,7 @@ NO_MODEL = {  # functions whose argument only sounds like a model
     "windows._compile_linear": "norm is a flag",
 }
 ELSEWHERE = {  # functions that are called nowhere here, and why
+    "compare.assert_equal": "calls `compare`",
     "models.save_model": "writes files: tests/test_way_in.py",
     "beit.dvae_loss": "a loss of a batch: tests/test_beit.py",
     "autoformer._renew_grid": "a hook of load_state_dict that renews an index",

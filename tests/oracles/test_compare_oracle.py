@@ -57,9 +57,9 @@ def test_pytorchs_layer_is_equal(shape):
 
 
 def test_the_scale_is_named():
-    """√d of the model, which is twice that of a head with four heads."""
-    wanted = attnlib.reference("multihead", embed_dim=16, num_heads=4)
-    mine = TorchAttention(16, 4, math.sqrt(4) / math.sqrt(16))
+    """√d of the model instead of that of a head, by a factor in the queries."""
+    wanted = attnlib.reference("multihead", embed_dim=24, num_heads=2)
+    mine = TorchAttention(24, 2, math.sqrt(12) / math.sqrt(24))
     report = attnlib.compare(mine, wanted)
     assert isinstance(report, module.Report) and report.verdict == "different"
     (finding,) = [one for one in report.findings if len(one.names) == 1]
@@ -71,9 +71,8 @@ def test_the_scale_is_named():
 
 def test_every_name_makes_a_reference():
     names = module.references()
-    assert names == sorted(names) and {"attention", "multihead", "gpt", "vit", "swin"} <= {
-        *names
-    }
+    assert names == sorted(names)
+    assert {"attention", "multihead", "gpt", "vit", "swin"} <= set(names)
     for name in names:
         found = module.reference(name)
         assert isinstance(found, mistakes.Reference) and found.name == name
