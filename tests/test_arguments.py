@@ -10,14 +10,15 @@ import pytest
 import torch
 from argument_rows import CLASSES, FUNCTIONS, NOT_YET, SPARED, Fails
 from argument_rows_first import FIRST, SPARED_FIRST
+from argument_rows_fourth import FOURTH, SPARED_FOURTH
 from argument_rows_second import ON_CPU, SECOND, SPARED_SECOND
 from argument_rows_third import THIRD
 from world import function_named, public_functions
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-FUNCTIONS = FUNCTIONS | FIRST | SECOND | THIRD
-SPARED = SPARED | SPARED_FIRST | SPARED_SECOND
+FUNCTIONS = FUNCTIONS | FIRST | SECOND | THIRD | FOURTH
+SPARED = SPARED | SPARED_FIRST | SPARED_SECOND | SPARED_FOURTH
 TABLE = CLASSES | FUNCTIONS
 
 

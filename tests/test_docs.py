@@ -12,6 +12,8 @@ from textwrap import indent
 
 import pytest
 
+import attnlib
+
 LIBRARY = Path(__file__).resolve().parent.parent / "attnlib"
 FACTORY = {"device", "dtype"}  # of what is made
 REFERENCE = r"(?:those of|[Aa]s (?:of|for|in))\s+`(?:[\w.]+\.)?(\w+)`"
@@ -108,10 +110,42 @@ def modules():
     return {path.stem: path.read_text("utf-8") for path in LIBRARY.glob("[!_]*.py")}
 
 
+def known_in(module, codes):
+    """{name: node} of what a name means in a module: its own, what it imports, the package's.
+
+    Several modules have a `Block`, and both `attention` and `compare` have a `reference`.
+    """
+    nodes = {name: {x.name: x for x in public(code)} for name, code in codes.items()}
+    found = {name: node for some in nodes.values() for name, node in some.items()}
+    for name in found:
+        home = getattr(getattr(attnlib, name, None), "__module__", "").rpartition(".")[2]
+        found[name] = nodes.get(home, {}).get(name, found[name])
+    for node in ast.parse(codes[module]).body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            source = nodes.get(node.module, {})
+            names = {x.asname or x.name: x.name for x in node.names if x.name in source}
+            found |= {name: source[original] for name, original in names.items()}
+    return found | nodes[module]
+
+
 def test_every_parameter_is_described():
-    others = {node.name: node for code in modules().values() for node in public(code)}
-    found = {module: missing(code, others) for module, code in modules().items()}
+    codes = modules()
+    found = {name: missing(code, known_in(name, codes)) for name, code in codes.items()}
     assert {m: some for m, some in found.items() if some} == {}
+
+
+def test_a_name_means_what_it_means_in_its_module():
+    """Whatever the order of the modules: imported, of the package, or its own."""
+    code = "def reference(depth):\n    '''Of a `depth`.'''\n"
+    user = "from .{} import reference\ndef f(depth):\n    '''As of `reference`.'''\n"
+    nothing = "def reference(width):\n    '''Nothing.'''\n"
+    for names in (("a", "b"), ("b", "a")):
+        codes = {name: {"a": code, "b": nothing}[name] for name in names}
+        for source, wanted in (("a", []), ("b", ["f(depth)"])):
+            codes["user"] = user.format(source)
+            assert missing(codes["user"], known_in("user", codes)) == wanted
+    found = known_in("cost", modules())["reference"]  # cost imports neither
+    assert set(parameters(found)) == {"name", "config"}  # attnlib.reference
 
 
 def test_every_public_name_has_a_docstring():

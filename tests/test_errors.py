@@ -14,6 +14,7 @@ from PIL import Image
 from small_models import small_supernet
 from torch import nn
 
+import attnlib
 from attnlib import (
     autoformer,
     beit,
@@ -840,8 +841,24 @@ CONSTRUCTORS = [
     for name, values in refused.items()
     for value in values
 ]
+COMPARISONS = [
+    (lambda: attnlib.reference("multi_head"), ValueError, "name"),
+    (lambda: attnlib.reference("multihead", dim=8), TypeError, "dim"),
+    (lambda: attnlib.reference("patch_merging", version=3), ValueError, "version"),
+    (lambda: attnlib.reference("mlp", act="tanh"), ValueError, "act"),
+    (lambda: attnlib.compare(nn.LayerNorm(4), "layer_norm"), TypeError, "reference"),
+    (lambda: attnlib.compare(nn.Linear(4, 4), nn.Linear(4, 4)), ValueError, "inputs"),
+    (lambda: compare_norms(rename={"gain": "norm.weight"}), ValueError, "rename"),
+    (lambda: compare_norms(rename={"weight": "norm.gain"}), ValueError, "rename"),
+]
+
+
+def compare_norms(**options):
+    return attnlib.compare(nn.LayerNorm(4), attnlib.reference("layer_norm", dim=4), **options)
+
+
 ROWS = [*ATTENTION, *GENERATION, *TRANSLATION, *VISION, *TRAINING]
-ROWS += [*MODELS, *TASKS, *SPEED, *EFFICIENT, *CONSTRUCTORS]
+ROWS += [*MODELS, *TASKS, *SPEED, *EFFICIENT, *CONSTRUCTORS, *COMPARISONS]
 
 
 @pytest.mark.parametrize(

@@ -9,27 +9,39 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from signatures import unchecked
 from torch import Tensor
 
 from attnlib import mistakes, mistakes_vision
 from attnlib.mistakes import REFERENCES, REFERENCES_OF, Mistake, Probe, Reference, drawn
-from attnlib.mistakes_vision import swin_reference_of, vit_reference_of
+from attnlib.mistakes_vision import _swin_reference_of as swin_reference_of
+from attnlib.mistakes_vision import _vit_reference_of as vit_reference_of
 from attnlib.swin import SwinTransformer
 from attnlib.swinv2 import SwinBlockV2, SwinTransformerV2
 from attnlib.vit import VisionTransformer
 
 NBS = Path(__file__).parent.parent / "nbs"
-CATALOGUE = [entry for entry in mistakes.CATALOGUE
-             if entry.replace.__module__ == "attnlib.mistakes_vision"]
+CATALOGUE = [
+    entry
+    for entry in mistakes.CATALOGUE
+    if entry.replace.__module__ == "attnlib.mistakes_vision"
+]
 SMALL = dict(img_size=(16, 24), patch_size=4, embed_dim=32, depth=2, num_heads=4, num_classes=5)
 SWIN = dict(patch_size=2, embed_dim=16, depths=(2, 2), num_heads=(2, 4), num_classes=5)
 
 
 def vit_with_everything() -> Reference:
     """Registers, layer scale, normalized queries, and a norm before the blocks."""
-    return vit_reference_of(VisionTransformer(
-        **SMALL, reg_tokens=2, no_embed_class=True, init_values=0.1, qk_norm=True,
-        pre_norm=True))
+    return vit_reference_of(
+        VisionTransformer(
+            **SMALL,
+            reg_tokens=2,
+            no_embed_class=True,
+            init_values=0.1,
+            qk_norm=True,
+            pre_norm=True,
+        )
+    )
 
 
 def swin_of_odd_windows() -> Reference:
@@ -44,26 +56,54 @@ def swin_of_small_maps() -> Reference:
 
 def swinv2_of_larger_windows() -> Reference:
     """Windows of 4 of a model that was trained with 6."""
-    return swin_reference_of(SwinTransformerV2((32, 48), window_size=4,
-                                               pretrained_window_sizes=6, **SWIN))
+    return swin_reference_of(
+        SwinTransformerV2((32, 48), window_size=4, pretrained_window_sizes=6, **SWIN)
+    )
 
 
 CASES = [
-    ("patch_embed", {}), ("patch_embed", dict(patch_size=(2, 3), img_size=(8, 12))),
-    ("vit_block", {}), ("vit_block", dict(dim=24, num_heads=3, mlp_ratio=2.0)), ("vit", {}),
-    ("vit", dict(global_pool="avg")), ("vit", dict(class_token=False)),
-    ("vit", dict(global_pool="")), (vit_with_everything, {}), ("deit", {}),
-    ("window_attention", {}), ("window_attention", dict(window_size=4)), ("swin_block", {}),
-    ("swin_block", dict(shift_size=0)), ("swin_block", dict(input_resolution=(3, 12))),
+    ("patch_embed", {}),
+    ("patch_embed", dict(patch_size=(2, 3), img_size=(8, 12))),
+    ("vit_block", {}),
+    ("vit_block", dict(dim=24, num_heads=3, mlp_ratio=2.0)),
+    ("vit", {}),
+    ("vit", dict(global_pool="avg")),
+    ("vit", dict(class_token=False)),
+    ("vit", dict(global_pool="")),
+    (vit_with_everything, {}),
+    ("deit", {}),
+    ("window_attention", {}),
+    ("window_attention", dict(window_size=4)),
+    ("swin_block", {}),
+    ("swin_block", dict(shift_size=0)),
+    ("swin_block", dict(input_resolution=(3, 12))),
     ("swin_block", dict(input_resolution=(7, 11))),
     ("swin_block", dict(window_size=(3, 4), shift_size=(1, 2), input_resolution=(6, 12))),
-    ("patch_merging", {}), ("patch_merging", dict(version=2)), ("swin", {}),
-    (swin_of_odd_windows, {}), (swin_of_small_maps, {}), ("swinv2_attention", {}),
-    ("swinv2_block", {}), ("swinv2", {}), (swinv2_of_larger_windows, {}), ("tnt_block", {}),
-    ("tnt", {}), ("mae_unshuffle", {}), ("mae_decoder", {}), ("patchify", {}), ("mae_loss", {}),
-    ("mae_loss", dict(norm_pix_loss=True)), ("box_cxcywh_to_xyxy", {}), ("box_iou", {}),
-    ("generalized_box_iou", {}), ("hard_distillation_loss", {}),
-    ("soft_distillation_loss", {}), ("soft_distillation_loss", dict(temperature=2.0))]
+    ("patch_merging", {}),
+    ("patch_merging", dict(version=2)),
+    ("swin", {}),
+    (swin_of_odd_windows, {}),
+    (swin_of_small_maps, {}),
+    ("swinv2_attention", {}),
+    ("swinv2_block", {}),
+    ("swinv2", {}),
+    (swinv2_of_larger_windows, {}),
+    ("tnt_block", {}),
+    ("tnt", {}),
+    ("mae_unshuffle", {}),
+    ("mae_decoder", {}),
+    ("patchify", {}),
+    ("mae_loss", {}),
+    ("mae_loss", dict(norm_pix_loss=True)),
+    ("box_cxcywh_to_xyxy", {}),
+    ("box_iou", {}),
+    ("generalized_box_iou", {}),
+    ("hard_distillation_loss", {}),
+    ("soft_distillation_loss", {}),
+    ("soft_distillation_loss", dict(temperature=2.0)),
+]
+
+MODELS = ("vit", "deit", "swin", "swinv2", "tnt")  # of which mistakes are tried on one probe
 
 SAME = [  # mistakes with equal outputs, and why
     # one is for a model that has the parameter, the other for a model without it
@@ -73,8 +113,11 @@ SAME = [  # mistakes with equal outputs, and why
     {"norm of the patches not used", "patches not normalized"},
     # in a square window, exchanging the axes of the tokens exchanges those of the table, and of
     # the coordinates from which it is computed; windows of 3 by 4 tell the first two apart
-    {"rows and columns of the table exchanged", "tokens of a window numbered column by column",
-     "coordinates exchanged"},
+    {
+        "rows and columns of the table exchanged",
+        "tokens of a window numbered column by column",
+        "coordinates exchanged",
+    },
     # the network of Swin V2 sees the offset only
     {"distances instead of offsets", "sign of the offset lost"},
     # maps with one row of windows (swin_of_small_maps) are not shifted along it
@@ -145,8 +188,9 @@ def outcome(reference: Reference, probe: Probe, entry: Mistake | None = None) ->
     inputs = with_gradients(probe.inputs)
     output = steps(weights, **reference.config).run(**inputs)
     leaves = [*weights.values(), *(x for x in inputs.values() if x.requires_grad)]
-    gradients = torch.autograd.grad((output * drawn(*output.shape, seed=5)).sum(), leaves,
-                                    allow_unused=True)
+    gradients = torch.autograd.grad(
+        (output * drawn(*output.shape, seed=5)).sum(), leaves, allow_unused=True
+    )
     filled = []
     for x, leaf in zip(gradients, leaves):
         filled.append(torch.zeros_like(leaf) if x is None else x)
@@ -177,12 +221,14 @@ def test_steps_equal_the_library(i):
             parameters = dict(reference.module.named_parameters())
         leaves = [x for x in inputs.values() if x.requires_grad]
         gradients = torch.autograd.grad(
-            (expected * drawn(*expected.shape, seed=5)).sum(), [*parameters.values(), *leaves],
-            allow_unused=True)
+            (expected * drawn(*expected.shape, seed=5)).sum(),
+            [*parameters.values(), *leaves],
+            allow_unused=True,
+        )
         by_name = {}
         for (name, parameter), x in zip(parameters.items(), gradients):
             by_name[name] = torch.zeros_like(parameter) if x is None else x
-        by_role = list(reference.roles(by_name).values()) + list(gradients[len(by_name):])
+        by_role = list(reference.roles(by_name).values()) + list(gradients[len(by_name) :])
         for ours, theirs in zip(found[1:], by_role, strict=True):
             if theirs is not None:
                 assert ((ours - theirs).abs() <= 1e-9 * (1 + theirs.abs())).all(), probe.name
@@ -191,7 +237,10 @@ def test_steps_equal_the_library(i):
 def effects(i: int) -> tuple[dict[str, float], dict[str, list]]:
     """For each mistake that applies: its largest effect, and what all probes gave."""
     reference = case(i)
-    usual = [outcome(reference, probe) for probe in reference.probes]
+    probes = reference.probes
+    if reference.name in MODELS:
+        probes = probes[:1]
+    usual = [outcome(reference, probe) for probe in probes]
     roles = list(roles_of(reference))
     largest = {}
     results = {}
@@ -201,7 +250,7 @@ def effects(i: int) -> tuple[dict[str, float], dict[str, list]]:
             continue
         largest[entry.name] = 0.0
         found = []
-        for probe, right in zip(reference.probes, usual):
+        for probe, right in zip(probes, usual):
             try:
                 wrong = outcome(reference, probe, entry)
             except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -216,7 +265,8 @@ def effects(i: int) -> tuple[dict[str, float], dict[str, list]]:
 
 @cache
 def all_effects() -> list[tuple[dict[str, float], dict[str, list]]]:
-    return [effects(i) for i in range(len(CASES))]
+    with unchecked():  # a mistake may break the signature of its step
+        return [effects(i) for i in range(len(CASES))]
 
 
 def test_every_mistake_changes_something():
@@ -320,5 +370,11 @@ def test_base_mistakes_act_on_images():
             continue
         if difference(wrong, right) > 1e-6:
             changed.add(entry.name)
-    assert {"no scale", "softmax over the queries", "mask ignored", "norm in the other place",
-            "no residual connections", "variance over N - 1"} <= changed
+    assert {
+        "no scale",
+        "softmax over the queries",
+        "mask ignored",
+        "norm in the other place",
+        "no residual connections",
+        "variance over N - 1",
+    } <= changed

@@ -21,6 +21,7 @@ from world import (
     world,
 )
 
+import attnlib
 from attnlib import (
     autoformer,
     backbone,
@@ -36,6 +37,7 @@ from attnlib import (
     gpt,
     inference,
     mae,
+    mistakes,
     models,
     panoptic,
     recipes,
@@ -112,6 +114,10 @@ def make_named():
 
 def make_torch_layer(kind=nn.TransformerDecoderLayer):
     return kind(16, 2, 24, dropout=0.0, batch_first=True)
+
+
+def make_torch_norm():
+    return nn.LayerNorm(8)
 
 
 def make_resnet():
@@ -324,6 +330,11 @@ KEPT = {  # "module.function": (what makes the model, the call)
     "inference.devices": (partial(build, "vit"), inference.devices),
     "mae.masked_loss": (make_mae, lambda m: mae.masked_loss(m, (image(),))),
     "models.check_classifies": (partial(build, "vit"), models.check_classifies),
+    "compare.compare": (
+        make_torch_norm,
+        lambda m: attnlib.compare(m, nn.LayerNorm(8, eps=1e-6)),
+    ),
+    "mistakes.Reference": (make_torch_norm, lambda m: mistakes.REFERENCES_OF[nn.LayerNorm](m)),
     "models.classify": (
         make_named,
         lambda m: models.classify(m, np.zeros((40, 40, 3), np.uint8), 2, list("abcde")),
@@ -549,6 +560,7 @@ NO_MODEL = {  # functions whose argument only sounds like a model
     "windows._compile_linear": "norm is a flag",
 }
 ELSEWHERE = {  # functions that are called nowhere here, and why
+    "compare.assert_equal": "calls `compare`",
     "models.save_model": "writes files: tests/test_way_in.py",
     "beit.dvae_loss": "a loss of a batch: tests/test_beit.py",
     "autoformer._renew_grid": "a hook of load_state_dict that renews an index",
@@ -592,7 +604,7 @@ ARGUMENTS |= {
     "downsample",
     "attn",
 }
-ARGUMENTS |= {"conv", "norm", "merging", "patch_embed"}
+ARGUMENTS |= {"conv", "norm", "merging", "patch_embed", "mine"}
 
 
 def public(names):
@@ -760,6 +772,7 @@ SEEDED = {  # "module.function": a call that has numbers of its own
         crossovers=1,
         mutations=1,
     ),
+    "mistakes.drawn": lambda: mistakes.drawn(2, 3, seed=1),
     "beit.block_mask": lambda: beit.block_mask((8, 8), 20, 4, rng=random.Random(0)),
     "beit._random_rectangle": lambda: beit._random_rectangle(9, 0.3, random.Random(0)),
     "beit._mask_rectangle": lambda: beit._mask_rectangle(
