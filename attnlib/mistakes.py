@@ -1966,7 +1966,7 @@ def _causal_mask_at_first_key(self, n, m):
 @mistake("is_causal", "causal mask in cross-attention, too",
          says="A causal mask hides a part of the memory in cross-attention; each token may "
               "attend to the whole memory.",
-         right="no mask of the memory but its padding", wrong="tril(ones(N, M))", read=CAUSAL)
+         right="no mask of the memory but its padding", wrong="tril(ones(N, M))", read=_CAUSAL)
 def _causal_cross_attention(self):
     return not self.scope.startswith("encoder.")
 
@@ -2162,7 +2162,7 @@ def _heads_tiled(self, x):
 @mistake("share_values", "only the heads of values tiled",
          says="The heads of values are repeated as a whole (v0, v1, v0, v1), those of keys one "
               "by one; a query head takes the values of another group than its keys.",
-         right="repeat_interleave(groups, dim=1)", wrong="v.repeat(1, groups, 1, 1)", read=SINCE)
+         right="repeat_interleave(groups, dim=1)", wrong="v.repeat(1, groups, 1, 1)", read=_SINCE)
 def _values_tiled(self, x):
     return x.repeat(1, self.config.num_heads // x.shape[1], 1, 1)
 
@@ -2170,7 +2170,7 @@ def _values_tiled(self, x):
 @mistake("share_keys", "only the heads of keys tiled",
          says="The heads of keys are repeated as a whole (k0, k1, k0, k1), those of values one "
               "by one; a query head takes the keys of another group than its values.",
-         right="repeat_interleave(groups, dim=1)", wrong="k.repeat(1, groups, 1, 1)", read=SINCE)
+         right="repeat_interleave(groups, dim=1)", wrong="k.repeat(1, groups, 1, 1)", read=_SINCE)
 def _keys_tiled(self, x):
     return x.repeat(1, self.config.num_heads // x.shape[1], 1, 1)
 
@@ -2211,7 +2211,7 @@ def _keys_of_x(self, x, context):
 @mistake("cross_branch", "memory normalized like the tokens", around=True,
          says="The norm in front of cross-attention is applied to the memory, too; the memory "
               "enters as it is.",
-         right="cross(norm(x), memory)", wrong="cross(norm(x), norm(memory))", read=LAYER)
+         right="cross(norm(x), memory)", wrong="cross(norm(x), norm(memory))", read=_LAYER)
 def _memory_normalized(self, usual, x, memory, mask):
     return usual(self, x, self.norm("norm2", memory), mask)
 
@@ -2219,7 +2219,7 @@ def _memory_normalized(self, usual, x, memory, mask):
 @mistake("decoder_block", "residual of cross-attention from the layer's input",
          says="Cross-attention is added to the input of the layer; it should be added to the "
               "result of self-attention.",
-         right="y + cross(y)", wrong="x + cross(y)", read=LAYER)
+         right="y + cross(y)", wrong="x + cross(y)", read=_LAYER)
 def _cross_residual_from_the_input(self, x, memory, mask=None):
     y = self.sublayer("norm1", x, lambda z: self.attention_branch(z, None))
     if self.norm_first():
@@ -2396,7 +2396,7 @@ for _eps in (1e-3, 1e-5, 1e-6, 1e-8, 1e-12, 0.0):
 
 @mistake("spread", "square of the mean instead of the mean of squares",
          says="The mean is squared; it should be the mean of the squares.",
-         right="√(mean(x²) + ε)", wrong="√(mean(x)² + ε)", read=NORM)
+         right="√(mean(x²) + ε)", wrong="√(mean(x)² + ε)", read=_NORM)
 def _square_of_the_mean(self, centered):
     mean = centered.mean(self.norm_axis(centered), keepdim=True)
     return (mean.square() + self.eps()).sqrt()
@@ -2719,7 +2719,7 @@ def _gelu_without_factor(self, x):
 
 @mistake("activation", "GELU without the square root",
          says="The tanh approximation of GELU has the factor 2/π; it should be its square root.",
-         right="tanh(√(2/π) (x + 0.044715 x³))", wrong="tanh(2/π (x + 0.044715 x³))", read=MLP)
+         right="tanh(√(2/π) (x + 0.044715 x³))", wrong="tanh(2/π (x + 0.044715 x³))", read=_MLP)
 def _gelu_without_root(self, x):
     return 0.5 * x * (1 + torch.tanh(2 / math.pi * (x + 0.044715 * x**3)))
 
@@ -3127,7 +3127,7 @@ def _rotated_clockwise(self, n, d):
          says="The second half is computed from the first one after it has been rotated; both "
               "need the values before the rotation.",
          right="x₁ cos - x₂ sin, x₂ cos + x₁ sin", wrong="y₁ = x₁ cos - x₂ sin, x₂ cos + y₁ sin",
-         read=ROTARY)
+         read=_ROTARY)
 def _first_half_overwritten(self, first, second, cos, sin):
     first = first * cos - second * sin
     return first, second * cos + first * sin
@@ -3415,7 +3415,7 @@ def _logits_reshaped(self, usual, logits, targets):
 @mistake("align", "shifted after flattening",
          says="Batch and time are flattened before the shift, so that the last position of a "
               "row predicts the first token of the next row.",
-         right="logits[:, :-1], tokens[:, 1:]", wrong="logits.flatten(0, 1)[:-1]", read=NEXT)
+         right="logits[:, :-1], tokens[:, 1:]", wrong="logits.flatten(0, 1)[:-1]", read=_NEXT)
 def _shifted_after_flattening(self, logits, targets):
     if not self.config.shifted:
         return logits, targets
@@ -3425,7 +3425,7 @@ def _shifted_after_flattening(self, logits, targets):
 @mistake("token_losses", "every label for every row",
          says="Indexing with all labels at once gives the loss of each row at the label of "
               "every row; each row has one label.",
-         right="log_p[range(B), labels]", wrong="log_p[:, labels]", read=LOSS)
+         right="log_p[range(B), labels]", wrong="log_p[:, labels]", read=_LOSS)
 def _all_pairs(self, log_p, targets):
     return -log_p[..., targets.flatten()].mean(-1)
 

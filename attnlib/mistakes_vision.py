@@ -2826,7 +2826,7 @@ def _normalized_over_heads(self, x):
 @mistake("unit", "cosines over the heads",
          says="Queries and keys are normalized over the axis of heads, the default of "
               "F.normalize; it should be the channels of a head.",
-         right="F.normalize(q, dim=-1)", wrong="F.normalize(q)", read=COSINE)
+         right="F.normalize(q, dim=-1)", wrong="F.normalize(q)", read=_COSINE)
 def _unit_over_heads(self, x):
     return F.normalize(x, dim=1)
 
@@ -3387,7 +3387,7 @@ _BOXES = "42_detr: Boxes"
 @mistake("low_and_high", "center overwritten before it is used",
          says="The lower right corner is computed from the center's columns after they have "
               "been overwritten with the upper left corner.",
-         right="c - s / 2, c + s / 2", wrong="low = c - s / 2, low + s / 2", read=BOXES)
+         right="c - s / 2, c + s / 2", wrong="low = c - s / 2, low + s / 2", read=_BOXES)
 def _center_overwritten(self, center, size):
     low = center - size / 2
     return low, low + size / 2
