@@ -146,7 +146,8 @@ def _pad_targets(
     counts = [len(target["labels"]) for target in targets]
     most = max(counts, default=0)
     labels = torch.zeros(len(targets), most, dtype=torch.long, device=like.device)
-    boxes = like.new_tensor([0.5, 0.5, 1, 1]).repeat(len(targets), most, 1)
+    whole_image = like.new_tensor([0.5, 0.5, 1, 1])
+    boxes = whole_image.repeat(len(targets), most, 1)  # (4) -> (B, n, 4)
     for i, target in enumerate(targets):
         count = counts[i]
         labels[i, :count] = target["labels"]
@@ -215,11 +216,14 @@ def _check_values(
     if not (labels.min() >= 0 and labels.max() < num_classes):
         raise ValueError(f"{name}['labels'] from {labels.min()} to {labels.max()} must be from "
                          f"0 to {num_classes - 1} (num_classes - 1)")
-    bad = ~(boxes[:, 2:] > 0).all(1)
-    corners = box_cxcywh_to_xyxy(upcast(boxes))
+    has_area = (boxes[:, 2:] > 0).all(1)  # (n,)
+    corners = box_cxcywh_to_xyxy(upcast(boxes))  # (n, 4)
     # in bfloat16, 0.83 and 0.34 are rounded to 0.828 and 0.3398
-    slack = max(1e-3, torch.finfo(boxes.dtype).eps) if boxes.is_floating_point() else 1e-3
-    bad |= ~((corners > -slack) & (corners < 1 + slack)).all(1)
+    slack = 1e-3
+    if boxes.is_floating_point():
+        slack = max(slack, torch.finfo(boxes.dtype).eps)
+    is_inside = ((corners > -slack) & (corners < 1 + slack)).all(1)  # (n,)
+    bad = ~(has_area & is_inside)  # also where a number is NaN
     if bad.any():
         box = [round(value, 4) for value in boxes[bad][0].tolist()]
         raise ValueError(f"{name}['boxes'] has {box}; it must be (center x, center y, width, "
@@ -307,8 +311,9 @@ class HungarianMatcher:
             pairs = []
             for image_cost, target in zip(layer_cost, targets):
                 count = len(target["labels"])
-                i, j = linear_sum_assignment(image_cost[:, :count])  # without the padding
-                pairs.append((torch.from_numpy(i), torch.from_numpy(j)))
+                image_cost = image_cost[:, :count]  # without the padding
+                queries, objects = linear_sum_assignment(image_cost)
+                pairs.append((torch.from_numpy(queries), torch.from_numpy(objects)))
             matched.append(pairs)
         return matched
 
@@ -327,8 +332,8 @@ def _gather_matches(matched: list, device: torch.device) -> _Matches:
     rows = []
     for layer, images in enumerate(matched):
         for image, (queries, objects) in enumerate(images):
-            for query, found in zip(queries.tolist(), objects.tolist()):
-                rows.append((layer, image, query, found))
+            for query, number in zip(queries.tolist(), objects.tolist()):
+                rows.append((layer, image, query, number))
     index = torch.tensor(rows, dtype=torch.long, device=device)
     index = index.view(-1, 4)  # (M, 4), also for M = 0, where a list of rows has no columns
     return _Matches(layer=index[:, 0], image=index[:, 1], query=index[:, 2], object=index[:, 3])
@@ -898,7 +903,8 @@ class DETR(nn.Module):
         """Position embeddings (B or 1, N, C) of the places of a projected map (B, C, h, w)."""
         if mask is None:
             mask = x.new_ones(1, *x.shape[-2:], dtype=torch.bool)
-        return sine_position_embedding(mask, x.shape[1], self.temperature).to(x)
+        positions = sine_position_embedding(mask, x.shape[1], self.temperature)
+        return positions.to(x)  # its dtype and device
 
     def encode(
         self, x: Float[Tensor, "B N C"], positions: Float[Tensor, "_ N C"],
@@ -1102,7 +1108,8 @@ class SmallBackbone(nn.Sequential):
         super().__init__()
         in_chans = 3
         for i, width in enumerate(widths):
-            stride = 1 if i == len(widths) - 1 else 2
+            is_last = i == len(widths) - 1
+            stride = 1 if is_last else 2
             conv = nn.Conv2d(in_chans, width, kernel_size=3, stride=stride, padding=1,
                              bias=False)
             self.append(nn.Sequential(conv, nn.BatchNorm2d(width), nn.ReLU()))
@@ -1158,6 +1165,7 @@ class _PlacedAttention(MultiHeadAttention):
         q, k, v = self.project(x, memory, memory)  # (B, h, Q or N, d) each
         near = split_heads(near, self.num_heads)  # (B, Q, C) -> (B, h, Q, d)
         far = split_heads(far, self.num_heads).expand_as(k)  # -> (B, h, N, d)
+        # joined vectors have the sum of two products: of the contents, and of the places
         q = torch.cat([q, near], dim=-1)  # (B, h, Q, 2 d)
         k = torch.cat([k, far], dim=-1)  # (B, h, N, 2 d)
         dropout_p = self.dropout if self.training else 0.0
@@ -1237,6 +1245,7 @@ def _sine_box_embedding(
     _check_multiples_of_four(dim=dim)
     ordered = boxes[..., [1, 0, 3, 2]]  # x, y, w, h -> y, x, h, w
     turns = 2 * torch.pi * upcast(ordered)
+    # dim / 2 channels for each coordinate: a sine and a cosine of each of dim / 4 angles
     angles = position_angles(turns, dim // 2, base=temperature)  # (B, Q, 4, dim / 4)
     pairs = torch.stack([angles.sin(), angles.cos()], dim=-1)  # (B, Q, 4, dim / 4, 2)
     return pairs.flatten(2).to(boxes)  # -> (B, Q, 2 dim)
@@ -1256,18 +1265,20 @@ class BoxQueryDETR(DETR):
         self, num_classes: int, num_queries: int = 100, temperature: float = 20, **options
     ):
         super().__init__(num_classes, num_queries, temperature=temperature, **options)
-        plain = self.decoder  # the layers of `DETR`, which are replaced
         dim = self.norm.normalized_shape[0]
         self.num_classes = num_classes
-        self.decoder = nn.ModuleList()
-        for layer in plain:
-            self.decoder.append(AnchorDecoderLayer(
+        # decoder layers with anchors, in place of those of `DETR`
+        decoder = nn.ModuleList()
+        for layer in self.decoder:
+            decoder.append(AnchorDecoderLayer(
                 dim, num_heads=layer.self_attn.num_heads,
                 dim_feedforward=layer.linear1.out_features, dropout=layer.dropout.p))
+        self.decoder = decoder
+        # trained anchors at random places, stored as logits, so that they stay in the image
         centers = torch.rand(num_queries, 2)
         sizes = torch.full_like(centers, 0.3)
         anchors = torch.cat([centers, sizes], dim=1)  # (Q, 4)
-        self.query_embed = nn.Embedding.from_pretrained(anchors.logit(1e-2), freeze=False)
+        self.query_embed = nn.Embedding.from_pretrained(anchors.logit(eps=1e-2), freeze=False)
         self.label_embed = nn.Embedding(num_classes + 1, dim)  # the last: not known
         self.query_mlp = nn.Sequential(nn.Linear(2 * dim, dim), nn.ReLU(), nn.Linear(dim, dim))
         for p in self.bbox_embed[-1].parameters():  # the first answer is the anchor
@@ -1396,6 +1407,7 @@ def noised_targets(
     check_targets(targets, len(targets), most, num_classes)
     whole = targets[0]["boxes"].new_tensor([[0.5, 0.5, 1, 1]])  # where there is no object
     no_label = whole.new_zeros(1).long()
+    # as many objects for each image: its own are repeated
     rows = torch.arange(copies * most) % most  # 0 to most - 1, for each copy
     repeated_labels = []
     repeated_boxes = []
@@ -1415,11 +1427,13 @@ def noised_targets(
         wanted.append(dict(labels=labels, boxes=boxes))
     labels = torch.stack(repeated_labels)  # (B, copies n)
     boxes = torch.stack(repeated_boxes)  # (B, copies n, 4)
+    # move and resize the boxes, and draw some of the labels anew
     center, size = boxes.split(2, -1)
     center = center + shift * (torch.rand_like(size) - 0.5) * size
     size = size * (1 + shift * (2 * torch.rand_like(size) - 1))
     other = torch.randint_like(labels, num_classes)
-    labels = torch.where(torch.rand_like(size[..., 0]) < flip, other, labels)
+    is_flipped = torch.rand_like(size[..., 0]) < flip  # (B, copies n)
+    labels = torch.where(is_flipped, other, labels)
     boxes = torch.cat([center, size], dim=-1)
     noised = dict(labels=labels.unflatten(1, (copies, most)),  # (B, copies, n)
                   boxes=boxes.unflatten(1, (copies, most)))  # (B, copies, n, 4)
