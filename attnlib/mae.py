@@ -530,7 +530,7 @@ def _init_weights(module: nn.Module) -> None:
 def _check_widths(**widths: int) -> None:
     """Raise a ValueError, with the name, unless all `widths` are divisible by 4."""
     for name, width in widths.items():
-        if width % 4:
+        if width % 4:  # a quarter is for sines of rows, one for their cosines, two for columns
             raise ValueError(f"{name} ({width}) must be positive and divisible by 4, because "
                              "positions are sines and cosines of row and column")
 
