@@ -107,7 +107,7 @@ RENAMED = {  # module: {name until version 0.2: name since version 0.3}
         "PlacedAttention": "_PlacedAttention",
         "SetLoss": "SetCriterion",
         "anchor_sines": "_sine_box_embedding",
-        "check_fourths": "_check_fourths",
+        "check_fourths": "_check_multiples_of_four",
         "check_values": "_check_values",
         "frozen_conv": "_frozen_conv",
         "pad_targets": "_pad_targets",

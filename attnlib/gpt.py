@@ -118,6 +118,8 @@ class GPTConfig:
             return self.n_inner
         if self.mlp == "gelu":
             return 4 * self.n_embd
+        # SwiGLU has three matrices in place of two: with 2/3 of the width, 8/3 n_embd, it has
+        # as many parameters; here as a multiple of 8, which matrix multiplications prefer
         return 8 * max(1, round(self.n_embd / 3))
 
     @property
@@ -173,6 +175,7 @@ class CausalSelfAttention(nn.Module):
             Number of this layer in the cache.
         """
         past = 0 if cache is None else cache.tokens_of(layer)
+        # a `GPT` makes rotation and mask once for all layers; a layer used alone makes its own
         rope, mask = layer_inputs(self.config, x, rope, mask, past)
         # queries, keys, and values of all heads: h of queries, g of keys and of values
         h = self.n_head
@@ -328,9 +331,10 @@ class GPT(nn.Module):
         elif self.config.position == "rotary":
             rope = rope_cos_sin(self.config, positions, x.dtype)
         x = self.drop(x)
-        # blocks
+        # blocks: each appends its keys and values to the cache, but only `advance` makes them
+        # count; `rewind` drops those that an interrupted call has left
         if cache is not None:
-            cache.rewind()  # keys that an interrupted call has left are dropped
+            cache.rewind()
         for layer, block in enumerate(self.h):
             x = block(x, rope=rope, mask=mask, cache=cache, layer=layer)
         if cache is not None:
@@ -390,7 +394,7 @@ class GPT(nn.Module):
             attention_mask = _boolean_mask(attention_mask)
         ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
         cache = KVCache()
-        parts = list(self.modules())
+        parts = list(self.modules())  # once, as the walk through the model takes time
         for _ in range(max_new_tokens):
             with evaluation(self, parts):
                 logits = self(tokens, attention_mask=attention_mask, cache=cache,
@@ -474,7 +478,7 @@ BUILDERS["GPT"] = _from_arguments  # for load_model
 # %% ../nbs/24_gpt.ipynb #check-config
 _CHOICES = dict(norm=("rms", "layer"), position=("rotary", "learned", "none"),
                 mlp=("swiglu", "gelu"))
-_SCALINGS = {  # rope_type: what it is given
+_SCALINGS = {  # for each rope_type the entries that it needs
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor",
                "original_max_position_embeddings"},
@@ -531,20 +535,27 @@ def _check_rope_scaling(scaling: Any) -> None:
         If it is no dict, has other entries than its `rope_type` needs, or an entry is out of
         its range.
     """
-    rope_type = None
-    given = set()
-    if isinstance(scaling, dict) and isinstance(scaling.get("rope_type"), str):
-        rope_type = scaling["rope_type"]
-        given = set(scaling) - {"rope_type"}
-    if rope_type not in _SCALINGS or given != _SCALINGS[rope_type]:
+    if not _has_needed_entries(scaling):
         some = "; ".join(f"{name!r} with {', '.join(sorted(entries))}"
                          for name, entries in _SCALINGS.items())
         raise ValueError(f"rope_scaling ({scaling!r}) must have the rope_type {some}")
+    rope_type = scaling["rope_type"]
     for name in sorted(_SCALINGS[rope_type]):
         check_positive(**{f"rope_scaling[{name!r}]": scaling[name]})
     if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise ValueError(f"rope_scaling ({scaling!r}) must have a low_freq_factor below "
                          "its high_freq_factor")
+
+
+def _has_needed_entries(scaling: Any) -> bool:
+    """Return whether it is a dict with a known `rope_type` and the entries of this type."""
+    if not isinstance(scaling, dict):
+        return False
+    rope_type = scaling.get("rope_type")
+    if not isinstance(rope_type, str) or rope_type not in _SCALINGS:
+        return False
+    entries = set(scaling) - {"rope_type"}
+    return entries == _SCALINGS[rope_type]
 
 # %% ../nbs/24_gpt.ipynb #frequencies
 def rope_cos_sin(
@@ -668,7 +679,8 @@ def decoder_mask(
         if attention_mask is not None:
             positions = _token_positions(m, 0, attention_mask)  # (B, m)
             key_positions = positions[:, None, None, :]  # (B, 1, 1, m)
-            query_positions = positions[:, None, m - n :, None]  # (B, 1, n, 1)
+            query_positions = positions[:, m - n :]  # (B, n): queries are the last n tokens
+            query_positions = query_positions[:, None, :, None]  # (B, 1, n, 1)
             offsets = key_positions - query_positions  # padding takes no positions
         mask = mask & (offsets > -window)  # (n, m) or (B, 1, n, m)
     return mask
@@ -679,6 +691,8 @@ def layer_inputs(
     mask: Tensor | Literal["causal"] | None, past: int,
 ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | Literal["causal"] | None]:
     """The rotation and the mask of a layer, completed where the caller leaves them to it.
+
+    A `GPT` passes both to its layers; a layer that is called alone makes its own.
 
     Parameters
     ----------
@@ -825,7 +839,9 @@ def _one_query_attention(
     g = k.shape[1]
     shape = (q.shape[0], h, 1, k.shape[2])  # of the logits
     if isinstance(mask, str):
-        check_attention(q[:, :1], k[:, :1], v[:, :1], mask)  # another word, or no key
+        # raise for another word than "causal", or if there is no key; one head is enough, as
+        # the numbers of heads differ
+        check_attention(q[:, :1], k[:, :1], v[:, :1], mask)
         mask = None  # the last query may attend to all keys
     if mask is not None:
         check_fits("mask", mask, shape)
@@ -853,7 +869,8 @@ def _for_groups(x: Tensor, groups: int) -> Tensor:
     """
     if x.ndim < 3 or x.shape[-3] == 1:
         return x  # the same for all heads
-    return x.squeeze(-2).unflatten(-2, (groups, -1))  # (..., h, 1, M) -> (..., g, h / g, M)
+    x = x.squeeze(-2)  # (..., h, 1, M) -> (..., h, M)
+    return x.unflatten(-2, (groups, -1))  # -> (..., g, h / g, M)
 
 # %% ../nbs/24_gpt.ipynb #init
 def _make_norm(config: GPTConfig) -> nn.RMSNorm | nn.LayerNorm:

@@ -46,10 +46,8 @@ def random_masking(
     ValueError
         If `mask_ratio` is outside of its range or masks all patches.
     """
-    check_rates(mask_ratio=mask_ratio)
     num_patches = noise.shape[1]
-    # round first, because 100 * (1 - 0.9) is 9.999999999999998
-    num_visible = int(round(num_patches * (1 - mask_ratio), 6))
+    num_visible = _count_visible(num_patches, mask_ratio)
     if num_visible < 1:
         raise ValueError(f"mask_ratio ({mask_ratio}) masks all of {num_patches} patches; at "
                          "least one must stay visible")
@@ -58,6 +56,15 @@ def random_masking(
     masked = torch.ones_like(noise, dtype=torch.bool)  # (B, N)
     masked = masked.scatter(1, keep, False)
     return keep, masked
+
+
+def _count_visible(num_patches: int, mask_ratio: float) -> int:
+    """Count the visible patches: `num_patches` · (1 - `mask_ratio`), rounded down."""
+    check_rates(mask_ratio=mask_ratio)
+    visible = num_patches * (1 - mask_ratio)
+    # 100 * (1 - 0.9) is 9.999999999999998 in floating point, but 10 patches are meant
+    visible = round(visible, ndigits=6)
+    return int(visible)  # which drops the fraction
 
 # %% ../nbs/40_mae.ipynb #patchify
 def patchify(
@@ -185,7 +192,8 @@ class MaskedAutoencoder(nn.Module):
         If an argument does not fit the others.
     """
 
-    family = "mae"  # whose names `attnlib.convert` translates
+    # the key under which `attnlib.convert` finds how to translate the authors' parameter names
+    family = "mae"
 
     def __init__(
         self, img_size: int | tuple[int, int] = 224, patch_size: int | tuple[int, int] = 16,
@@ -200,11 +208,11 @@ class MaskedAutoencoder(nn.Module):
         _check_widths(embed_dim=embed_dim, decoder_embed_dim=decoder_embed_dim)
         options = dict(device=device, dtype=dtype)
         self.norm_pix_loss = norm_pix_loss
-        # for `encoder`: the arguments of a Vision Transformer like this encoder
-        self.encoder_options = dict(img_size=img_size, patch_size=patch_size,
-                                    in_chans=in_chans, embed_dim=embed_dim, depth=depth,
-                                    num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=True,
-                                    **options)
+        # the encoder is written out below, as it handles visible patches only; `encoder` makes
+        # a whole `VisionTransformer` of it, which takes the same arguments
+        self.encoder_options = dict(
+            img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim,
+            depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=True)
 
         # the encoder
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **options)
@@ -214,7 +222,7 @@ class MaskedAutoencoder(nn.Module):
         self.pos_embed = _position_embeddings(grid_size, embed_dim, **options)
         self.blocks = nn.Sequential()
         for _ in range(depth):
-            block = Block(embed_dim, num_heads, mlp_ratio=mlp_ratio, **options)
+            block = Block(embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=True, **options)
             self.blocks.append(block)
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6, **options)
 
@@ -224,7 +232,8 @@ class MaskedAutoencoder(nn.Module):
         self.decoder_pos_embed = _position_embeddings(grid_size, decoder_embed_dim, **options)
         self.decoder_blocks = nn.Sequential()
         for _ in range(decoder_depth):
-            block = Block(decoder_embed_dim, decoder_num_heads, mlp_ratio=mlp_ratio, **options)
+            block = Block(decoder_embed_dim, decoder_num_heads, mlp_ratio=mlp_ratio,
+                          qkv_bias=True, **options)
             self.decoder_blocks.append(block)
         self.decoder_norm = nn.LayerNorm(decoder_embed_dim, eps=1e-6, **options)
         p, q = self.patch_size
@@ -263,7 +272,8 @@ class MaskedAutoencoder(nn.Module):
         # drop the masked patches
         _check_noise(noise, x.shape[:2])
         keep, masked = random_masking(noise, mask_ratio)
-        x = x.take_along_dim(keep[..., None], dim=1)  # (B, N, D) -> (B, k, D)
+        index = keep[..., None]  # (B, k) -> (B, k, 1), broadcast over a token's elements
+        x = x.take_along_dim(index, dim=1)  # (B, N, D) -> (B, k, D)
 
         # prepend the class token
         cls_token = self.cls_token + self.pos_embed[:, :1]  # (1, 1, D)
@@ -296,7 +306,8 @@ class MaskedAutoencoder(nn.Module):
         visible = x[:, 1:]  # (B, k, d)
 
         # start from mask tokens and put each visible token in its position
-        # in autocast, the visible tokens are in half precision
+        # `scatter` wants equal dtypes, but under autocast the visible tokens are in half
+        # precision and the parameter is not; nor does it broadcast its index
         mask_tokens = self.mask_token.to(visible.dtype)  # (1, 1, d)
         mask_tokens = mask_tokens.expand(len(x), self.patch_embed.num_patches, -1)  # (B, N, d)
         index = keep[..., None].expand_as(visible)  # (B, k) -> (B, k, d)
@@ -313,7 +324,7 @@ class MaskedAutoencoder(nn.Module):
         x = x[:, 1:]  # (B, 1 + N, d) -> (B, N, d)
         return self.decoder_pred(x)  # -> (B, N, p q C)
 
-    @former_arguments(mask="masked")
+    @former_arguments(mask="masked")  # version 0.2 called the argument `mask`
     def forward_loss(
         self, images: Float[Tensor, "B C H W"], prediction: Float[Tensor, "B N P"],
         masked: Bool[Tensor, "B N"],
@@ -337,10 +348,11 @@ class MaskedAutoencoder(nn.Module):
             target = normalize_patches(target)
         error = (prediction - target).square()  # (B, N, p q C)
         error = error.mean(dim=-1)  # -> (B, N), one number for each patch
-        error = error.to(torch.promote_types(error.dtype, torch.float32))  # for a long sum
 
-        # the mean over masked patches
-        return (error * masked).sum() / masked.sum().clamp(min=1)
+        # the mean over masked patches; a sum over so many would be inexact in half precision
+        error = _at_least_float32(error)
+        num_masked = masked.sum().clamp(min=1)  # not 0, so that the loss is 0 without masks
+        return (error * masked).sum() / num_masked
 
     def forward(
         self, images: Float[Tensor, "B C H W"], mask_ratio: float = 0.75,
@@ -367,13 +379,12 @@ class MaskedAutoencoder(nn.Module):
             If no patch or all patches would be masked, or the noise is of another shape.
         """
         num_patches = self.patch_embed.num_patches
+        _check_some_are_masked(num_patches, mask_ratio)
         if noise is None:
+            # float32 for a model in half precision, too, where many numbers would be equal
             noise = torch.rand(len(images), num_patches, device=images.device,
-                               dtype=torch.float32)  # with few equal numbers
+                               dtype=torch.float32)
         x, keep, masked = self.forward_encoder(images, mask_ratio, noise)
-        if keep.shape[1] == num_patches:
-            raise ValueError(f"mask_ratio ({mask_ratio}) masks none of {num_patches} patches, "
-                             "but the loss is the error of masked ones")
         prediction = self.forward_decoder(x, keep)
         loss = self.forward_loss(images, prediction, masked)
         return MaskedAutoencoderOutput(loss, prediction, masked)
@@ -398,26 +409,31 @@ class MaskedAutoencoder(nn.Module):
         ValueError
             If `options` ask for another network than the one that was trained.
         """
-        # a Vision Transformer like the encoder
+        # a Vision Transformer like the encoder, of the device and dtype that it has now
         check_encoder_options(options, self.encoder_options)
-        keywords = dict(self.encoder_options)
-        keywords.update(num_classes=0, device=self.cls_token.device, dtype=self.cls_token.dtype)
-        keywords.update(options)  # those of the caller win
+        keywords = dict(self.encoder_options, num_classes=0, device=self.cls_token.device,
+                        dtype=self.cls_token.dtype)
+        keywords.update(options)  # what the caller asks for has precedence
         model = VisionTransformer(**keywords)
 
         # the encoder's weights, without those of the decoder
         left_out = ["decoder_", "mask_token"]
         if model.global_pool == "avg":
-            left_out.append("norm.")  # it has `fc_norm` instead, which starts as new
-        stored = {}
+            # `norm` normalizes each token; after average pooling a Vision Transformer has
+            # `fc_norm` in its place, which normalizes the mean and starts untrained
+            left_out.append("norm.")
+        trained = {}
         for key, x in self.state_dict().items():
             if not key.startswith(tuple(left_out)):
-                stored[key] = x
+                trained[key] = x
 
-        # positions for images of another size
+        # position embeddings for images of another size
         if model.patch_embed.grid_size != self.patch_embed.grid_size:
-            stored = model.resample_state_dict(stored, img_size=self.patch_embed.img_size)
-        load_encoder(model, stored)
+            trained_size = self.patch_embed.img_size
+            trained = model.resample_state_dict(trained, img_size=trained_size)
+
+        # `load_state_dict` would refuse because the head and `fc_norm` are not among them
+        load_encoder(model, trained)
         return model
 
 # %% ../nbs/40_mae.ipynb #class-parts
@@ -460,7 +476,7 @@ def load_encoder(model: nn.Module, stored: dict[str, Tensor]) -> None:
     ValueError
         If weights are left over, or the model has further ones, which were not trained.
     """
-    own = model.state_dict()
+    own = model.state_dict()  # of the head and `fc_norm` these stay
     untrained = []
     for key in own.keys() - stored.keys():
         if not key.startswith(("head.", "fc_norm.")):
@@ -477,7 +493,7 @@ def _position_embeddings(
     grid_size: tuple[int, int], dim: int, device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """Fixed sine-cosine embeddings of the patches; those of the class token are zero.
+    """Make fixed sine-cosine embeddings of the patches; that of the class token is zero.
 
     Parameters
     ----------
@@ -514,9 +530,16 @@ def _init_weights(module: nn.Module) -> None:
 def _check_widths(**widths: int) -> None:
     """Raise a ValueError, with the name, unless all `widths` are divisible by 4."""
     for name, width in widths.items():
-        if width % 4:
+        if width % 4:  # a quarter is for sines of rows, one for their cosines, two for columns
             raise ValueError(f"{name} ({width}) must be positive and divisible by 4, because "
                              "positions are sines and cosines of row and column")
+
+
+def _check_some_are_masked(num_patches: int, mask_ratio: float) -> None:
+    """Raise a ValueError unless `mask_ratio` masks at least one of the patches."""
+    if _count_visible(num_patches, mask_ratio) == num_patches:
+        raise ValueError(f"mask_ratio ({mask_ratio}) masks none of {num_patches} patches, but "
+                         "the loss is the error of masked ones")
 
 
 def _check_noise(noise: Tensor, shape: tuple[int, ...]) -> None:
@@ -524,6 +547,11 @@ def _check_noise(noise: Tensor, shape: tuple[int, ...]) -> None:
     if noise.shape != shape:
         raise ValueError(f"noise of shape {tuple(noise.shape)} must have a number for each "
                          f"patch, {tuple(shape)}")
+
+
+def _at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return `x` in float32 if it is in half precision, else as it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 # %% ../nbs/40_mae.ipynb #register
 register_model("mae_vit_base_patch16", MaskedAutoencoder, hub="facebook/vit-mae-base",

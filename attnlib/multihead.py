@@ -158,7 +158,8 @@ class MultiHeadAttention(nn.Module):
         TypeError
             If it is another layer.
         ValueError
-            If it adds a key and value of its own, `add_bias_kv` or `add_zero_attn`.
+            If it adds a key and value of its own, `add_bias_kv` or `add_zero_attn`, or has a
+            setting that a subclass does not have.
         """
         if not isinstance(layer, nn.MultiheadAttention):
             raise TypeError(f"layer ({type(layer).__name__}) must be a "
@@ -166,21 +167,35 @@ class MultiHeadAttention(nn.Module):
         if layer.bias_k is not None or layer.add_zero_attn:
             raise ValueError("layer must have add_bias_kv (False) and add_zero_attn (False): "
                              "there are no such options here")
-        weights = layer.state_dict(keep_vars=True)  # parameters, which know if they are trained
+        # on "meta" a layer has no values, so that none are drawn; the copies take their place
         with torch.device("meta"):
-            ours = cls(layer.embed_dim, layer.num_heads, kdim=layer.kdim, vdim=layer.vdim,
-                       bias=layer.in_proj_bias is not None, dropout=layer.dropout)
+            ours = cls._with_settings_of(layer)
+        weights = layer.state_dict(keep_vars=True)  # parameters, which know if they are trained
         copies = {name: p.detach().clone() for name, p in weights.items()}
         ours.load_state_dict(copies, assign=True)
         for name, p in ours.named_parameters():
             p.requires_grad_(weights[name].requires_grad)
         return ours.train(layer.training)
 
-    def project(self, *inputs: Tensor) -> list[Tensor]:
-        """Queries and, if so many are given, keys and values: (B, N, width) -> (B, h, N, d)."""
+    @classmethod
+    def _with_settings_of(cls, layer: nn.MultiheadAttention) -> "MultiHeadAttention":
+        """Make a layer with the settings of PyTorch's; a subclass with others overrides it."""
+        return cls(layer.embed_dim, layer.num_heads, kdim=layer.kdim, vdim=layer.vdim,
+                   bias=layer.in_proj_bias is not None, dropout=layer.dropout)
+
+    def project(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None
+    ) -> list[Tensor]:
+        """Project each input that is given and split it into heads.
+
+        A list of one to three tensors, (B, N, width) -> (B, h, N, d): queries, keys, values.
+        """
+        inputs = (query, key, value)
         names = ("query", "key", "value")
         widths = (self.embed_dim, self.kdim, self.vdim)
         for name, x, width in zip(names, inputs, widths):
+            if x is None:
+                continue
             if x.ndim != 3 or x.shape[-1] != width:
                 raise ValueError(f"{name} of shape {tuple(x.shape)} must be "
                                  f"(B, tokens, {width})")
@@ -194,6 +209,8 @@ class MultiHeadAttention(nn.Module):
             biases = self.in_proj_bias.chunk(3)
         projected = []
         for x, weight, bias in zip(inputs, weights, biases):
+            if x is None:
+                continue
             x = F.linear(x, weight, bias)  # (B, N, width) -> (B, N, embed_dim)
             x = split_heads(x, self.num_heads)  # -> (B, h, N, d)
             projected.append(x)

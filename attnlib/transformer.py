@@ -41,10 +41,31 @@ class SelfAttention(MultiHeadAttention):
         super().__init__(embed_dim, num_heads)
         self.rotary = rotary
 
-    def project(self, *inputs: Tensor, offset: int = 0) -> list[Tensor]:
+    @classmethod
+    def _with_settings_of(cls, layer: nn.MultiheadAttention) -> "SelfAttention":
+        """Make a layer like PyTorch's, for `from_torch`; refuse settings that it cannot have.
+
+        Raises
+        ------
+        ValueError
+            If the layer has other widths for keys or values, no biases, or dropout.
+        """
+        if not layer.embed_dim == layer.kdim == layer.vdim:
+            raise ValueError(f"layer must have kdim ({layer.kdim}) and vdim ({layer.vdim}) "
+                             f"equal to embed_dim ({layer.embed_dim}): in self-attention all "
+                             "three are the width of the tokens")
+        if layer.in_proj_bias is None or layer.dropout > 0:
+            raise ValueError(f"layer must have bias=True and dropout ({layer.dropout}) of 0: "
+                             "SelfAttention has no such options, MultiHeadAttention has")
+        return cls(layer.embed_dim, layer.num_heads)
+
+    def project(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
+        offset: int = 0,
+    ) -> list[Tensor]:
         """As in `MultiHeadAttention`; the first token is at position `offset`."""
-        heads = super().project(*inputs)  # queries, keys, ...: (B, h, N, d) each
-        if self.rotary:
+        heads = super().project(query, key, value)  # (B, h, N, d) each
+        if self.rotary:  # queries and keys, not values
             queries, keys = heads[:2]
             end = offset + queries.shape[2]
             positions = torch.arange(offset, end, device=queries.device)
@@ -61,6 +82,7 @@ class SelfAttention(MultiHeadAttention):
         q, k, v = self.project(x, x, x, offset=past)
         if cache is not None:
             k, v = cache.update(layer, k, v)  # (B, h, N, d) -> (B, h, earlier + N, d)
+        # without dropout of the weights, which the paper does not have
         x = attention(q, k, v, mask=mask, bias=bias)  # (B, h, N, d)
         x = merge_heads(x)  # -> (B, N, h d)
         return self.out_proj(x)  # -> (B, N, embed_dim)
@@ -86,6 +108,7 @@ class CrossAttention(MultiHeadAttention):
             if cache is not None:
                 cache.memory[layer] = (k, v)
                 cache.sources[layer] = memory
+        # 0 in a `Transformer`; this class has the options of `MultiHeadAttention`, too
         dropout_p = self.dropout if self.training else 0.0
         x = attention(q, k, v, mask=mask, dropout_p=dropout_p)  # (B, h, N, d)
         x = merge_heads(x)  # -> (B, N, h d)
@@ -96,10 +119,9 @@ class CrossAttention(MultiHeadAttention):
         if cache is None or cache.sources.get(layer) is not memory:
             return False
         keys, _ = cache.memory[layer]
-        if keys.requires_grad or not torch.is_grad_enabled():
-            return True
-        learning = any(p.requires_grad for p in self.parameters())
-        return not (memory.requires_grad or learning)
+        needs_gradient = torch.is_grad_enabled() and (
+            memory.requires_grad or any(p.requires_grad for p in self.parameters()))
+        return keys.requires_grad or not needs_gradient
 
 # %% ../nbs/21_transformer.ipynb #feed-forward
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "swish": F.silu}
@@ -173,12 +195,17 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.norm_first = norm_first
 
-    def residual(self, x: Tensor, norm: nn.Module, f: Callable, *inputs: Any) -> Tensor:
-        """x + f(LN(x)) with the norm first, LN(x + f(x)) otherwise."""
+    def residual(
+        self, x: Tensor, norm: nn.Module, f: Callable, *inputs: Any, **keywords: Any
+    ) -> Tensor:
+        """x + f(LN(x)) with the norm first, LN(x + f(x)) otherwise.
+
+        `inputs` and `keywords` are further arguments of f.
+        """
         if self.norm_first:
-            change = f(norm(x), *inputs)
+            change = f(norm(x), *inputs, **keywords)
             return x + self.dropout(change)
-        change = f(x, *inputs)
+        change = f(x, *inputs, **keywords)
         return norm(x + self.dropout(change))
 
     def forward(
@@ -208,7 +235,7 @@ class DecoderLayer(EncoderLayer):
     ):
         super().__init__(d_model, nhead, dim_feedforward, dropout, activation, norm_first,
                          rotary)
-        self.multihead_attn = CrossAttention(d_model, nhead)
+        self.multihead_attn = CrossAttention(d_model, nhead)  # PyTorch's name
         self.norm3 = nn.LayerNorm(d_model)
 
     def forward(
@@ -221,8 +248,10 @@ class DecoderLayer(EncoderLayer):
         The masks are True where a query may attend, the bias is that of self-attention. With a
         `cache` this is the decoder's layer of number `layer`.
         """
-        x = self.residual(x, self.norm1, self.self_attn, mask, bias, cache, layer)
-        x = self.residual(x, self.norm2, self.multihead_attn, memory, memory_mask, cache, layer)
+        x = self.residual(x, self.norm1, self.self_attn, mask=mask, bias=bias, cache=cache,
+                          layer=layer)
+        x = self.residual(x, self.norm2, self.multihead_attn, memory, mask=memory_mask,
+                          cache=cache, layer=layer)
         return self.residual(x, self.norm3, self.feed_forward)
 
 # %% ../nbs/21_transformer.ipynb #stacks
@@ -263,13 +292,15 @@ class Decoder(Encoder):
         bias: Tensor | None = None, cache: Any = None,
     ) -> Float[Tensor, "B N d_model"]:
         """Tokens (B, N, d_model) and memory (B, M, d_model) to tokens."""
+        # each layer appends its keys and values to the cache, but only `advance` makes them
+        # count; `rewind` drops those that a call has left which did not come to its end
         if cache is not None:
-            cache.rewind()  # what an interrupted call has left is dropped
+            cache.rewind()
         for i, layer in enumerate(self.layers):
             x = layer(x, memory, mask=mask, memory_mask=memory_mask, bias=bias, cache=cache,
                       layer=i)
         if cache is not None:
-            cache.advance(x.shape[1])  # not before all layers have read all of x
+            cache.advance(x.shape[1])
         if self.norm is not None:
             x = self.norm(x)
         return x
@@ -308,20 +339,29 @@ class Positions(nn.Module):
         elif scheme == "learned":
             self.learned = LearnedPositionalEmbedding(max_length, d_model)
         elif scheme == "relative":
+            # two tables of biases, for the self-attention of each stack: the decoder's tokens
+            # attend to earlier ones only
             self.encoder = RelativePositionBias(nhead)
             self.decoder = RelativePositionBias(nhead, bidirectional=False)
 
     def rows(self, first: int, end: int) -> Float[Tensor, "_ d_model"]:
-        """Rows of the sinusoidal table.
-
-        A model in float64 gets them in this precision, although weights are mostly stored in
-        float32. A table of other vectors, such as Marian's, stays as it is.
-        """
+        """Rows of the sinusoidal table; a model in float64 gets them in full precision."""
         rows = self.table[first:end]
-        if rows.dtype != torch.float64:
-            return rows
-        exact = sinusoidal_encoding(end - first, rows.shape[1], offset=first,
-                                    device=rows.device, dtype=rows.dtype)
+        if rows.dtype == torch.float64:
+            rows = self._restore_precision(rows, first)
+        return rows
+
+    def _restore_precision(
+        self, rows: Float[Tensor, "n d_model"], first: int
+    ) -> Float[Tensor, "n d_model"]:
+        """Compute sinusoids in float64 where `rows` are sinusoids that float32 has rounded.
+
+        The weights of a model in float64 have mostly been stored in float32. A table of other
+        vectors, such as Marian's, stays as it is.
+        """
+        n, d_model = rows.shape
+        exact = sinusoidal_encoding(n, d_model, offset=first, device=rows.device,
+                                    dtype=rows.dtype)
         same = (rows.float() == exact.float()).all()
         return torch.where(same, exact, rows)
 
@@ -356,8 +396,8 @@ class Positions(nn.Module):
             wide = torch.promote_types(dtype, torch.float32)
             return alibi_bias(self.nhead, n, m, device=device, dtype=wide)
         if self.scheme == "relative":
-            relative_bias = self.encoder if stack == "encoder" else self.decoder
-            return relative_bias(n, m)
+            bias_table = self.encoder if stack == "encoder" else self.decoder
+            return bias_table(n, m)
         return None
 
 # %% ../nbs/21_transformer.ipynb #checks
@@ -515,7 +555,10 @@ class Transformer(nn.Module):
         self.tgt_embed = nn.Embedding(tgt_vocab, d_model, device=device)
         self.output = nn.Linear(d_model, tgt_vocab, bias=False, device="meta")
         if not tie_weights:
-            self.output.weight = nn.Embedding(tgt_vocab, d_model).weight
+            # a matrix of its own, which starts as the target's embedding does, although a
+            # linear layer uses it
+            own_table = nn.Embedding(tgt_vocab, d_model)
+            self.output.weight = own_table.weight
         self.shares_embedding = shares_embedding
         self.ties_output = tie_weights
         _tie_embeddings(self)
@@ -542,13 +585,23 @@ class Transformer(nn.Module):
 
     def init_weights(self) -> None:
         """Embeddings of variance 1 / d_model, Xavier-uniform matrices, biases of zero."""
-        for name, parameter in self.named_parameters():
-            if "embed" in name or name == "output.weight":
-                nn.init.normal_(parameter, std=self.d_model**-0.5)
-            elif parameter.ndim > 1 and not name.startswith("positions"):
-                nn.init.xavier_uniform_(parameter)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+        # embeddings and the output matrix; tied ones are a single table, drawn once
+        tables = []
+        for module in (self.src_embed, self.tgt_embed, self.output):
+            if not any(module.weight is table for table in tables):
+                tables.append(module.weight)
+        for table in tables:
+            nn.init.normal_(table, std=self.d_model**-0.5)
+        # layers
+        for stack in (self.encoder, self.decoder):
+            for name, parameter in stack.named_parameters():
+                if parameter.ndim > 1:
+                    nn.init.xavier_uniform_(parameter)
+                elif name.endswith("bias"):
+                    nn.init.zeros_(parameter)
+        if self.output_bias is not None:
+            nn.init.zeros_(self.output_bias)
+        # tables of positions stay as `Positions` made them
 
     def embed(
         self, tokens: Int[Tensor, "B N"], table: nn.Module, offset: int = 0
@@ -618,7 +671,7 @@ class Transformer(nn.Module):
         with evaluation(self), record_attention() as maps:
             self(src, tgt)
         depth = len(self.encoder.layers)
-        decoder_maps = maps[depth:]  # self- and cross-attention take turns
+        decoder_maps = maps[depth:]  # two of each layer: self-attention, then cross-attention
         return {"encoder": maps[:depth], "decoder": decoder_maps[0::2],
                 "cross": decoder_maps[1::2]}
 
@@ -705,8 +758,9 @@ def _layer_from_torch(
                 raise ValueError(f"{name} of the layer must have add_zero_attn (False), not "
                                  f"{part.add_zero_attn}, and as many heads ({heads}) as "
                                  f"self_attn, not {part.num_heads}")
+    # the weights that it starts with are not kept, and must leave no trace in the random state
     gpus = range(torch.cuda.device_count())
-    with torch.random.fork_rng(devices=gpus):  # the weights that it starts with are not kept
+    with torch.random.fork_rng(devices=gpus):
         ours = layer_class(
             layer.self_attn.embed_dim, heads, dim_feedforward=layer.linear1.out_features,
             dropout=layer.dropout1.p, activation=layer.activation, norm_first=layer.norm_first,

@@ -287,6 +287,22 @@ def test_shapes():
     )
 
 
+@pytest.mark.parametrize("in_chans, trained", [(3, False), (1, True), (4, True)])
+def test_a_stem_for_other_channels_is_trained(in_chans, trained):
+    """No pretrained filters fit other channels than RGB: the random ones must not stay."""
+    torch.manual_seed(0)
+    model = DETR(backbone="resnet18", in_chans=in_chans, **SMALL)
+    stem = model.backbone.conv1.weight
+    before = stem.detach().clone()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    output = model(torch.randn(1, in_chans, 32, 32))
+    (output.logits.square().mean() + output.boxes.square().mean()).backward()
+    optimizer.step()
+    assert (stem.grad is not None) == trained
+    assert torch.equal(stem, before) != trained
+    assert not any(p.requires_grad for p in model.backbone.layer1.parameters())
+
+
 def test_queries_are_a_set():
     model, x, order = small(), images(1, (48, 64)), torch.randperm(9)
     usual = model(x)

@@ -714,7 +714,7 @@ WHOLE |= {
 }
 
 EXACT = {  # what is computed in float32 without loss, by the name of the function
-    "rows",  # the table of positions as it is stored, to be compared
+    "_restore_precision",  # the table of positions as it is stored, to be compared
     "rope_cos_sin",  # a one
     "position_angles",
     "_resize_mask",  # a mask, interpolated to its nearest

@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 
 from attnlib import MultiHeadAttention, attention
+from attnlib.transformer import CrossAttention, SelfAttention
 
 SHAPES = [dict(), dict(kdim=6, vdim=10), dict(bias=False), dict(kdim=6, bias=False)]
 
@@ -73,6 +74,44 @@ def test_sequence_first_layers_become_batch_first():
     expected, _ = theirs(*(x.transpose(0, 1),) * 3)
     torch.testing.assert_close(ours(x), expected.transpose(0, 1), rtol=1e-5, atol=1e-6)
     assert ours.dropout == 0.3
+
+
+def test_attention_of_a_transformer_is_converted():
+    theirs, _ = both()
+    x, memory, _ = inputs(theirs)
+    before = torch.get_rng_state()
+    ours = SelfAttention.from_torch(theirs)
+    assert torch.equal(torch.get_rng_state(), before) and type(ours) is SelfAttention
+    expected, _ = theirs(x, x, x, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(1))
+    torch.testing.assert_close(ours(x, mask="causal"), expected, rtol=1e-12, atol=1e-12)
+    theirs, _ = both(bias=False, kdim=12, vdim=12, dropout=0.2)
+    ours = CrossAttention.from_torch(theirs.eval())
+    assert type(ours) is CrossAttention and ours.dropout == 0.2 and not ours.training
+    expected, _ = theirs(x, memory, memory)
+    torch.testing.assert_close(ours(x, memory), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(kdim=6), r"kdim \(6\) and vdim \(12\) equal to embed_dim \(12\)"),
+        (dict(vdim=6), r"kdim \(12\) and vdim \(6\) equal to embed_dim \(12\)"),
+        (dict(bias=False), r"must have bias=True and dropout \(0.0\) of 0"),
+        (dict(dropout=0.5), r"must have bias=True and dropout \(0.5\) of 0"),
+    ],
+)
+def test_self_attention_refuses_settings_that_it_cannot_have(options, message):
+    with pytest.raises(ValueError, match=message):
+        SelfAttention.from_torch(nn.MultiheadAttention(12, 3, **options))
+
+
+def test_inputs_are_projected_by_their_own_matrices():
+    theirs, ours = both(kdim=6, vdim=10)
+    q, k, v = inputs(theirs)
+    queries, keys, values = ours.project(q, k, v)
+    torch.testing.assert_close(ours.project(q), [queries])
+    torch.testing.assert_close(ours.project(q, k), [queries, keys])
+    torch.testing.assert_close(ours.project(q, value=v), [queries, values])
 
 
 @pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])

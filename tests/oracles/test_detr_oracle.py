@@ -455,7 +455,7 @@ def test_widths_that_have_no_fourths(dim):
     for call in (
         lambda: detr.sine_position_embedding(torch.ones(1, 2, 3).bool(), dim),
         lambda: detr._sine_box_embedding(torch.rand(1, 2, 4), dim, 20),
-        lambda: detr._check_fourths(embed_dim=dim),
+        lambda: detr._check_multiples_of_four(embed_dim=dim),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -989,7 +989,7 @@ ORACLES = {
     "_check_values": test_values_are_checked,
     "HungarianMatcher": test_matching,
     "SetCriterion": test_loss,
-    "_check_fourths": test_widths_that_have_no_fourths,
+    "_check_multiples_of_four": test_widths_that_have_no_fourths,
     "sine_position_embedding": test_sines_of_places,
     "EncoderLayer": test_encoder_layer,
     "DecoderLayer": test_decoder_layer,
