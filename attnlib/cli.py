@@ -711,7 +711,8 @@ def _parser() -> argparse.ArgumentParser:
     name_picture.add_argument("--map", metavar="FILE",
                               help="write the picture with orange where the model looked")
     check = part("compare", _compare, "compare an implementation in a file with a reference")
-    check.add_argument("implementation", metavar="FILE:NAME", help="such as mine.py:MyAttention")
+    check.add_argument("implementation", metavar="FILE:NAME",
+                       help="such as mine.py:MyAttention")
     check.add_argument("reference", help="of attnlib.reference, such as multihead")
     check.add_argument("sizes", nargs=argparse.REMAINDER,
                        help="sizes of the reference, such as --embed-dim 64 --num-heads 4")

@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import mistakes_vision  # noqa: F401  its references and mistakes join the others
-from .mistakes import (CATALOGUE, REFERENCES, REFERENCES_OF, Mistake, Probe, Reference, Steps,
-                       Stopped)
+from attnlib.mistakes import (
+    CATALOGUE, REFERENCES, REFERENCES_OF, Mistake, Probe, Reference, Steps, Stopped,
+)
 
 # %% ../nbs/98_compare.ipynb #names
 _WORDS = {  # piece of a parameter's name: what it says
@@ -232,7 +233,7 @@ def _units(parameters: dict[str, Tensor], owners: dict[str, nn.Module | None]) -
         if name in pairs and owners.get(name) is None:  # (weight, bias)
             stem, kind = pairs[name]
             key = stem
-        elif owners.get(name) is None or stem == name:  # an array: "Wq" and "bq" belong together
+        elif owners.get(name) is None or stem == name:  # arrays "Wq" and "bq" belong together
             key = _key_of_array(pieces)
         else:
             key = stem
@@ -642,7 +643,7 @@ def _packed(parts: list[Tensor], heads: int, packing: str) -> Tensor:
 def _arranged(
     values: list[Tensor], one: _Assignment, kind: str, choice: dict[str, Any], heads: int
 ) -> Tensor:
-    """Arrange the values of roles, (out, in) or (out,), as the reader's parameter wants them."""
+    """Arrange the values of roles, (out, in) or (out,), for the reader's parameter."""
     target = tuple(one.unit.tensors[kind].shape)
     slot = one.roles[0].slot
     values = [_interleaved(value, role.slot, heads, choice)
@@ -955,12 +956,12 @@ class _Implementation:
         return "\n".join(found)
 
     def is_sequence_first(self) -> bool:
-        """Whether the code, or PyTorch's own layer, says that the sequence is the first axis."""
+        """Whether the code, or a layer of PyTorch, has the sequence as the first axis."""
         own = type(self.function).__module__.startswith("torch")
         return own or re.search(_SEQUENCE_FIRST, self.sources()) is not None
 
     def is_batch_first(self) -> bool:
-        """Whether the code says that the batch is the first axis, as in ``B, N, C = x.shape``."""
+        """Whether the code says that the batch comes first, as in ``B, N, C = x.shape``."""
         source = self.sources()
         return re.search(_BATCH_FIRST, source) is not None
 
@@ -1217,7 +1218,7 @@ class _Recorder(TorchFunctionMode):
         self.dropouts: list[tuple[float, tuple[str, int]]] = []
         self.without_dropout = without_dropout
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):  # noqa: D105
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         name = getattr(function, "__name__", "")
         if name in ("dropout", "alpha_dropout", "feature_dropout", "dropout1d", "dropout2d"):
@@ -1354,7 +1355,8 @@ class Report:
         import matplotlib.pyplot as plt
 
         if not self.agreement:
-            raise ValueError("agreement ({}) is empty: no intermediate results were recorded")
+            raise ValueError(f"agreement ({self.agreement}) must not be empty: no intermediate "
+                             "results were recorded")
         errors = [min(max(error, 1e-17), 10.0) for error in self.agreement.values()]
         figure, axes = plt.subplots(figsize=(7, 2.6))
         axes.semilogy(range(len(errors)), errors, "o-", markersize=3)
@@ -1585,7 +1587,7 @@ class _Comparison:
         self, attempt: _Attempt, number: int, style: _MaskStyle | None = None,
         recorder: _Recorder | None = None,
     ) -> Tensor:
-        """Run the reader's code on a probe; raise `_NotCallable` with the reason if it fails."""
+        """Run the reader's code on a probe; raise `_NotCallable` if it fails."""
         caller = _Caller(self.mine, self.call, attempt.sequence_first, self.reference.join)
         mode = recorder or _Recorder(without_dropout=self.without_dropout)
         watched = recorder is not None or self.without_dropout
@@ -2028,7 +2030,7 @@ def _spoken(name: str) -> str:
 
 # %% ../nbs/98_compare.ipynb #compare
 def _check_gradients(comparison: _Comparison, attempt: _Attempt) -> None:
-    """Compare the gradients of parameters and inputs, and look for a mistake behind a difference."""
+    """Compare gradients of parameters and inputs, and explain a difference by a mistake."""
     mine = comparison.mine
     if not mine.uses_tensors() or mine.arrays is not None:
         comparison.report.probes["gradients"] = "a function of arrays has none"
@@ -2216,7 +2218,8 @@ def _dropout(comparison: _Comparison, outputs: _Outputs) -> None:
             second = comparison.output(attempt, 0)
     except _NotCallable:
         return
-    if first.shape == second.shape and first is not second and _difference(first, second.double()) > 1e-9:
+    is_random = first.shape == second.shape and _difference(first, second.double()) > 1e-9
+    if is_random:
         comparison.without_dropout = True
         rates = ", ".join(sorted({f"{rate:g}" for rate, _ in recorder.dropouts}))
         what = f"Dropout (p = {rates}) is" if rates else "Random numbers are"
@@ -2260,8 +2263,8 @@ def _describe(comparison: _Comparison, attempt: _Attempt, values: str) -> None:
     """Name the conventions of a reading of the reader's code."""
     report = comparison.report
     if attempt.sequence_first:
-        report.adapted.append("tokens are handed over as (N, B, C), the sequence first; if your "
-                              "code expects (B, N, C), it attends over the batch axis")
+        report.adapted.append("tokens are handed over as (N, B, C), the sequence first; if "
+                              "your code expects (B, N, C), it attends over the batch axis")
     if "packing" in attempt.choice:
         report.adapted.append(f"packed rows: {attempt.choice['packing']}")
     for name in ("split", "merge"):
@@ -2288,7 +2291,8 @@ def _describe(comparison: _Comparison, attempt: _Attempt, values: str) -> None:
 
 def _is_convention(attempt: _Attempt, values: str) -> bool:
     """Whether a reading differs from the reference by a convention."""
-    unusual = {"packing", "split", "merge", "pixels", "gate", "table", "order"} & set(attempt.choice)
+    names = {"packing", "split", "merge", "pixels", "gate", "table", "order"}
+    unusual = names & set(attempt.choice)
     return attempt.sequence_first or bool(unusual) or values in ("hide", "added")
 
 
@@ -2387,8 +2391,8 @@ def _doubt(comparison: _Comparison, unmatched: bool) -> str:
                and len([n for n in one.unit.tensors.get("weight", torch.ones(1)).shape
                         if n > 1]) > 2]
     if packed and not (parts and found):
-        return (f"the outputs differ, but the rows of {packed[0].unit.name} may be packed in an "
-                "unusual order")
+        return (f"the outputs differ, but the rows of {packed[0].unit.name} may be packed in "
+                "an unusual order")
     if by_head and not comparison.mine.uses_tensors():
         return (f"the outputs differ, but the axes of {by_head[0].unit.name} may be in an "
                 "unusual order")

@@ -2162,7 +2162,8 @@ def _heads_tiled(self, x):
 @mistake("share_values", "only the heads of values tiled",
          says="The heads of values are repeated as a whole (v0, v1, v0, v1), those of keys one "
               "by one; a query head takes the values of another group than its keys.",
-         right="repeat_interleave(groups, dim=1)", wrong="v.repeat(1, groups, 1, 1)", read=_SINCE)
+         right="repeat_interleave(groups, dim=1)", wrong="v.repeat(1, groups, 1, 1)",
+         read=_SINCE)
 def _values_tiled(self, x):
     return x.repeat(1, self.config.num_heads // x.shape[1], 1, 1)
 
@@ -2170,7 +2171,8 @@ def _values_tiled(self, x):
 @mistake("share_keys", "only the heads of keys tiled",
          says="The heads of keys are repeated as a whole (k0, k1, k0, k1), those of values one "
               "by one; a query head takes the keys of another group than its values.",
-         right="repeat_interleave(groups, dim=1)", wrong="k.repeat(1, groups, 1, 1)", read=_SINCE)
+         right="repeat_interleave(groups, dim=1)", wrong="k.repeat(1, groups, 1, 1)",
+         read=_SINCE)
 def _keys_tiled(self, x):
     return x.repeat(1, self.config.num_heads // x.shape[1], 1, 1)
 
@@ -2718,7 +2720,8 @@ def _gelu_without_factor(self, x):
 
 
 @mistake("activation", "GELU without the square root",
-         says="The tanh approximation of GELU has the factor 2/π; it should be its square root.",
+         says="The tanh approximation of GELU has the factor 2/π; it should be the square "
+              "root of 2/π.",
          right="tanh(√(2/π) (x + 0.044715 x³))", wrong="tanh(2/π (x + 0.044715 x³))", read=_MLP)
 def _gelu_without_root(self, x):
     return 0.5 * x * (1 + torch.tanh(2 / math.pi * (x + 0.044715 * x**3)))
@@ -3126,7 +3129,8 @@ def _rotated_clockwise(self, n, d):
 @mistake("turn", "first half overwritten before it is used",
          says="The second half is computed from the first one after it has been rotated; both "
               "need the values before the rotation.",
-         right="x₁ cos - x₂ sin, x₂ cos + x₁ sin", wrong="y₁ = x₁ cos - x₂ sin, x₂ cos + y₁ sin",
+         right="x₁ cos - x₂ sin, x₂ cos + x₁ sin",
+         wrong="y₁ = x₁ cos - x₂ sin, x₂ cos + y₁ sin",
          read=_ROTARY)
 def _first_half_overwritten(self, first, second, cos, sin):
     first = first * cos - second * sin

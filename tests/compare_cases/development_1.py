@@ -20,16 +20,33 @@ CASES = []
 
 def case(name, style, reference, label, mistake="", expected="", call=None):
     def register(build):
-        CASES.append(dict(name=name, style=style, build=build, reference=reference, label=label,
-                          mistake=mistake, expected=expected, call=call))
+        CASES.append(
+            dict(
+                name=name,
+                style=style,
+                build=build,
+                reference=reference,
+                label=label,
+                mistake=mistake,
+                expected=expected,
+                call=call,
+            )
+        )
         return build
+
     return register
 
 
 # ------------------------------------------------------------------ nanoGPT
 
-@case("ng_causal_ok", "nanogpt", ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)), "correct",
-      expected="equal (packed q/k/v)")
+
+@case(
+    "ng_causal_ok",
+    "nanogpt",
+    ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)),
+    "correct",
+    expected="equal (packed q/k/v)",
+)
 def ng_causal_ok():
     class Config:
         n_embd, n_head, block_size, dropout, bias = 32, 4, 16, 0.1, True
@@ -44,8 +61,12 @@ def ng_causal_ok():
             self.resid_dropout = nn.Dropout(config.dropout)
             self.n_head = config.n_head
             self.n_embd = config.n_embd
-            self.register_buffer("bias", torch.tril(torch.ones(config.block_size, config.block_size))
-                                 .view(1, 1, config.block_size, config.block_size))
+            self.register_buffer(
+                "bias",
+                torch.tril(torch.ones(config.block_size, config.block_size)).view(
+                    1, 1, config.block_size, config.block_size
+                ),
+            )
 
         def forward(self, x):
             B, T, C = x.size()
@@ -54,7 +75,7 @@ def ng_causal_ok():
             q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
             v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
             att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-            att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float('-inf'))
+            att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
             att = F.softmax(att, dim=-1)
             att = self.attn_dropout(att)
             y = att @ v
@@ -64,9 +85,14 @@ def ng_causal_ok():
     return CausalSelfAttention(Config())
 
 
-@case("ng_causal_scale_width", "nanogpt", ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)), "wrong",
-      "Scores are divided by the square root of the full width, not of the head width.",
-      "scale: 1/sqrt(n_embd) instead of 1/sqrt(head_dim)")
+@case(
+    "ng_causal_scale_width",
+    "nanogpt",
+    ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)),
+    "wrong",
+    "Scores are divided by the square root of the full width, not of the head width.",
+    "scale: 1/sqrt(n_embd) instead of 1/sqrt(head_dim)",
+)
 def ng_causal_scale_width():
     class CausalSelfAttention(nn.Module):
         def __init__(self, n_embd=32, n_head=4, block_size=16):
@@ -74,7 +100,12 @@ def ng_causal_scale_width():
             self.c_attn = nn.Linear(n_embd, 3 * n_embd)
             self.c_proj = nn.Linear(n_embd, n_embd)
             self.n_head = n_head
-            self.register_buffer("mask", torch.tril(torch.ones(block_size, block_size)).view(1, 1, block_size, block_size))
+            self.register_buffer(
+                "mask",
+                torch.tril(torch.ones(block_size, block_size)).view(
+                    1, 1, block_size, block_size
+                ),
+            )
 
         def forward(self, x):
             B, T, C = x.shape
@@ -82,8 +113,8 @@ def ng_causal_scale_width():
             q = q.view(B, T, self.n_head, -1).transpose(1, 2)
             k = k.view(B, T, self.n_head, -1).transpose(1, 2)
             v = v.view(B, T, self.n_head, -1).transpose(1, 2)
-            att = q @ k.transpose(-2, -1) * C ** -0.5
-            att = att.masked_fill(self.mask[:, :, :T, :T] == 0, float('-inf'))
+            att = q @ k.transpose(-2, -1) * C**-0.5
+            att = att.masked_fill(self.mask[:, :, :T, :T] == 0, float("-inf"))
             att = att.softmax(-1)
             y = (att @ v).transpose(1, 2).reshape(B, T, C)
             return self.c_proj(y)
@@ -91,9 +122,14 @@ def ng_causal_scale_width():
     return CausalSelfAttention()
 
 
-@case("ng_causal_mask_after_softmax", "nanogpt", ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)), "wrong",
-      "The causal mask is applied after the softmax, so the rows no longer sum to one.",
-      "mask applied after softmax, rows not normalised")
+@case(
+    "ng_causal_mask_after_softmax",
+    "nanogpt",
+    ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)),
+    "wrong",
+    "The causal mask is applied after the softmax, so the rows no longer sum to one.",
+    "mask applied after softmax, rows not normalised",
+)
 def ng_causal_mask_after_softmax():
     class Head(nn.Module):
         def __init__(self, n_embd, head_size, block_size):
@@ -101,7 +137,7 @@ def ng_causal_mask_after_softmax():
             self.key = nn.Linear(n_embd, head_size)
             self.query = nn.Linear(n_embd, head_size)
             self.value = nn.Linear(n_embd, head_size)
-            self.register_buffer('tril', torch.tril(torch.ones(block_size, block_size)))
+            self.register_buffer("tril", torch.tril(torch.ones(block_size, block_size)))
 
         def forward(self, x):
             B, T, C = x.shape
@@ -115,7 +151,9 @@ def ng_causal_mask_after_softmax():
     class MultiHeadAttention(nn.Module):
         def __init__(self, num_heads=4, n_embd=32, block_size=16):
             super().__init__()
-            self.heads = nn.ModuleList([Head(n_embd, n_embd // num_heads, block_size) for _ in range(num_heads)])
+            self.heads = nn.ModuleList(
+                [Head(n_embd, n_embd // num_heads, block_size) for _ in range(num_heads)]
+            )
             self.proj = nn.Linear(n_embd, n_embd)
 
         def forward(self, x):
@@ -125,8 +163,13 @@ def ng_causal_mask_after_softmax():
     return MultiHeadAttention()
 
 
-@case("ng_gpt_ok", "nanogpt", ("gpt", dict(vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32)), "correct",
-      expected="equal (packed q/k/v; returns (logits, loss))")
+@case(
+    "ng_gpt_ok",
+    "nanogpt",
+    ("gpt", dict(vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32)),
+    "correct",
+    expected="equal (packed q/k/v; returns (logits, loss))",
+)
 def ng_gpt_ok():
     class LayerNorm(nn.Module):
         def __init__(self, ndim, bias):
@@ -157,7 +200,7 @@ def ng_gpt_ok():
         def __init__(self, n_embd):
             super().__init__()
             self.c_fc = nn.Linear(n_embd, 4 * n_embd)
-            self.gelu = nn.GELU(approximate='tanh')
+            self.gelu = nn.GELU(approximate="tanh")
             self.c_proj = nn.Linear(4 * n_embd, n_embd)
             self.dropout = nn.Dropout(0.1)
 
@@ -180,13 +223,15 @@ def ng_gpt_ok():
     class GPT(nn.Module):
         def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd):
             super().__init__()
-            self.transformer = nn.ModuleDict(dict(
-                wte=nn.Embedding(vocab_size, n_embd),
-                wpe=nn.Embedding(block_size, n_embd),
-                drop=nn.Dropout(0.1),
-                h=nn.ModuleList([Block(n_embd, n_head) for _ in range(n_layer)]),
-                ln_f=LayerNorm(n_embd, True),
-            ))
+            self.transformer = nn.ModuleDict(
+                dict(
+                    wte=nn.Embedding(vocab_size, n_embd),
+                    wpe=nn.Embedding(block_size, n_embd),
+                    drop=nn.Dropout(0.1),
+                    h=nn.ModuleList([Block(n_embd, n_head) for _ in range(n_layer)]),
+                    ln_f=LayerNorm(n_embd, True),
+                )
+            )
             self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
             self.transformer.wte.weight = self.lm_head.weight
             self.apply(self._init_weights)
@@ -207,15 +252,22 @@ def ng_gpt_ok():
             logits = self.lm_head(x)
             loss = None
             if targets is not None:
-                loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+                loss = F.cross_entropy(
+                    logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1
+                )
             return logits, loss
 
     return GPT(40, 16, 2, 4, 32)
 
 
-@case("ng_gpt_untied", "nanogpt", ("gpt", dict(vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32)), "wrong",
-      "The output head has its own weight; it is not tied to the token embedding.",
-      "head not tied to token embedding")
+@case(
+    "ng_gpt_untied",
+    "nanogpt",
+    ("gpt", dict(vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32)),
+    "wrong",
+    "The output head has its own weight; it is not tied to the token embedding.",
+    "head not tied to token embedding",
+)
 def ng_gpt_untied():
     class Attention(nn.Module):
         def __init__(self, C, nh):
@@ -226,7 +278,10 @@ def ng_gpt_untied():
 
         def forward(self, x):
             B, T, C = x.size()
-            q, k, v = [t.view(B, T, self.nh, C // self.nh).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2)]
+            q, k, v = [
+                t.view(B, T, self.nh, C // self.nh).transpose(1, 2)
+                for t in self.c_attn(x).split(C, dim=2)
+            ]
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -236,7 +291,9 @@ def ng_gpt_untied():
             self.ln_1 = nn.LayerNorm(C)
             self.attn = Attention(C, nh)
             self.ln_2 = nn.LayerNorm(C)
-            self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(approximate="tanh"), nn.Linear(4 * C, C))
+            self.mlp = nn.Sequential(
+                nn.Linear(C, 4 * C), nn.GELU(approximate="tanh"), nn.Linear(4 * C, C)
+            )
 
         def forward(self, x):
             x = x + self.attn(self.ln_1(x))
@@ -261,9 +318,14 @@ def ng_gpt_untied():
     return GPT()
 
 
-@case("ng_gpt_residual_from_norm", "nanogpt", ("gpt", dict(vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32)), "wrong",
-      "The residual branch starts from the normalised activations (x = ln(x); x = x + f(x)).",
-      "residual added to the normalised input")
+@case(
+    "ng_gpt_residual_from_norm",
+    "nanogpt",
+    ("gpt", dict(vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32)),
+    "wrong",
+    "The residual branch starts from the normalised activations (x = ln(x); x = x + f(x)).",
+    "residual added to the normalised input",
+)
 def ng_gpt_residual_from_norm():
     class SelfAttention(nn.Module):
         def __init__(self, n_embd, n_head, block_size):
@@ -272,7 +334,9 @@ def ng_gpt_residual_from_norm():
             self.query = nn.Linear(n_embd, n_embd)
             self.value = nn.Linear(n_embd, n_embd)
             self.proj = nn.Linear(n_embd, n_embd)
-            self.register_buffer("mask", torch.tril(torch.ones(block_size, block_size))[None, None])
+            self.register_buffer(
+                "mask", torch.tril(torch.ones(block_size, block_size))[None, None]
+            )
             self.n_head = n_head
 
         def forward(self, x):
@@ -281,7 +345,7 @@ def ng_gpt_residual_from_norm():
             q = self.query(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
             v = self.value(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
             att = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
-            att = att.masked_fill(self.mask[:, :, :T, :T] == 0, float('-inf'))
+            att = att.masked_fill(self.mask[:, :, :T, :T] == 0, float("-inf"))
             y = F.softmax(att, dim=-1) @ v
             return self.proj(y.transpose(1, 2).contiguous().view(B, T, C))
 
@@ -291,7 +355,11 @@ def ng_gpt_residual_from_norm():
             self.ln1 = nn.LayerNorm(n_embd)
             self.ln2 = nn.LayerNorm(n_embd)
             self.attn = SelfAttention(n_embd, n_head, block_size)
-            self.mlp = nn.Sequential(nn.Linear(n_embd, 4 * n_embd), nn.GELU(approximate="tanh"), nn.Linear(4 * n_embd, n_embd))
+            self.mlp = nn.Sequential(
+                nn.Linear(n_embd, 4 * n_embd),
+                nn.GELU(approximate="tanh"),
+                nn.Linear(4 * n_embd, n_embd),
+            )
 
         def forward(self, x):
             x = self.ln1(x)
@@ -305,7 +373,9 @@ def ng_gpt_residual_from_norm():
             super().__init__()
             self.tok_emb = nn.Embedding(vocab_size, n_embd)
             self.pos_emb = nn.Parameter(torch.randn(1, block_size, n_embd) * 0.02)
-            self.blocks = nn.Sequential(*[Block(n_embd, n_head, block_size) for _ in range(n_layer)])
+            self.blocks = nn.Sequential(
+                *[Block(n_embd, n_head, block_size) for _ in range(n_layer)]
+            )
             self.ln_f = nn.LayerNorm(n_embd)
             self.head = nn.Linear(n_embd, vocab_size, bias=False)
             self.head.weight = self.tok_emb.weight
@@ -321,37 +391,51 @@ def ng_gpt_residual_from_norm():
 
 # ------------------------------------------------------------------- einops
 
-@case("eo_multihead_ok", "einops", ("multihead", dict(embed_dim=32, num_heads=4, bias=True)), "correct",
-      expected="equal (packed q/k/v)")
+
+@case(
+    "eo_multihead_ok",
+    "einops",
+    ("multihead", dict(embed_dim=32, num_heads=4, bias=True)),
+    "correct",
+    expected="equal (packed q/k/v)",
+)
 def eo_multihead_ok():
     def exists(val):
         return val is not None
 
     class Attention(nn.Module):
-        def __init__(self, dim, heads=4, dim_head=8, dropout=0.):
+        def __init__(self, dim, heads=4, dim_head=8, dropout=0.0):
             super().__init__()
             inner_dim = dim_head * heads
             self.heads = heads
-            self.scale = dim_head ** -0.5
+            self.scale = dim_head**-0.5
             self.to_qkv = nn.Linear(dim, inner_dim * 3)
             self.to_out = nn.Sequential(nn.Linear(inner_dim, dim), nn.Dropout(dropout))
 
         def forward(self, x, mask=None):
             h = self.heads
-            q, k, v = map(lambda t: rearrange(t, 'b n (h d) -> b h n d', h=h), self.to_qkv(x).chunk(3, dim=-1))
+            q, k, v = map(
+                lambda t: rearrange(t, "b n (h d) -> b h n d", h=h),
+                self.to_qkv(x).chunk(3, dim=-1),
+            )
             q = q * self.scale
-            sim = einsum('b h i d, b h j d -> b h i j', q, k)
+            sim = einsum("b h i d, b h j d -> b h i j", q, k)
             if exists(mask):
                 sim = sim.masked_fill(~mask, -torch.finfo(sim.dtype).max)
             attn = sim.softmax(dim=-1)
-            out = einsum('b h i j, b h j d -> b h i d', attn, v)
-            return self.to_out(rearrange(out, 'b h n d -> b n (h d)'))
+            out = einsum("b h i j, b h j d -> b h i d", attn, v)
+            return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
     return Attention(32)
 
 
-@case("eo_multihead_interleaved_ok", "einops", ("multihead", dict(embed_dim=32, num_heads=4, bias=False)), "correct",
-      expected="equal up to the packing: q/k/v interleaved per head, heads innermost in the merge")
+@case(
+    "eo_multihead_interleaved_ok",
+    "einops",
+    ("multihead", dict(embed_dim=32, num_heads=4, bias=False)),
+    "correct",
+    expected="equal up to the packing: q/k/v interleaved per head, heads innermost in the merge",
+)
 def eo_multihead_interleaved_ok():
     class Attention(nn.Module):
         def __init__(self, dim=32, num_heads=4):
@@ -361,28 +445,35 @@ def eo_multihead_interleaved_ok():
             self.proj = nn.Linear(dim, dim, bias=False)
 
         def forward(self, x, mask=None):
-            q, k, v = rearrange(self.qkv(x), 'b n (h d three) -> three b h n d', three=3, h=self.num_heads).unbind(0)
-            energy = torch.einsum('bhqd, bhkd -> bhqk', q, k)
+            q, k, v = rearrange(
+                self.qkv(x), "b n (h d three) -> three b h n d", three=3, h=self.num_heads
+            ).unbind(0)
+            energy = torch.einsum("bhqd, bhkd -> bhqk", q, k)
             if mask is not None:
-                energy = energy.masked_fill(~mask, float('-inf'))
+                energy = energy.masked_fill(~mask, float("-inf"))
             att = F.softmax(energy / q.shape[-1] ** 0.5, dim=-1)
-            out = torch.einsum('bhal, bhlv -> bhav', att, v)
-            out = rearrange(out, 'b h n d -> b n (d h)')
+            out = torch.einsum("bhal, bhlv -> bhav", att, v)
+            out = rearrange(out, "b h n d -> b n (d h)")
             return self.proj(out)
 
     return Attention()
 
 
-@case("eo_cross_scaled_twice", "einops", ("cross_attention", dict(embed_dim=32, num_heads=4)), "wrong",
-      "The scale is applied to the queries and again to the scores.",
-      "scale applied twice (1/d instead of 1/sqrt(d))")
+@case(
+    "eo_cross_scaled_twice",
+    "einops",
+    ("cross_attention", dict(embed_dim=32, num_heads=4)),
+    "wrong",
+    "The scale is applied to the queries and again to the scores.",
+    "scale applied twice (1/d instead of 1/sqrt(d))",
+)
 def eo_cross_scaled_twice():
     class CrossAttention(nn.Module):
         def __init__(self, dim, heads=4, dim_head=8):
             super().__init__()
             inner_dim = heads * dim_head
             self.heads = heads
-            self.scale = dim_head ** -0.5
+            self.scale = dim_head**-0.5
             self.to_q = nn.Linear(dim, inner_dim)
             self.to_kv = nn.Linear(dim, inner_dim * 2)
             self.to_out = nn.Linear(inner_dim, dim)
@@ -390,27 +481,32 @@ def eo_cross_scaled_twice():
         def forward(self, x, context, mask=None):
             q = self.to_q(x) * self.scale
             k, v = self.to_kv(context).chunk(2, dim=-1)
-            q, k, v = (rearrange(t, 'b n (h d) -> b h n d', h=self.heads) for t in (q, k, v))
-            dots = einsum('b h i d, b h j d -> b h i j', q, k) * self.scale
+            q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=self.heads) for t in (q, k, v))
+            dots = einsum("b h i d, b h j d -> b h i j", q, k) * self.scale
             if mask is not None:
                 dots = dots.masked_fill(~mask, -torch.finfo(dots.dtype).max)
             attn = dots.softmax(dim=-1)
-            out = einsum('b h i j, b h j d -> b h i d', attn, v)
-            return self.to_out(rearrange(out, 'b h n d -> b n (h d)'))
+            out = einsum("b h i j, b h j d -> b h i d", attn, v)
+            return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
     return CrossAttention(32)
 
 
-@case("eo_patch_embed_columns", "einops", ("patch_embed", dict(img_size=32, patch_size=8, in_chans=3, embed_dim=48)), "wrong",
-      "The patches come out in column-major order.",
-      "token order: columns first instead of rows first")
+@case(
+    "eo_patch_embed_columns",
+    "einops",
+    ("patch_embed", dict(img_size=32, patch_size=8, in_chans=3, embed_dim=48)),
+    "wrong",
+    "The patches come out in column-major order.",
+    "token order: columns first instead of rows first",
+)
 def eo_patch_embed_columns():
     class PatchEmbedding(nn.Module):
         def __init__(self, in_channels=3, patch_size=8, emb_size=48):
             super().__init__()
             self.projection = nn.Sequential(
                 nn.Conv2d(in_channels, emb_size, kernel_size=patch_size, stride=patch_size),
-                Rearrange('b e h w -> b (w h) e'),
+                Rearrange("b e h w -> b (w h) e"),
             )
 
         def forward(self, x):
@@ -419,24 +515,38 @@ def eo_patch_embed_columns():
     return PatchEmbedding()
 
 
-@case("eo_vit_ok", "einops", ("vit", dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10)), "correct",
-      expected="equal up to the patch projection's layout (linear on flattened pixels)")
+@case(
+    "eo_vit_ok",
+    "einops",
+    (
+        "vit",
+        dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10),
+    ),
+    "correct",
+    expected="equal up to the patch projection's layout (linear on flattened pixels)",
+)
 def eo_vit_ok():
     class FeedForward(nn.Module):
-        def __init__(self, dim, hidden_dim, dropout=0.):
+        def __init__(self, dim, hidden_dim, dropout=0.0):
             super().__init__()
-            self.net = nn.Sequential(nn.LayerNorm(dim, eps=1e-6), nn.Linear(dim, hidden_dim), nn.GELU(),
-                                     nn.Dropout(dropout), nn.Linear(hidden_dim, dim), nn.Dropout(dropout))
+            self.net = nn.Sequential(
+                nn.LayerNorm(dim, eps=1e-6),
+                nn.Linear(dim, hidden_dim),
+                nn.GELU(),
+                nn.Dropout(dropout),
+                nn.Linear(hidden_dim, dim),
+                nn.Dropout(dropout),
+            )
 
         def forward(self, x):
             return self.net(x)
 
     class Attention(nn.Module):
-        def __init__(self, dim, heads, dim_head, dropout=0.):
+        def __init__(self, dim, heads, dim_head, dropout=0.0):
             super().__init__()
             inner_dim = dim_head * heads
             self.heads = heads
-            self.scale = dim_head ** -0.5
+            self.scale = dim_head**-0.5
             self.norm = nn.LayerNorm(dim, eps=1e-6)
             self.attend = nn.Softmax(dim=-1)
             self.dropout = nn.Dropout(dropout)
@@ -446,19 +556,26 @@ def eo_vit_ok():
         def forward(self, x):
             x = self.norm(x)
             qkv = self.to_qkv(x).chunk(3, dim=-1)
-            q, k, v = map(lambda t: rearrange(t, 'b n (h d) -> b h n d', h=self.heads), qkv)
+            q, k, v = map(lambda t: rearrange(t, "b n (h d) -> b h n d", h=self.heads), qkv)
             dots = torch.matmul(q, k.transpose(-1, -2)) * self.scale
             attn = self.dropout(self.attend(dots))
             out = torch.matmul(attn, v)
-            return self.to_out(rearrange(out, 'b h n d -> b n (h d)'))
+            return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
     class Transformer(nn.Module):
-        def __init__(self, dim, depth, heads, dim_head, mlp_dim, dropout=0.):
+        def __init__(self, dim, depth, heads, dim_head, mlp_dim, dropout=0.0):
             super().__init__()
             self.norm = nn.LayerNorm(dim, eps=1e-6)
             self.layers = nn.ModuleList([])
             for _ in range(depth):
-                self.layers.append(nn.ModuleList([Attention(dim, heads, dim_head, dropout), FeedForward(dim, mlp_dim, dropout)]))
+                self.layers.append(
+                    nn.ModuleList(
+                        [
+                            Attention(dim, heads, dim_head, dropout),
+                            FeedForward(dim, mlp_dim, dropout),
+                        ]
+                    )
+                )
 
         def forward(self, x):
             for attn, ff in self.layers:
@@ -467,13 +584,28 @@ def eo_vit_ok():
             return self.norm(x)
 
     class ViT(nn.Module):
-        def __init__(self, *, image_size, patch_size, num_classes, dim, depth, heads, mlp_dim, channels=3, dim_head=12,
-                     dropout=0., emb_dropout=0.):
+        def __init__(
+            self,
+            *,
+            image_size,
+            patch_size,
+            num_classes,
+            dim,
+            depth,
+            heads,
+            mlp_dim,
+            channels=3,
+            dim_head=12,
+            dropout=0.0,
+            emb_dropout=0.0,
+        ):
             super().__init__()
             num_patches = (image_size // patch_size) ** 2
-            patch_dim = channels * patch_size ** 2
+            patch_dim = channels * patch_size**2
             self.to_patch_embedding = nn.Sequential(
-                Rearrange('b c (h p1) (w p2) -> b (h w) (p1 p2 c)', p1=patch_size, p2=patch_size),
+                Rearrange(
+                    "b c (h p1) (w p2) -> b (h w) (p1 p2 c)", p1=patch_size, p2=patch_size
+                ),
                 nn.Linear(patch_dim, dim),
             )
             self.pos_embedding = nn.Parameter(torch.randn(1, num_patches + 1, dim))
@@ -485,20 +617,37 @@ def eo_vit_ok():
         def forward(self, img):
             x = self.to_patch_embedding(img)
             b, n, _ = x.shape
-            cls_tokens = repeat(self.cls_token, '1 1 d -> b 1 d', b=b)
+            cls_tokens = repeat(self.cls_token, "1 1 d -> b 1 d", b=b)
             x = torch.cat((cls_tokens, x), dim=1)
-            x += self.pos_embedding[:, :(n + 1)]
+            x += self.pos_embedding[:, : (n + 1)]
             x = self.dropout(x)
             x = self.transformer(x)
             return self.mlp_head(x[:, 0])
 
-    return ViT(image_size=32, patch_size=8, num_classes=10, dim=48, depth=3, heads=4, mlp_dim=192, dropout=0.1, emb_dropout=0.1)
+    return ViT(
+        image_size=32,
+        patch_size=8,
+        num_classes=10,
+        dim=48,
+        depth=3,
+        heads=4,
+        mlp_dim=192,
+        dropout=0.1,
+        emb_dropout=0.1,
+    )
 
 
 # ---------------------------------------------- d2l / annotated transformer
 
-@case("d2l_multihead_ok", "d2l", ("multihead", dict(embed_dim=32, num_heads=4, bias=True)), "correct",
-      expected="equal (separate projections in a list)", call=lambda mine, x, mask=None: mine(x, x, x, mask))
+
+@case(
+    "d2l_multihead_ok",
+    "d2l",
+    ("multihead", dict(embed_dim=32, num_heads=4, bias=True)),
+    "correct",
+    expected="equal (separate projections in a list)",
+    call=lambda mine, x, mask=None: mine(x, x, x, mask),
+)
 def d2l_multihead_ok():
     import copy
 
@@ -538,9 +687,14 @@ def d2l_multihead_ok():
     return MultiHeadedAttention(4, 32)
 
 
-@case("d2l_layer_norm_std", "d2l", ("layer_norm", dict(dim=24, eps=1e-5)), "wrong",
-      "Divides by the unbiased standard deviation plus epsilon instead of the root of the biased variance plus epsilon.",
-      "unbiased variance (n - 1); epsilon outside the root")
+@case(
+    "d2l_layer_norm_std",
+    "d2l",
+    ("layer_norm", dict(dim=24, eps=1e-5)),
+    "wrong",
+    "Divides by the unbiased standard deviation plus epsilon instead of the root of the biased variance plus epsilon.",
+    "unbiased variance (n - 1); epsilon outside the root",
+)
 def d2l_layer_norm_std():
     class LayerNorm(nn.Module):
         def __init__(self, features, eps=1e-5):
@@ -557,9 +711,17 @@ def d2l_layer_norm_std():
     return LayerNorm(24)
 
 
-@case("d2l_encoder_prenorm", "d2l", ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=False, act="relu")), "wrong",
-      "The norms are applied before the sublayers, not after the residual sums.",
-      "pre-norm instead of post-norm")
+@case(
+    "d2l_encoder_prenorm",
+    "d2l",
+    (
+        "encoder_layer",
+        dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=False, act="relu"),
+    ),
+    "wrong",
+    "The norms are applied before the sublayers, not after the residual sums.",
+    "pre-norm instead of post-norm",
+)
 def d2l_encoder_prenorm():
     class MultiHeadAttention(nn.Module):
         def __init__(self, num_hiddens, num_heads):
@@ -621,14 +783,20 @@ def d2l_encoder_prenorm():
     return EncoderLayer(32, 4, 64)
 
 
-@case("d2l_sinusoids_exponent", "d2l", ("sinusoids", dict()), "wrong",
-      "The exponent counts the factor two twice (the index already runs in steps of two).",
-      "frequencies: exponent 4i/d instead of 2i/d")
+@case(
+    "d2l_sinusoids_exponent",
+    "d2l",
+    ("sinusoids", dict()),
+    "wrong",
+    "The exponent counts the factor two twice (the index already runs in steps of two).",
+    "frequencies: exponent 4i/d instead of 2i/d",
+)
 def d2l_sinusoids_exponent():
     def positional_encoding(num_steps, num_hiddens):
         P = torch.zeros((num_steps, num_hiddens), dtype=torch.float64)
         X = torch.arange(num_steps, dtype=torch.float64).reshape(-1, 1) / torch.pow(
-            10000, 2 * torch.arange(0, num_hiddens, 2, dtype=torch.float64) / num_hiddens)
+            10000, 2 * torch.arange(0, num_hiddens, 2, dtype=torch.float64) / num_hiddens
+        )
         P[:, 0::2] = torch.sin(X)
         P[:, 1::2] = torch.cos(X)
         return P
@@ -636,13 +804,18 @@ def d2l_sinusoids_exponent():
     return positional_encoding
 
 
-@case("d2l_padded_ce_all", "d2l", ("padded_cross_entropy", dict(pad_id=0)), "wrong",
-      "The summed loss of the real tokens is divided by the number of all tokens.",
-      "mean over all tokens, padding included")
+@case(
+    "d2l_padded_ce_all",
+    "d2l",
+    ("padded_cross_entropy", dict(pad_id=0)),
+    "wrong",
+    "The summed loss of the real tokens is divided by the number of all tokens.",
+    "mean over all tokens, padding included",
+)
 def d2l_padded_ce_all():
     def masked_softmax_ce(pred, label):
         weights = (label != 0).to(pred.dtype)
-        unweighted = F.cross_entropy(pred.permute(0, 2, 1), label, reduction='none')
+        unweighted = F.cross_entropy(pred.permute(0, 2, 1), label, reduction="none")
         return (unweighted * weights).mean()
 
     return masked_softmax_ce
@@ -650,15 +823,29 @@ def d2l_padded_ce_all():
 
 # ------------------------------------------------------------- plain torch
 
-@case("th_encoder_batch_first", "torch", ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=False, act="relu")), "wrong",
-      "nn.MultiheadAttention is built without batch_first, so it attends over the batch.",
-      "attention mixes the batch (batch_first missing)")
+
+@case(
+    "th_encoder_batch_first",
+    "torch",
+    (
+        "encoder_layer",
+        dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=False, act="relu"),
+    ),
+    "wrong",
+    "nn.MultiheadAttention is built without batch_first, so it attends over the batch.",
+    "attention mixes the batch (batch_first missing)",
+)
 def th_encoder_batch_first():
     class EncoderLayer(nn.Module):
         def __init__(self, d_model=32, n_heads=4, d_ff=64, dropout=0.1):
             super().__init__()
             self.self_attn = nn.MultiheadAttention(d_model, n_heads, dropout=dropout)
-            self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Dropout(dropout), nn.Linear(d_ff, d_model))
+            self.ffn = nn.Sequential(
+                nn.Linear(d_model, d_ff),
+                nn.ReLU(),
+                nn.Dropout(dropout),
+                nn.Linear(d_ff, d_model),
+            )
             self.norm1 = nn.LayerNorm(d_model)
             self.norm2 = nn.LayerNorm(d_model)
             self.dropout = nn.Dropout(dropout)
@@ -671,9 +858,19 @@ def th_encoder_batch_first():
     return EncoderLayer()
 
 
-@case("th_encoder_seqfirst_ok", "torch", ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=True, act="gelu")), "correct",
-      expected="equal up to sequence-first layout and the padding mask's polarity",
-      call=lambda mine, x, mask=None: mine(x.transpose(0, 1), None if mask is None else ~mask[:, 0, 0, :]).transpose(0, 1))
+@case(
+    "th_encoder_seqfirst_ok",
+    "torch",
+    (
+        "encoder_layer",
+        dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=True, act="gelu"),
+    ),
+    "correct",
+    expected="equal up to sequence-first layout and the padding mask's polarity",
+    call=lambda mine, x, mask=None: mine(
+        x.transpose(0, 1), None if mask is None else ~mask[:, 0, 0, :]
+    ).transpose(0, 1),
+)
 def th_encoder_seqfirst_ok():
     class PreNormEncoderLayer(nn.Module):
         def __init__(self, d_model=32, nhead=4, dim_feedforward=64, dropout=0.1):
@@ -695,9 +892,14 @@ def th_encoder_seqfirst_ok():
     return PreNormEncoderLayer()
 
 
-@case("th_vit_block_sdpa_dropout", "torch", ("vit_block", dict(dim=32, num_heads=4, mlp_ratio=4)), "wrong",
-      "scaled_dot_product_attention gets dropout_p=0.1 also in evaluation.",
-      "dropout active in evaluation")
+@case(
+    "th_vit_block_sdpa_dropout",
+    "torch",
+    ("vit_block", dict(dim=32, num_heads=4, mlp_ratio=4)),
+    "wrong",
+    "scaled_dot_product_attention gets dropout_p=0.1 also in evaluation.",
+    "dropout active in evaluation",
+)
 def th_vit_block_sdpa_dropout():
     class Attention(nn.Module):
         def __init__(self, dim, num_heads, attn_drop=0.1):
@@ -709,7 +911,11 @@ def th_vit_block_sdpa_dropout():
 
         def forward(self, x):
             B, N, C = x.shape
-            qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+            qkv = (
+                self.qkv(x)
+                .reshape(B, N, 3, self.num_heads, C // self.num_heads)
+                .permute(2, 0, 3, 1, 4)
+            )
             q, k, v = qkv.unbind(0)
             x = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop)
             return self.proj(x.transpose(1, 2).reshape(B, N, C))
@@ -720,7 +926,9 @@ def th_vit_block_sdpa_dropout():
             self.norm1 = nn.LayerNorm(dim, eps=1e-6)
             self.attn = Attention(dim, num_heads)
             self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-            self.mlp = nn.Sequential(nn.Linear(dim, dim * mlp_ratio), nn.GELU(), nn.Linear(dim * mlp_ratio, dim))
+            self.mlp = nn.Sequential(
+                nn.Linear(dim, dim * mlp_ratio), nn.GELU(), nn.Linear(dim * mlp_ratio, dim)
+            )
 
         def forward(self, x):
             x = x + self.attn(self.norm1(x))
@@ -729,9 +937,14 @@ def th_vit_block_sdpa_dropout():
     return Block()
 
 
-@case("th_multihead_detached", "torch", ("multihead", dict(embed_dim=32, num_heads=4, bias=True)), "wrong",
-      "The attention weights are detached before they multiply the values: no gradient reaches queries and keys.",
-      "gradients: none for the query and key projections (detach)")
+@case(
+    "th_multihead_detached",
+    "torch",
+    ("multihead", dict(embed_dim=32, num_heads=4, bias=True)),
+    "wrong",
+    "The attention weights are detached before they multiply the values: no gradient reaches queries and keys.",
+    "gradients: none for the query and key projections (detach)",
+)
 def th_multihead_detached():
     class SelfAttention(nn.Module):
         def __init__(self, embed_dim=32, num_heads=4):
@@ -759,9 +972,14 @@ def th_multihead_detached():
     return SelfAttention()
 
 
-@case("th_rms_norm_sum", "torch", ("rms_norm", dict(dim=24, eps=1e-5)), "wrong",
-      "Divides by the vector's length (root of the sum of squares), not by the root mean square.",
-      "scale off by sqrt(dim): sum instead of mean of squares")
+@case(
+    "th_rms_norm_sum",
+    "torch",
+    ("rms_norm", dict(dim=24, eps=1e-5)),
+    "wrong",
+    "Divides by the vector's length (root of the sum of squares), not by the root mean square.",
+    "scale off by sqrt(dim): sum instead of mean of squares",
+)
 def th_rms_norm_sum():
     class RMSNorm(nn.Module):
         def __init__(self, dim, eps=1e-5):
@@ -778,8 +996,15 @@ def th_rms_norm_sum():
 
 # ------------------------------------------------------------------- numpy
 
-@case("np_attention_axis", "numpy", ("attention", dict()), "wrong",
-      "The softmax runs over the queries.", "softmax over the wrong axis")
+
+@case(
+    "np_attention_axis",
+    "numpy",
+    ("attention", dict()),
+    "wrong",
+    "The softmax runs over the queries.",
+    "softmax over the wrong axis",
+)
 def np_attention_axis():
     def softmax(x, axis):
         e = np.exp(x - x.max(axis=axis, keepdims=True))
@@ -794,8 +1019,13 @@ def np_attention_axis():
     return attention
 
 
-@case("np_multihead_ok", "numpy", ("multihead", dict(embed_dim=32, num_heads=4, bias=True)), "correct",
-      expected="equal up to transposed (in, out) weights")
+@case(
+    "np_multihead_ok",
+    "numpy",
+    ("multihead", dict(embed_dim=32, num_heads=4, bias=True)),
+    "correct",
+    expected="equal up to transposed (in, out) weights",
+)
 def np_multihead_ok():
     rng = np.random.default_rng(0)
     C, n_heads = 32, 4
@@ -813,7 +1043,11 @@ def np_multihead_ok():
         d = C // n_heads
 
         def heads(name):
-            return (x @ params["W" + name] + params["b" + name]).reshape(B, N, n_heads, d).transpose(0, 2, 1, 3)
+            return (
+                (x @ params["W" + name] + params["b" + name])
+                .reshape(B, N, n_heads, d)
+                .transpose(0, 2, 1, 3)
+            )
 
         q, k, v = heads("q"), heads("k"), heads("v")
         s = q @ k.transpose(0, 1, 3, 2) / np.sqrt(d)
@@ -826,8 +1060,14 @@ def np_multihead_ok():
     return mha, params
 
 
-@case("np_box_iou_union", "numpy", ("box_iou", dict()), "wrong",
-      "The intersection is not subtracted from the sum of the areas.", "union without minus intersection")
+@case(
+    "np_box_iou_union",
+    "numpy",
+    ("box_iou", dict()),
+    "wrong",
+    "The intersection is not subtracted from the sum of the areas.",
+    "union without minus intersection",
+)
 def np_box_iou_union():
     def box_area(b):
         return (b[:, 2] - b[:, 0]) * (b[:, 3] - b[:, 1])
@@ -845,8 +1085,14 @@ def np_box_iou_union():
 
 # --------------------------------------------------------------------- jax
 
-@case("jax_multihead_ok", "jax", ("multihead", dict(embed_dim=32, num_heads=4, bias=True)), "correct",
-      expected="equal up to (width, heads, head width) weights")
+
+@case(
+    "jax_multihead_ok",
+    "jax",
+    ("multihead", dict(embed_dim=32, num_heads=4, bias=True)),
+    "correct",
+    expected="equal up to (width, heads, head width) weights",
+)
 def jax_multihead_ok():
     C, H = 32, 4
     D = C // H
@@ -876,9 +1122,14 @@ def jax_multihead_ok():
     return apply, params
 
 
-@case("jax_causal_zero_fill", "jax", ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)), "wrong",
-      "Masked scores are set to zero instead of minus infinity, so future tokens are still seen.",
-      "causal mask fills with 0, future tokens leak")
+@case(
+    "jax_causal_zero_fill",
+    "jax",
+    ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)),
+    "wrong",
+    "Masked scores are set to zero instead of minus infinity, so future tokens are still seen.",
+    "causal mask fills with 0, future tokens leak",
+)
 def jax_causal_zero_fill():
     n_embd, n_head = 32, 4
     k1, k2, k3, k4 = jax.random.split(jax.random.PRNGKey(1), 4)
@@ -906,8 +1157,14 @@ def jax_causal_zero_fill():
 
 # ------------------------------------------------------- nanoGPT, continued
 
-@case("ng_conv1d_causal_ok", "nanogpt", ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)), "correct",
-      expected="equal up to Conv1D (in, out) weights; returns (output, weights)")
+
+@case(
+    "ng_conv1d_causal_ok",
+    "nanogpt",
+    ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)),
+    "correct",
+    expected="equal up to Conv1D (in, out) weights; returns (output, weights)",
+)
 def ng_conv1d_causal_ok():
     class Conv1D(nn.Module):
         def __init__(self, nf, nx):
@@ -924,8 +1181,13 @@ def ng_conv1d_causal_ok():
     class GPT2Attention(nn.Module):
         def __init__(self, hidden_size=32, num_heads=4, max_positions=32):
             super().__init__()
-            self.register_buffer("bias", torch.tril(torch.ones(max_positions, max_positions, dtype=torch.bool))[None, None],
-                                 persistent=False)
+            self.register_buffer(
+                "bias",
+                torch.tril(torch.ones(max_positions, max_positions, dtype=torch.bool))[
+                    None, None
+                ],
+                persistent=False,
+            )
             self.embed_dim = hidden_size
             self.num_heads = num_heads
             self.head_dim = hidden_size // num_heads
@@ -942,21 +1204,30 @@ def ng_conv1d_causal_ok():
         def _attn(self, query, key, value):
             attn_weights = torch.matmul(query, key.transpose(-1, -2)) / (value.size(-1) ** 0.5)
             n = query.size(-2)
-            mask_value = torch.full([], torch.finfo(attn_weights.dtype).min, dtype=attn_weights.dtype)
+            mask_value = torch.full(
+                [], torch.finfo(attn_weights.dtype).min, dtype=attn_weights.dtype
+            )
             attn_weights = torch.where(self.bias[:, :, :n, :n], attn_weights, mask_value)
             attn_weights = F.softmax(attn_weights, dim=-1)
             return torch.matmul(attn_weights, value), attn_weights
 
         def forward(self, hidden_states):
             query, key, value = self.c_attn(hidden_states).split(self.embed_dim, dim=2)
-            out, weights = self._attn(self._split_heads(query), self._split_heads(key), self._split_heads(value))
+            out, weights = self._attn(
+                self._split_heads(query), self._split_heads(key), self._split_heads(value)
+            )
             return self.c_proj(self._merge_heads(out)), weights
 
     return GPT2Attention()
 
 
-@case("ng_llama_ok", "nanogpt", ("llama", dict(vocab_size=40, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=48)), "correct",
-      expected="equal (packed q/k/v, w1 and w3 the gate and up projections)")
+@case(
+    "ng_llama_ok",
+    "nanogpt",
+    ("llama", dict(vocab_size=40, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=48)),
+    "correct",
+    expected="equal (packed q/k/v, w1 and w3 the gate and up projections)",
+)
 def ng_llama_ok():
     class RMSNorm(nn.Module):
         def __init__(self, dim, eps=1e-5):
@@ -968,7 +1239,7 @@ def ng_llama_ok():
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
     def rotate_half(x):
-        x1, x2 = x[..., :x.shape[-1] // 2], x[..., x.shape[-1] // 2:]
+        x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
         return torch.cat((-x2, x1), dim=-1)
 
     class CausalSelfAttention(nn.Module):
@@ -981,7 +1252,10 @@ def ng_llama_ok():
         def forward(self, x, cos, sin):
             B, T, C = x.size()
             qkv = self.c_attn(x)
-            q, k, v = qkv.split([self.n_head * self.hd, self.n_kv_head * self.hd, self.n_kv_head * self.hd], dim=-1)
+            q, k, v = qkv.split(
+                [self.n_head * self.hd, self.n_kv_head * self.hd, self.n_kv_head * self.hd],
+                dim=-1,
+            )
             q, k, v = map(lambda t: t.view(B, T, -1, self.hd).transpose(1, 2), (q, k, v))
             q = q * cos + rotate_half(q) * sin
             k = k * cos + rotate_half(k) * sin
@@ -1018,7 +1292,9 @@ def ng_llama_ok():
         def __init__(self, vocab_size, n_layer, n_head, n_kv_head, n_embd, n_inner, max_len=64):
             super().__init__()
             self.wte = nn.Embedding(vocab_size, n_embd)
-            self.h = nn.ModuleList([Block(n_embd, n_head, n_kv_head, n_inner) for _ in range(n_layer)])
+            self.h = nn.ModuleList(
+                [Block(n_embd, n_head, n_kv_head, n_inner) for _ in range(n_layer)]
+            )
             self.ln_f = RMSNorm(n_embd)
             self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
             self.lm_head.weight = self.wte.weight
@@ -1040,9 +1316,14 @@ def ng_llama_ok():
     return Llama(40, 2, 4, 2, 32, 48)
 
 
-@case("ng_llama_kv_repeat", "nanogpt", ("llama", dict(vocab_size=40, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=48)), "wrong",
-      "The key/value heads are tiled (0, 1, 0, 1) instead of each being repeated (0, 0, 1, 1).",
-      "grouped heads: query head i uses key/value head i % n_kv_head")
+@case(
+    "ng_llama_kv_repeat",
+    "nanogpt",
+    ("llama", dict(vocab_size=40, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=48)),
+    "wrong",
+    "The key/value heads are tiled (0, 1, 0, 1) instead of each being repeated (0, 0, 1, 1).",
+    "grouped heads: query head i uses key/value head i % n_kv_head",
+)
 def ng_llama_kv_repeat():
     class RMSNorm(nn.Module):
         def __init__(self, dim, eps=1e-5):
@@ -1079,7 +1360,9 @@ def ng_llama_kv_repeat():
             k = k.repeat(1, n_rep, 1, 1)
             v = v.repeat(1, n_rep, 1, 1)
             att = q @ k.transpose(-2, -1) / math.sqrt(self.hd)
-            att = att.masked_fill(torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1), float('-inf'))
+            att = att.masked_fill(
+                torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1), float("-inf")
+            )
             y = att.softmax(dim=-1) @ v
             return self.wo(y.transpose(1, 2).reshape(B, T, C))
 
@@ -1106,10 +1389,14 @@ def ng_llama_kv_repeat():
             return h + self.feed_forward(self.ffn_norm(h))
 
     class Transformer(nn.Module):
-        def __init__(self, vocab_size=40, n_layers=2, n_heads=4, n_kv_heads=2, dim=32, hidden=48):
+        def __init__(
+            self, vocab_size=40, n_layers=2, n_heads=4, n_kv_heads=2, dim=32, hidden=48
+        ):
             super().__init__()
             self.tok_embeddings = nn.Embedding(vocab_size, dim)
-            self.layers = nn.ModuleList(TransformerBlock(dim, n_heads, n_kv_heads, hidden) for _ in range(n_layers))
+            self.layers = nn.ModuleList(
+                TransformerBlock(dim, n_heads, n_kv_heads, hidden) for _ in range(n_layers)
+            )
             self.norm = RMSNorm(dim)
             self.output = nn.Linear(dim, vocab_size, bias=False)
             self.tok_embeddings.weight = self.output.weight
@@ -1123,9 +1410,14 @@ def ng_llama_kv_repeat():
     return Transformer()
 
 
-@case("ng_gpt_shared_blocks", "nanogpt", ("gpt", dict(vocab_size=40, block_size=16, n_layer=3, n_head=4, n_embd=32)), "wrong",
-      "One block object is repeated, so all layers share their weights.",
-      "blocks share parameters")
+@case(
+    "ng_gpt_shared_blocks",
+    "nanogpt",
+    ("gpt", dict(vocab_size=40, block_size=16, n_layer=3, n_head=4, n_embd=32)),
+    "wrong",
+    "One block object is repeated, so all layers share their weights.",
+    "blocks share parameters",
+)
 def ng_gpt_shared_blocks():
     class CausalSelfAttention(nn.Module):
         def __init__(self, n_embd, n_head):
@@ -1136,7 +1428,9 @@ def ng_gpt_shared_blocks():
 
         def forward(self, x):
             B, T, C = x.size()
-            qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+            qkv = (
+                self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+            )
             y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
             return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -1146,7 +1440,9 @@ def ng_gpt_shared_blocks():
             self.ln1 = nn.LayerNorm(n_embd)
             self.attn = CausalSelfAttention(n_embd, n_head)
             self.ln2 = nn.LayerNorm(n_embd)
-            self.mlp = nn.Sequential(nn.Linear(n_embd, 4 * n_embd), nn.GELU('tanh'), nn.Linear(4 * n_embd, n_embd))
+            self.mlp = nn.Sequential(
+                nn.Linear(n_embd, 4 * n_embd), nn.GELU("tanh"), nn.Linear(4 * n_embd, n_embd)
+            )
 
         def forward(self, x):
             x = x + self.attn(self.ln1(x))
@@ -1170,8 +1466,14 @@ def ng_gpt_shared_blocks():
     return GPT()
 
 
-@case("ng_next_token_unshifted", "nanogpt", ("next_token_loss", dict()), "wrong",
-      "The logits are compared with the same tokens; nothing is shifted.", "targets not shifted by one")
+@case(
+    "ng_next_token_unshifted",
+    "nanogpt",
+    ("next_token_loss", dict()),
+    "wrong",
+    "The logits are compared with the same tokens; nothing is shifted.",
+    "targets not shifted by one",
+)
 def ng_next_token_unshifted():
     def language_model_loss(logits, idx):
         B, T, C = logits.shape
@@ -1184,37 +1486,56 @@ def ng_next_token_unshifted():
 
 # -------------------------------------------------------- einops, continued
 
-@case("eo_grouped_ok", "einops", ("grouped_attention", dict(embed_dim=32, num_heads=4, num_kv_heads=2, bias=False)), "correct",
-      expected="equal")
+
+@case(
+    "eo_grouped_ok",
+    "einops",
+    ("grouped_attention", dict(embed_dim=32, num_heads=4, num_kv_heads=2, bias=False)),
+    "correct",
+    expected="equal",
+)
 def eo_grouped_ok():
     class GroupedQueryAttention(nn.Module):
         def __init__(self, dim, heads, kv_heads):
             super().__init__()
             self.heads, self.kv_heads = heads, kv_heads
             dim_head = dim // heads
-            self.scale = dim_head ** -0.5
+            self.scale = dim_head**-0.5
             self.to_q = nn.Linear(dim, dim, bias=False)
             self.to_kv = nn.Linear(dim, 2 * kv_heads * dim_head, bias=False)
             self.to_out = nn.Linear(dim, dim, bias=False)
 
         def forward(self, x):
             n = x.shape[1]
-            q = rearrange(self.to_q(x), 'b n (h g d) -> b h g n d', h=self.kv_heads, g=self.heads // self.kv_heads)
-            k, v = rearrange(self.to_kv(x), 'b n (kv h d) -> kv b h n d', kv=2, h=self.kv_heads)
-            sim = einsum('b h g i d, b h j d -> b h g i j', q * self.scale, k)
+            q = rearrange(
+                self.to_q(x),
+                "b n (h g d) -> b h g n d",
+                h=self.kv_heads,
+                g=self.heads // self.kv_heads,
+            )
+            k, v = rearrange(self.to_kv(x), "b n (kv h d) -> kv b h n d", kv=2, h=self.kv_heads)
+            sim = einsum("b h g i d, b h j d -> b h g i j", q * self.scale, k)
             causal_mask = torch.ones((n, n), dtype=torch.bool, device=x.device).triu(1)
             sim = sim.masked_fill(causal_mask, -torch.finfo(sim.dtype).max)
             attn = sim.softmax(dim=-1)
-            out = einsum('b h g i j, b h j d -> b h g i d', attn, v)
-            out = rearrange(out, 'b h g n d -> b n (h g d)')
+            out = einsum("b h g i j, b h j d -> b h g i d", attn, v)
+            out = rearrange(out, "b h g n d -> b n (h g d)")
             return self.to_out(out)
 
     return GroupedQueryAttention(32, 4, 2)
 
 
-@case("eo_vit_mean_pool", "einops", ("vit", dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10)), "wrong",
-      "The head reads the mean of all tokens instead of the class token.",
-      "pooling: mean of tokens instead of the class token")
+@case(
+    "eo_vit_mean_pool",
+    "einops",
+    (
+        "vit",
+        dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10),
+    ),
+    "wrong",
+    "The head reads the mean of all tokens instead of the class token.",
+    "pooling: mean of tokens instead of the class token",
+)
 def eo_vit_mean_pool():
     class PreNorm(nn.Module):
         def __init__(self, dim, fn):
@@ -1234,30 +1555,44 @@ def eo_vit_mean_pool():
             self.to_out = nn.Linear(dim, dim)
 
         def forward(self, x):
-            q, k, v = rearrange(self.to_qkv(x), 'b n (qkv h d) -> qkv b h n d', qkv=3, h=self.heads)
-            attn = (einsum('b h i d, b h j d -> b h i j', q, k) * self.scale).softmax(dim=-1)
-            out = einsum('b h i j, b h j d -> b h i d', attn, v)
-            return self.to_out(rearrange(out, 'b h n d -> b n (h d)'))
+            q, k, v = rearrange(
+                self.to_qkv(x), "b n (qkv h d) -> qkv b h n d", qkv=3, h=self.heads
+            )
+            attn = (einsum("b h i d, b h j d -> b h i j", q, k) * self.scale).softmax(dim=-1)
+            out = einsum("b h i j, b h j d -> b h i d", attn, v)
+            return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
     class ViT(nn.Module):
-        def __init__(self, image_size=32, patch_size=8, num_classes=10, dim=48, depth=3, heads=4):
+        def __init__(
+            self, image_size=32, patch_size=8, num_classes=10, dim=48, depth=3, heads=4
+        ):
             super().__init__()
             num_patches = (image_size // patch_size) ** 2
             self.patch = nn.Conv2d(3, dim, patch_size, patch_size)
             self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
             self.pos_embedding = nn.Parameter(torch.randn(1, num_patches + 1, dim) * 0.02)
-            self.layers = nn.ModuleList([
-                nn.ModuleList([
-                    PreNorm(dim, Attention(dim, heads)),
-                    PreNorm(dim, nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))),
-                ]) for _ in range(depth)
-            ])
+            self.layers = nn.ModuleList(
+                [
+                    nn.ModuleList(
+                        [
+                            PreNorm(dim, Attention(dim, heads)),
+                            PreNorm(
+                                dim,
+                                nn.Sequential(
+                                    nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+                                ),
+                            ),
+                        ]
+                    )
+                    for _ in range(depth)
+                ]
+            )
             self.norm = nn.LayerNorm(dim, eps=1e-6)
             self.head = nn.Linear(dim, num_classes)
 
         def forward(self, img):
-            x = rearrange(self.patch(img), 'b d h w -> b (h w) d')
-            cls = repeat(self.cls_token, '1 n d -> b n d', b=x.shape[0])
+            x = rearrange(self.patch(img), "b d h w -> b (h w) d")
+            cls = repeat(self.cls_token, "1 n d -> b n d", b=x.shape[0])
             x = torch.cat([cls, x], dim=1) + self.pos_embedding
             for attn, ff in self.layers:
                 x = x + attn(x)
@@ -1268,9 +1603,14 @@ def eo_vit_mean_pool():
     return ViT()
 
 
-@case("eo_window_bias_index", "einops", ("window_attention", dict(dim=32, window_size=4, num_heads=4)), "wrong",
-      "The row offset is multiplied by M instead of 2M - 1, so different offsets share a bias.",
-      "relative position index: factor M instead of 2M-1")
+@case(
+    "eo_window_bias_index",
+    "einops",
+    ("window_attention", dict(dim=32, window_size=4, num_heads=4)),
+    "wrong",
+    "The row offset is multiplied by M instead of 2M - 1, so different offsets share a bias.",
+    "relative position index: factor M instead of 2M-1",
+)
 def eo_window_bias_index():
     class WindowAttention(nn.Module):
         def __init__(self, dim=32, window_size=4, num_heads=4):
@@ -1281,26 +1621,36 @@ def eo_window_bias_index():
             self.proj = nn.Linear(dim, dim)
             m = window_size
             self.bias_table = nn.Parameter(torch.randn((2 * m - 1) ** 2, num_heads) * 0.02)
-            pos = torch.stack(torch.meshgrid(torch.arange(m), torch.arange(m), indexing='ij'))
-            pos = rearrange(pos, 'c i j -> (i j) c')
-            rel = rearrange(pos, 'i c -> i 1 c') - rearrange(pos, 'j c -> 1 j c') + m - 1
-            self.register_buffer('rel_index', rel[..., 0] * m + rel[..., 1], persistent=False)
+            pos = torch.stack(torch.meshgrid(torch.arange(m), torch.arange(m), indexing="ij"))
+            pos = rearrange(pos, "c i j -> (i j) c")
+            rel = rearrange(pos, "i c -> i 1 c") - rearrange(pos, "j c -> 1 j c") + m - 1
+            self.register_buffer("rel_index", rel[..., 0] * m + rel[..., 1], persistent=False)
 
         def forward(self, x, mask=None):
-            q, k, v = rearrange(self.qkv(x), 'b n (three h d) -> three b h n d', three=3, h=self.num_heads).unbind(0)
-            sim = einsum('b h i d, b h j d -> b h i j', q, k) * self.scale
-            sim = sim + rearrange(self.bias_table[self.rel_index], 'i j h -> 1 h i j')
+            q, k, v = rearrange(
+                self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.num_heads
+            ).unbind(0)
+            sim = einsum("b h i d, b h j d -> b h i j", q, k) * self.scale
+            sim = sim + rearrange(self.bias_table[self.rel_index], "i j h -> 1 h i j")
             if mask is not None:
-                sim = sim.masked_fill(~mask, float('-inf'))
-            out = einsum('b h i j, b h j d -> b h i d', sim.softmax(dim=-1), v)
-            return self.proj(rearrange(out, 'b h n d -> b n (h d)'))
+                sim = sim.masked_fill(~mask, float("-inf"))
+            out = einsum("b h i j, b h j d -> b h i d", sim.softmax(dim=-1), v)
+            return self.proj(rearrange(out, "b h n d -> b n (h d)"))
 
     return WindowAttention()
 
 
-@case("eo_swin_unshift", "einops", ("swin_block", dict(dim=32, input_resolution=(8, 8), num_heads=4, window_size=4, shift_size=2)), "wrong",
-      "After attention the map is rolled further in the same direction instead of back.",
-      "the shift is not undone (rolled the wrong way)")
+@case(
+    "eo_swin_unshift",
+    "einops",
+    (
+        "swin_block",
+        dict(dim=32, input_resolution=(8, 8), num_heads=4, window_size=4, shift_size=2),
+    ),
+    "wrong",
+    "After attention the map is rolled further in the same direction instead of back.",
+    "the shift is not undone (rolled the wrong way)",
+)
 def eo_swin_unshift():
     class CyclicShift(nn.Module):
         def __init__(self, displacement):
@@ -1316,10 +1666,10 @@ def eo_swin_unshift():
 
     def region_mask(size, window, shift):
         edge = torch.zeros(size, dtype=torch.long)
-        edge[size - window:size - shift] = 1
-        edge[size - shift:] = 2
+        edge[size - window : size - shift] = 1
+        edge[size - shift :] = 2
         region = edge[:, None] * 3 + edge[None, :]
-        region = rearrange(region, '(nh wh) (nw ww) -> (nh nw) (wh ww)', wh=window, ww=window)
+        region = rearrange(region, "(nh wh) (nw ww) -> (nh nw) (wh ww)", wh=window, ww=window)
         return region[:, :, None] == region[:, None, :]
 
     class WindowAttention(nn.Module):
@@ -1330,10 +1680,18 @@ def eo_swin_unshift():
             self.window_size = window_size
             self.cyclic_shift = CyclicShift(-displacement)
             self.cyclic_back_shift = CyclicShift(-displacement)
-            self.register_buffer('mask', region_mask(resolution, window_size, displacement), persistent=False)
+            self.register_buffer(
+                "mask", region_mask(resolution, window_size, displacement), persistent=False
+            )
             self.to_qkv = nn.Linear(dim, dim * 3)
-            self.register_buffer('relative_indices', get_relative_distances(window_size) + window_size - 1, persistent=False)
-            self.pos_embedding = nn.Parameter(torch.randn(2 * window_size - 1, 2 * window_size - 1, heads))
+            self.register_buffer(
+                "relative_indices",
+                get_relative_distances(window_size) + window_size - 1,
+                persistent=False,
+            )
+            self.pos_embedding = nn.Parameter(
+                torch.randn(2 * window_size - 1, 2 * window_size - 1, heads)
+            )
             self.to_out = nn.Linear(dim, dim)
 
         def forward(self, x):
@@ -1341,17 +1699,32 @@ def eo_swin_unshift():
             b, n_h, n_w, _ = x.shape
             nw_h, nw_w = n_h // self.window_size, n_w // self.window_size
             q, k, v = map(
-                lambda t: rearrange(t, 'b (nw_h w_h) (nw_w w_w) (h d) -> b h (nw_h nw_w) (w_h w_w) d',
-                                    h=self.heads, w_h=self.window_size, w_w=self.window_size),
-                self.to_qkv(x).chunk(3, dim=-1))
-            dots = einsum('b h w i d, b h w j d -> b h w i j', q, k) * self.scale
-            bias = self.pos_embedding[self.relative_indices[..., 0], self.relative_indices[..., 1]]
-            dots = dots + rearrange(bias, 'i j h -> 1 h 1 i j')
-            dots = dots.masked_fill(~self.mask, float('-inf'))
+                lambda t: rearrange(
+                    t,
+                    "b (nw_h w_h) (nw_w w_w) (h d) -> b h (nw_h nw_w) (w_h w_w) d",
+                    h=self.heads,
+                    w_h=self.window_size,
+                    w_w=self.window_size,
+                ),
+                self.to_qkv(x).chunk(3, dim=-1),
+            )
+            dots = einsum("b h w i d, b h w j d -> b h w i j", q, k) * self.scale
+            bias = self.pos_embedding[
+                self.relative_indices[..., 0], self.relative_indices[..., 1]
+            ]
+            dots = dots + rearrange(bias, "i j h -> 1 h 1 i j")
+            dots = dots.masked_fill(~self.mask, float("-inf"))
             attn = dots.softmax(dim=-1)
-            out = einsum('b h w i j, b h w j d -> b h w i d', attn, v)
-            out = rearrange(out, 'b h (nw_h nw_w) (w_h w_w) d -> b (nw_h w_h) (nw_w w_w) (h d)',
-                            h=self.heads, w_h=self.window_size, w_w=self.window_size, nw_h=nw_h, nw_w=nw_w)
+            out = einsum("b h w i j, b h w j d -> b h w i d", attn, v)
+            out = rearrange(
+                out,
+                "b h (nw_h nw_w) (w_h w_w) d -> b (nw_h w_h) (nw_w w_w) (h d)",
+                h=self.heads,
+                w_h=self.window_size,
+                w_w=self.window_size,
+                nw_h=nw_h,
+                nw_w=nw_w,
+            )
             return self.cyclic_back_shift(self.to_out(out))
 
     class SwinBlock(nn.Module):
@@ -1360,7 +1733,9 @@ def eo_swin_unshift():
             self.norm1 = nn.LayerNorm(dim)
             self.attention = WindowAttention(dim, heads, window_size, resolution, shift)
             self.norm2 = nn.LayerNorm(dim)
-            self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+            self.mlp = nn.Sequential(
+                nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+            )
 
         def forward(self, x):
             x = x + self.attention(self.norm1(x))
@@ -1369,20 +1744,29 @@ def eo_swin_unshift():
     return SwinBlock()
 
 
-@case("eo_rotary_mixed", "einops", ("rotary", dict()), "wrong",
-      "The angles are repeated per neighbouring pair, while the rotation pairs the two halves.",
-      "angles interleaved but channels paired by halves")
+@case(
+    "eo_rotary_mixed",
+    "einops",
+    ("rotary", dict()),
+    "wrong",
+    "The angles are repeated per neighbouring pair, while the rotation pairs the two halves.",
+    "angles interleaved but channels paired by halves",
+)
 def eo_rotary_mixed():
     def rotate_half(x):
-        x = rearrange(x, '... (j d) -> ... j d', j=2)
+        x = rearrange(x, "... (j d) -> ... j d", j=2)
         x1, x2 = x.unbind(dim=-2)
         return torch.cat((-x2, x1), dim=-1)
 
     def apply_rotary_pos_emb(t):
         n, d = t.shape[-2:]
-        inv_freq = 1. / (10000 ** (torch.arange(0, d, 2, dtype=torch.float64, device=t.device) / d))
-        freqs = einsum('i, j -> i j', torch.arange(n, dtype=torch.float64, device=t.device), inv_freq)
-        freqs = repeat(freqs, 'n f -> n (f r)', r=2)
+        inv_freq = 1.0 / (
+            10000 ** (torch.arange(0, d, 2, dtype=torch.float64, device=t.device) / d)
+        )
+        freqs = einsum(
+            "i, j -> i j", torch.arange(n, dtype=torch.float64, device=t.device), inv_freq
+        )
+        freqs = repeat(freqs, "n f -> n (f r)", r=2)
         return t * freqs.cos().to(t.dtype) + rotate_half(t) * freqs.sin().to(t.dtype)
 
     return apply_rotary_pos_emb
@@ -1390,8 +1774,14 @@ def eo_rotary_mixed():
 
 # ----------------------------------------------------------- d2l, continued
 
-@case("d2l_transformer_ok", "d2l", ("transformer", dict(vocab=30, d_model=32, nhead=4, layers=2, dim_feedforward=64)), "correct",
-      expected="equal")
+
+@case(
+    "d2l_transformer_ok",
+    "d2l",
+    ("transformer", dict(vocab=30, d_model=32, nhead=4, layers=2, dim_feedforward=64)),
+    "correct",
+    expected="equal",
+)
 def d2l_transformer_ok():
     class MultiHeadAttention(nn.Module):
         def __init__(self, d_model, h, dropout):
@@ -1466,13 +1856,16 @@ def d2l_transformer_ok():
             self.dropout = nn.Dropout(p=dropout)
             pe = torch.zeros(max_len, d_model, dtype=torch.float64)
             position = torch.arange(0, max_len, dtype=torch.float64).unsqueeze(1)
-            div_term = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * -(math.log(10000.0) / d_model))
+            div_term = torch.exp(
+                torch.arange(0, d_model, 2, dtype=torch.float64)
+                * -(math.log(10000.0) / d_model)
+            )
             pe[:, 0::2] = torch.sin(position * div_term)
             pe[:, 1::2] = torch.cos(position * div_term)
             self.register_buffer("pe", pe.unsqueeze(0), persistent=False)
 
         def forward(self, x):
-            return self.dropout(x + self.pe[:, :x.size(1)].to(x.dtype))
+            return self.dropout(x + self.pe[:, : x.size(1)].to(x.dtype))
 
     class Transformer(nn.Module):
         def __init__(self, vocab, d_model, h, n, d_ff, dropout=0.1):
@@ -1480,8 +1873,12 @@ def d2l_transformer_ok():
             self.d_model = d_model
             self.embedding = nn.Embedding(vocab, d_model)
             self.pos_encoding = PositionalEncoding(d_model, dropout)
-            self.encoder = nn.ModuleList([EncoderBlock(d_model, h, d_ff, dropout) for _ in range(n)])
-            self.decoder = nn.ModuleList([DecoderBlock(d_model, h, d_ff, dropout) for _ in range(n)])
+            self.encoder = nn.ModuleList(
+                [EncoderBlock(d_model, h, d_ff, dropout) for _ in range(n)]
+            )
+            self.decoder = nn.ModuleList(
+                [DecoderBlock(d_model, h, d_ff, dropout) for _ in range(n)]
+            )
             self.generator = nn.Linear(d_model, vocab, bias=False)
             self.generator.weight = self.embedding.weight
 
@@ -1508,9 +1905,14 @@ def d2l_transformer_ok():
     return Transformer(30, 32, 4, 2, 64)
 
 
-@case("d2l_transformer_no_scale", "d2l", ("transformer", dict(vocab=30, d_model=32, nhead=4, layers=2, dim_feedforward=64)), "wrong",
-      "The embeddings are not multiplied by the square root of d_model.",
-      "embedding scale sqrt(d_model) missing")
+@case(
+    "d2l_transformer_no_scale",
+    "d2l",
+    ("transformer", dict(vocab=30, d_model=32, nhead=4, layers=2, dim_feedforward=64)),
+    "wrong",
+    "The embeddings are not multiplied by the square root of d_model.",
+    "embedding scale sqrt(d_model) missing",
+)
 def d2l_transformer_no_scale():
     class Embeddings(nn.Module):
         def __init__(self, d_model, vocab):
@@ -1527,10 +1929,14 @@ def d2l_transformer_no_scale():
             pos = torch.arange(max_len, dtype=torch.float64)[:, None]
             i = torch.arange(0, d_model, 2, dtype=torch.float64)
             angle = pos / 10000 ** (i / d_model)
-            self.register_buffer('pe', torch.stack([angle.sin(), angle.cos()], dim=-1).reshape(max_len, d_model), persistent=False)
+            self.register_buffer(
+                "pe",
+                torch.stack([angle.sin(), angle.cos()], dim=-1).reshape(max_len, d_model),
+                persistent=False,
+            )
 
         def forward(self, x):
-            return x + self.pe[:x.size(1)].to(x.dtype)
+            return x + self.pe[: x.size(1)].to(x.dtype)
 
     class MultiHeadedAttention(nn.Module):
         def __init__(self, h, d_model):
@@ -1540,8 +1946,10 @@ def d2l_transformer_no_scale():
 
         def forward(self, query, key, value, mask=None):
             nb = query.size(0)
-            query, key, value = [l(x).view(nb, -1, self.h, self.d_k).transpose(1, 2)
-                                 for l, x in zip(self.linears, (query, key, value))]
+            query, key, value = [
+                l(x).view(nb, -1, self.h, self.d_k).transpose(1, 2)
+                for l, x in zip(self.linears, (query, key, value))
+            ]
             scores = query @ key.transpose(-2, -1) / math.sqrt(self.d_k)
             if mask is not None:
                 scores = scores.masked_fill(mask == 0, -1e9)
@@ -1602,9 +2010,17 @@ def d2l_transformer_no_scale():
     return EncoderDecoder()
 
 
-@case("d2l_decoder_mask_diagonal", "d2l", ("decoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=False, act="relu")), "wrong",
-      "The causal mask also hides the current position (diagonal=0).",
-      "causal mask excludes the current token")
+@case(
+    "d2l_decoder_mask_diagonal",
+    "d2l",
+    (
+        "decoder_layer",
+        dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=False, act="relu"),
+    ),
+    "wrong",
+    "The causal mask also hides the current position (diagonal=0).",
+    "causal mask excludes the current token",
+)
 def d2l_decoder_mask_diagonal():
     class DotProductAttention(nn.Module):
         def forward(self, queries, keys, values, mask=None):
@@ -1628,7 +2044,12 @@ def d2l_decoder_mask_diagonal():
             return X.reshape(X.shape[0], X.shape[1], self.num_heads, -1).permute(0, 2, 1, 3)
 
         def forward(self, queries, keys, values, mask=None):
-            out = self.attention(self.split(self.W_q(queries)), self.split(self.W_k(keys)), self.split(self.W_v(values)), mask)
+            out = self.attention(
+                self.split(self.W_q(queries)),
+                self.split(self.W_k(keys)),
+                self.split(self.W_v(values)),
+                mask,
+            )
             out = out.permute(0, 2, 1, 3)
             return self.W_o(out.reshape(out.shape[0], out.shape[1], -1))
 
@@ -1637,7 +2058,9 @@ def d2l_decoder_mask_diagonal():
             super().__init__()
             self.slf_attn = MultiHeadAttention(d_model, heads)
             self.enc_attn = MultiHeadAttention(d_model, heads)
-            self.pos_ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))
+            self.pos_ffn = nn.Sequential(
+                nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model)
+            )
             self.ln1 = nn.LayerNorm(d_model)
             self.ln2 = nn.LayerNorm(d_model)
             self.ln3 = nn.LayerNorm(d_model)
@@ -1652,8 +2075,14 @@ def d2l_decoder_mask_diagonal():
     return DecoderLayer()
 
 
-@case("d2l_cross_entropy_softmax", "d2l", ("cross_entropy", dict()), "wrong",
-      "The logits go through a softmax before F.cross_entropy takes its own.", "softmax applied twice")
+@case(
+    "d2l_cross_entropy_softmax",
+    "d2l",
+    ("cross_entropy", dict()),
+    "wrong",
+    "The logits go through a softmax before F.cross_entropy takes its own.",
+    "softmax applied twice",
+)
 def d2l_cross_entropy_softmax():
     def loss(logits, labels):
         y_hat = torch.softmax(logits, dim=1)
@@ -1662,8 +2091,17 @@ def d2l_cross_entropy_softmax():
     return loss
 
 
-@case("d2l_encoder_shared_norm", "d2l", ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=False, act="relu")), "wrong",
-      "Both sublayers use one and the same LayerNorm.", "one norm shared by both sublayers")
+@case(
+    "d2l_encoder_shared_norm",
+    "d2l",
+    (
+        "encoder_layer",
+        dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=False, act="relu"),
+    ),
+    "wrong",
+    "Both sublayers use one and the same LayerNorm.",
+    "one norm shared by both sublayers",
+)
 def d2l_encoder_shared_norm():
     class MultiHeadAttention(nn.Module):
         def __init__(self, d_model, heads):
@@ -1679,7 +2117,7 @@ def d2l_encoder_shared_norm():
             q = self.w_qs(q).view(bs, lq, self.h, d).transpose(1, 2)
             k = self.w_ks(k).view(bs, lk, self.h, d).transpose(1, 2)
             v = self.w_vs(v).view(bs, lk, self.h, d).transpose(1, 2)
-            attn = torch.matmul(q / d ** 0.5, k.transpose(2, 3))
+            attn = torch.matmul(q / d**0.5, k.transpose(2, 3))
             if mask is not None:
                 attn = attn.masked_fill(mask == 0, -1e9)
             attn = F.softmax(attn, dim=-1)
@@ -1705,9 +2143,14 @@ def d2l_encoder_shared_norm():
     return EncoderLayer()
 
 
-@case("d2l_multihead_merge", "d2l", ("multihead", dict(embed_dim=32, num_heads=4, bias=True)), "wrong",
-      "The heads are merged by a reshape without swapping the head and token axes back.",
-      "head merge without transpose")
+@case(
+    "d2l_multihead_merge",
+    "d2l",
+    ("multihead", dict(embed_dim=32, num_heads=4, bias=True)),
+    "wrong",
+    "The heads are merged by a reshape without swapping the head and token axes back.",
+    "head merge without transpose",
+)
 def d2l_multihead_merge():
     class MultiHeadAttention(nn.Module):
         def __init__(self, num_hiddens=32, num_heads=4, dropout=0.0):
@@ -1721,7 +2164,10 @@ def d2l_multihead_merge():
 
         def forward(self, X, mask=None):
             b, n, c = X.shape
-            q, k, v = (W(X).reshape(b, n, self.num_heads, -1).permute(0, 2, 1, 3) for W in (self.W_q, self.W_k, self.W_v))
+            q, k, v = (
+                W(X).reshape(b, n, self.num_heads, -1).permute(0, 2, 1, 3)
+                for W in (self.W_q, self.W_k, self.W_v)
+            )
             scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(c // self.num_heads)
             if mask is not None:
                 scores = scores.masked_fill(mask == 0, -1e6)
@@ -1732,7 +2178,13 @@ def d2l_multihead_merge():
     return MultiHeadAttention()
 
 
-@case("d2l_ffn_ok", "d2l", ("mlp", dict(dim=24, hidden=48, act="relu")), "correct", expected="equal")
+@case(
+    "d2l_ffn_ok",
+    "d2l",
+    ("mlp", dict(dim=24, hidden=48, act="relu")),
+    "correct",
+    expected="equal",
+)
 def d2l_ffn_ok():
     class PositionWiseFFN(nn.Module):
         def __init__(self, ffn_num_hiddens, ffn_num_outputs):
@@ -1751,24 +2203,46 @@ def d2l_ffn_ok():
 
 # --------------------------------------------------------- torch, continued
 
-@case("th_decoder_ok", "torch", ("decoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=True, act="relu")), "correct",
-      expected="equal")
+
+@case(
+    "th_decoder_ok",
+    "torch",
+    (
+        "decoder_layer",
+        dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=True, act="relu"),
+    ),
+    "correct",
+    expected="equal",
+)
 def th_decoder_ok():
     class DecoderLayer(nn.Module):
         def __init__(self, d_model=32, nhead=4, d_ff=64, dropout=0.1):
             super().__init__()
-            self.self_attn = nn.MultiheadAttention(d_model, nhead, dropout=dropout, batch_first=True)
-            self.cross_attn = nn.MultiheadAttention(d_model, nhead, dropout=dropout, batch_first=True)
-            self.mlp = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Dropout(dropout), nn.Linear(d_ff, d_model))
+            self.self_attn = nn.MultiheadAttention(
+                d_model, nhead, dropout=dropout, batch_first=True
+            )
+            self.cross_attn = nn.MultiheadAttention(
+                d_model, nhead, dropout=dropout, batch_first=True
+            )
+            self.mlp = nn.Sequential(
+                nn.Linear(d_model, d_ff),
+                nn.ReLU(),
+                nn.Dropout(dropout),
+                nn.Linear(d_ff, d_model),
+            )
             self.norm_sa = nn.LayerNorm(d_model)
             self.norm_ca = nn.LayerNorm(d_model)
             self.norm_mlp = nn.LayerNorm(d_model)
             self.dropout = nn.Dropout(dropout)
 
         def forward(self, x, memory):
-            causal = nn.Transformer.generate_square_subsequent_mask(x.size(1), device=x.device, dtype=x.dtype)
+            causal = nn.Transformer.generate_square_subsequent_mask(
+                x.size(1), device=x.device, dtype=x.dtype
+            )
             h = self.norm_sa(x)
-            x = x + self.dropout(self.self_attn(h, h, h, attn_mask=causal, is_causal=True, need_weights=False)[0])
+            x = x + self.dropout(
+                self.self_attn(h, h, h, attn_mask=causal, is_causal=True, need_weights=False)[0]
+            )
             h = self.norm_ca(x)
             x = x + self.dropout(self.cross_attn(h, memory, memory)[0])
             return x + self.dropout(self.mlp(self.norm_mlp(x)))
@@ -1776,9 +2250,17 @@ def th_decoder_ok():
     return DecoderLayer()
 
 
-@case("th_vit_python_list", "torch", ("vit", dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10)), "wrong",
-      "The blocks sit in a plain Python list, so their parameters are not registered.",
-      "blocks' parameters not registered")
+@case(
+    "th_vit_python_list",
+    "torch",
+    (
+        "vit",
+        dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10),
+    ),
+    "wrong",
+    "The blocks sit in a plain Python list, so their parameters are not registered.",
+    "blocks' parameters not registered",
+)
 def th_vit_python_list():
     class Block(nn.Module):
         def __init__(self, dim, heads):
@@ -1799,7 +2281,9 @@ def th_vit_python_list():
             super().__init__()
             self.conv_proj = nn.Conv2d(3, dim, kernel_size=patch_size, stride=patch_size)
             self.class_token = nn.Parameter(torch.zeros(1, 1, dim))
-            self.pos_embed = nn.Parameter(torch.randn(1, (img_size // patch_size) ** 2 + 1, dim) * 0.02)
+            self.pos_embed = nn.Parameter(
+                torch.randn(1, (img_size // patch_size) ** 2 + 1, dim) * 0.02
+            )
             self.blocks = [Block(dim, heads) for _ in range(depth)]
             self.ln = nn.LayerNorm(dim, eps=1e-6)
             self.head = nn.Linear(dim, num_classes)
@@ -1827,7 +2311,10 @@ def _deit_parts():
 
         def forward(self, x):
             B, N, C = x.shape
-            q, k, v = (f(x).view(B, N, self.num_heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
+            q, k, v = (
+                f(x).view(B, N, self.num_heads, -1).transpose(1, 2)
+                for f in (self.query, self.key, self.value)
+            )
             out = F.scaled_dot_product_attention(q, k, v)
             return self.dense(out.transpose(1, 2).flatten(2))
 
@@ -1837,7 +2324,9 @@ def _deit_parts():
             self.norm1 = nn.LayerNorm(dim, eps=1e-6)
             self.attn = Attention(dim, num_heads)
             self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-            self.mlp = nn.Sequential(nn.Linear(dim, mlp_ratio * dim), nn.GELU(), nn.Linear(mlp_ratio * dim, dim))
+            self.mlp = nn.Sequential(
+                nn.Linear(dim, mlp_ratio * dim), nn.GELU(), nn.Linear(mlp_ratio * dim, dim)
+            )
 
         def forward(self, x):
             x = x + self.attn(self.norm1(x))
@@ -1846,13 +2335,23 @@ def _deit_parts():
     return Attention, Block
 
 
-@case("th_deit_ok", "torch", ("deit", dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10)), "correct",
-      expected="equal")
+@case(
+    "th_deit_ok",
+    "torch",
+    (
+        "deit",
+        dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10),
+    ),
+    "correct",
+    expected="equal",
+)
 def th_deit_ok():
     Attention, Block = _deit_parts()
 
     class DistilledVisionTransformer(nn.Module):
-        def __init__(self, img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10):
+        def __init__(
+            self, img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10
+        ):
             super().__init__()
             self.patch_embed = nn.Conv2d(3, embed_dim, patch_size, stride=patch_size)
             n = (img_size // patch_size) ** 2
@@ -1860,7 +2359,7 @@ def th_deit_ok():
             self.dist_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
             self.pos_embed = nn.Parameter(torch.zeros(1, n + 2, embed_dim))
             for p in (self.cls_token, self.dist_token, self.pos_embed):
-                nn.init.trunc_normal_(p, std=.02)
+                nn.init.trunc_normal_(p, std=0.02)
             self.blocks = nn.Sequential(*[Block(embed_dim, num_heads) for _ in range(depth)])
             self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
             self.head = nn.Linear(embed_dim, num_classes)
@@ -1869,7 +2368,9 @@ def th_deit_ok():
         def forward_features(self, x):
             B = x.shape[0]
             x = self.patch_embed(x).flatten(2).transpose(1, 2)
-            x = torch.cat((self.cls_token.expand(B, -1, -1), self.dist_token.expand(B, -1, -1), x), dim=1)
+            x = torch.cat(
+                (self.cls_token.expand(B, -1, -1), self.dist_token.expand(B, -1, -1), x), dim=1
+            )
             x = self.norm(self.blocks(x + self.pos_embed))
             return x[:, 0], x[:, 1]
 
@@ -1883,19 +2384,31 @@ def th_deit_ok():
     return DistilledVisionTransformer()
 
 
-@case("th_deit_dist_head", "torch", ("deit", dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10)), "wrong",
-      "The distillation head reads the class token, so the distillation token's output is unused.",
-      "distillation head on the class token")
+@case(
+    "th_deit_dist_head",
+    "torch",
+    (
+        "deit",
+        dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10),
+    ),
+    "wrong",
+    "The distillation head reads the class token, so the distillation token's output is unused.",
+    "distillation head on the class token",
+)
 def th_deit_dist_head():
     Attention, Block = _deit_parts()
 
     class DeiT(nn.Module):
-        def __init__(self, img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10):
+        def __init__(
+            self, img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10
+        ):
             super().__init__()
             self.patch_embed = nn.Conv2d(3, embed_dim, patch_size, stride=patch_size)
-            self.cls_token = nn.Parameter(torch.randn(1, 1, embed_dim) * .02)
-            self.distill_token = nn.Parameter(torch.randn(1, 1, embed_dim) * .02)
-            self.pos_embed = nn.Parameter(torch.randn(1, (img_size // patch_size) ** 2 + 2, embed_dim) * .02)
+            self.cls_token = nn.Parameter(torch.randn(1, 1, embed_dim) * 0.02)
+            self.distill_token = nn.Parameter(torch.randn(1, 1, embed_dim) * 0.02)
+            self.pos_embed = nn.Parameter(
+                torch.randn(1, (img_size // patch_size) ** 2 + 2, embed_dim) * 0.02
+            )
             self.blocks = nn.ModuleList([Block(embed_dim, num_heads) for _ in range(depth)])
             self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
             self.cls_head = nn.Linear(embed_dim, num_classes)
@@ -1917,9 +2430,14 @@ def th_deit_dist_head():
     return DeiT()
 
 
-@case("th_swinv2_no_clamp", "torch", ("swinv2_attention", dict(dim=32, window_size=4, num_heads=4)), "wrong",
-      "The logit scale is exponentiated without the clamp at log 100.",
-      "logit scale not clamped (visible once it exceeds log 100)")
+@case(
+    "th_swinv2_no_clamp",
+    "torch",
+    ("swinv2_attention", dict(dim=32, window_size=4, num_heads=4)),
+    "wrong",
+    "The logit scale is exponentiated without the clamp at log 100.",
+    "logit scale not clamped (visible once it exceeds log 100)",
+)
 def th_swinv2_no_clamp():
     class WindowAttention(nn.Module):
         def __init__(self, dim=32, window_size=4, num_heads=4):
@@ -1927,14 +2445,24 @@ def th_swinv2_no_clamp():
             self.num_heads = num_heads
             M = window_size
             self.logit_scale = nn.Parameter(torch.log(10 * torch.ones((num_heads, 1, 1))))
-            self.cpb_mlp = nn.Sequential(nn.Linear(2, 512, bias=True), nn.ReLU(inplace=True), nn.Linear(512, num_heads, bias=False))
+            self.cpb_mlp = nn.Sequential(
+                nn.Linear(2, 512, bias=True),
+                nn.ReLU(inplace=True),
+                nn.Linear(512, num_heads, bias=False),
+            )
             rel = torch.arange(-(M - 1), M, dtype=torch.float64)
             table = torch.stack(torch.meshgrid(rel, rel, indexing="ij"), dim=-1) / (M - 1) * 8
             table = torch.sign(table) * torch.log2(table.abs() + 1.0) / math.log2(8)
             self.register_buffer("relative_coords_table", table, persistent=False)
-            coords = torch.stack(torch.meshgrid(torch.arange(M), torch.arange(M), indexing="ij")).flatten(1)
+            coords = torch.stack(
+                torch.meshgrid(torch.arange(M), torch.arange(M), indexing="ij")
+            ).flatten(1)
             relative = (coords[:, :, None] - coords[:, None, :]).permute(1, 2, 0) + M - 1
-            self.register_buffer("relative_position_index", relative[..., 0] * (2 * M - 1) + relative[..., 1], persistent=False)
+            self.register_buffer(
+                "relative_position_index",
+                relative[..., 0] * (2 * M - 1) + relative[..., 1],
+                persistent=False,
+            )
             self.qkv = nn.Linear(dim, dim * 3, bias=False)
             self.q_bias = nn.Parameter(torch.zeros(dim))
             self.v_bias = nn.Parameter(torch.zeros(dim))
@@ -1947,7 +2475,9 @@ def th_swinv2_no_clamp():
             q, k, v = qkv.reshape(B_, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
             attn = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
             attn = attn * self.logit_scale.exp()
-            table = self.cpb_mlp(self.relative_coords_table.to(x.dtype)).view(-1, self.num_heads)
+            table = self.cpb_mlp(self.relative_coords_table.to(x.dtype)).view(
+                -1, self.num_heads
+            )
             bias = table[self.relative_position_index.view(-1)].view(N, N, -1).permute(2, 0, 1)
             attn = attn + 16 * torch.sigmoid(bias).unsqueeze(0)
             if mask is not None:
@@ -1960,17 +2490,32 @@ def th_swinv2_no_clamp():
 
 # --------------------------------------------------------- numpy, continued
 
-@case("np_gpt_ok", "numpy", ("gpt", dict(vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32)), "correct",
-      expected="equal up to transposed (in, out) weights")
+
+@case(
+    "np_gpt_ok",
+    "numpy",
+    ("gpt", dict(vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32)),
+    "correct",
+    expected="equal up to transposed (in, out) weights",
+)
 def np_gpt_ok():
     rng = np.random.default_rng(3)
     V, T, L, H, C = 40, 16, 2, 4, 32
-    params = {"wte": rng.normal(size=(V, C)) * 0.2, "wpe": rng.normal(size=(T, C)) * 0.2,
-              "ln_f.g": np.ones(C), "ln_f.b": np.zeros(C)}
+    params = {
+        "wte": rng.normal(size=(V, C)) * 0.2,
+        "wpe": rng.normal(size=(T, C)) * 0.2,
+        "ln_f.g": np.ones(C),
+        "ln_f.b": np.zeros(C),
+    }
     for i in range(L):
         for n in ("ln_1", "ln_2"):
             params[f"h{i}.{n}.g"], params[f"h{i}.{n}.b"] = np.ones(C), np.zeros(C)
-        for n, (a, b) in {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}.items():
+        for n, (a, b) in {
+            "attn.c_attn": (C, 3 * C),
+            "attn.c_proj": (C, C),
+            "mlp.c_fc": (C, 4 * C),
+            "mlp.c_proj": (4 * C, C),
+        }.items():
             params[f"h{i}.{n}.w"] = rng.normal(size=(a, b)) * 0.1
             params[f"h{i}.{n}.b"] = np.zeros(b)
 
@@ -1997,7 +2542,9 @@ def np_gpt_ok():
         qkv_heads = [np.split(t, H, axis=-1) for t in np.split(x, 3, axis=-1)]
         causal_mask = (1 - np.tri(x.shape[1], dtype=x.dtype)) * -1e10
         out_heads = [attention(q, k, v, causal_mask) for q, k, v in zip(*qkv_heads)]
-        return linear(np.concatenate(out_heads, axis=-1), p[name + ".c_proj.w"], p[name + ".c_proj.b"])
+        return linear(
+            np.concatenate(out_heads, axis=-1), p[name + ".c_proj.w"], p[name + ".c_proj.b"]
+        )
 
     def gpt2(params, inputs):
         p = params
@@ -2016,9 +2563,13 @@ def np_gpt_ok():
 def np_sinusoids_ok():
     def get_sinusoid_encoding_table(n_position, d_hid):
         def get_position_angle_vec(position):
-            return [position / np.power(10000, 2 * (hid_j // 2) / d_hid) for hid_j in range(d_hid)]
+            return [
+                position / np.power(10000, 2 * (hid_j // 2) / d_hid) for hid_j in range(d_hid)
+            ]
 
-        sinusoid_table = np.array([get_position_angle_vec(pos_i) for pos_i in range(n_position)])
+        sinusoid_table = np.array(
+            [get_position_angle_vec(pos_i) for pos_i in range(n_position)]
+        )
         sinusoid_table[:, 0::2] = np.sin(sinusoid_table[:, 0::2])
         sinusoid_table[:, 1::2] = np.cos(sinusoid_table[:, 1::2])
         return sinusoid_table
@@ -2026,15 +2577,20 @@ def np_sinusoids_ok():
     return get_sinusoid_encoding_table
 
 
-@case("np_mae_mean_all", "numpy", ("mae_loss", dict(patch_size=4, norm_pix=False)), "wrong",
-      "The masked patches' errors are averaged over all patches, not over the masked ones.",
-      "divided by all patches instead of masked patches")
+@case(
+    "np_mae_mean_all",
+    "numpy",
+    ("mae_loss", dict(patch_size=4, norm_pix=False)),
+    "wrong",
+    "The masked patches' errors are averaged over all patches, not over the masked ones.",
+    "divided by all patches instead of masked patches",
+)
 def np_mae_mean_all():
     def patchify(imgs, p=4):
         n, c, hh, ww = imgs.shape
         h, w = hh // p, ww // p
         x = imgs.reshape(n, c, h, p, w, p)
-        x = np.einsum('nchpwq->nhwpqc', x)
+        x = np.einsum("nchpwq->nhwpqc", x)
         return x.reshape(n, h * w, p * p * c)
 
     def mae_loss(pred, imgs, mask):
@@ -2045,16 +2601,23 @@ def np_mae_mean_all():
     return mae_loss
 
 
-@case("np_giou_enclosing", "numpy", ("generalized_box_iou", dict()), "wrong",
-      "The left-top corner of the enclosing box takes the maximum instead of the minimum.",
-      "enclosing box: max instead of min for the left-top corner")
+@case(
+    "np_giou_enclosing",
+    "numpy",
+    ("generalized_box_iou", dict()),
+    "wrong",
+    "The left-top corner of the enclosing box takes the maximum instead of the minimum.",
+    "enclosing box: max instead of min for the left-top corner",
+)
 def np_giou_enclosing():
     def generalized_box_iou(a, b):
         area_a = (a[:, 2] - a[:, 0]) * (a[:, 3] - a[:, 1])
         area_b = (b[:, 2] - b[:, 0]) * (b[:, 3] - b[:, 1])
         a_ = a[:, None, :]
         b_ = b[None, :, :]
-        wh = np.clip(np.minimum(a_[..., 2:], b_[..., 2:]) - np.maximum(a_[..., :2], b_[..., :2]), 0, None)
+        wh = np.clip(
+            np.minimum(a_[..., 2:], b_[..., 2:]) - np.maximum(a_[..., :2], b_[..., :2]), 0, None
+        )
         inter = wh[..., 0] * wh[..., 1]
         union = area_a[:, None] + area_b[None] - inter
         iou = inter / union
@@ -2069,11 +2632,20 @@ def np_giou_enclosing():
 
 # ----------------------------------------------------------- jax, continued
 
-@case("jax_swiglu_ok", "jax", ("swiglu", dict(dim=24, hidden=40)), "correct",
-      expected="equal up to one packed (in, out) matrix for up and gate")
+
+@case(
+    "jax_swiglu_ok",
+    "jax",
+    ("swiglu", dict(dim=24, hidden=40)),
+    "correct",
+    expected="equal up to one packed (in, out) matrix for up and gate",
+)
 def jax_swiglu_ok():
     k1, k2 = jax.random.split(jax.random.PRNGKey(2))
-    params = {"w_in": jax.random.normal(k1, (24, 80)) * 0.2, "w_out": jax.random.normal(k2, (40, 24)) * 0.2}
+    params = {
+        "w_in": jax.random.normal(k1, (24, 80)) * 0.2,
+        "w_out": jax.random.normal(k2, (40, 24)) * 0.2,
+    }
 
     def swiglu(params, x):
         up, gate = jnp.split(x @ params["w_in"], 2, axis=-1)
@@ -2082,18 +2654,29 @@ def jax_swiglu_ok():
     return swiglu, params
 
 
-@case("jax_vit_block_ok", "jax", ("vit_block", dict(dim=32, num_heads=4, mlp_ratio=4)), "correct",
-      expected="equal up to transposed (in, out) weights")
+@case(
+    "jax_vit_block_ok",
+    "jax",
+    ("vit_block", dict(dim=32, num_heads=4, mlp_ratio=4)),
+    "correct",
+    expected="equal up to transposed (in, out) weights",
+)
 def jax_vit_block_ok():
     C, heads = 32, 4
     rng = jax.random.split(jax.random.PRNGKey(5), 8)
     params = {
-        "norm1_scale": 1 + 0.1 * jax.random.normal(rng[4], (C,)), "norm1_bias": jnp.zeros(C),
-        "norm2_scale": 1 + 0.1 * jax.random.normal(rng[5], (C,)), "norm2_bias": jnp.zeros(C),
-        "qkv_w": jax.random.normal(rng[0], (C, 3 * C)) * 0.2, "qkv_b": 0.1 * jax.random.normal(rng[6], (3 * C,)),
-        "proj_w": jax.random.normal(rng[1], (C, C)) * 0.2, "proj_b": jnp.zeros(C),
-        "fc1_w": jax.random.normal(rng[2], (C, 4 * C)) * 0.2, "fc1_b": 0.1 * jax.random.normal(rng[7], (4 * C,)),
-        "fc2_w": jax.random.normal(rng[3], (4 * C, C)) * 0.2, "fc2_b": jnp.zeros(C),
+        "norm1_scale": 1 + 0.1 * jax.random.normal(rng[4], (C,)),
+        "norm1_bias": jnp.zeros(C),
+        "norm2_scale": 1 + 0.1 * jax.random.normal(rng[5], (C,)),
+        "norm2_bias": jnp.zeros(C),
+        "qkv_w": jax.random.normal(rng[0], (C, 3 * C)) * 0.2,
+        "qkv_b": 0.1 * jax.random.normal(rng[6], (3 * C,)),
+        "proj_w": jax.random.normal(rng[1], (C, C)) * 0.2,
+        "proj_b": jnp.zeros(C),
+        "fc1_w": jax.random.normal(rng[2], (C, 4 * C)) * 0.2,
+        "fc1_b": 0.1 * jax.random.normal(rng[7], (4 * C,)),
+        "fc2_w": jax.random.normal(rng[3], (4 * C, C)) * 0.2,
+        "fc2_b": jnp.zeros(C),
     }
 
     def layer_norm(x, scale, bias, eps=1e-6):
@@ -2103,7 +2686,9 @@ def jax_vit_block_ok():
 
     def attend_one(p, x):
         n = x.shape[0]
-        q, k, v = (x @ p["qkv_w"] + p["qkv_b"]).reshape(n, 3, heads, C // heads).transpose(1, 2, 0, 3)
+        q, k, v = (
+            (x @ p["qkv_w"] + p["qkv_b"]).reshape(n, 3, heads, C // heads).transpose(1, 2, 0, 3)
+        )
         a = jax.nn.softmax(q @ k.transpose(0, 2, 1) * (C // heads) ** -0.5, axis=-1)
         return (a @ v).transpose(1, 0, 2).reshape(n, C) @ p["proj_w"] + p["proj_b"]
 
@@ -2117,19 +2702,39 @@ def jax_vit_block_ok():
     return block, params
 
 
-@case("jax_encoder_norm_axes", "jax", ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=False, act="relu")), "wrong",
-      "The layer norms take their statistics over tokens and channels together.",
-      "layer norm over the wrong axes (tokens and channels)")
+@case(
+    "jax_encoder_norm_axes",
+    "jax",
+    (
+        "encoder_layer",
+        dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=False, act="relu"),
+    ),
+    "wrong",
+    "The layer norms take their statistics over tokens and channels together.",
+    "layer norm over the wrong axes (tokens and channels)",
+)
 def jax_encoder_norm_axes():
     d_model, nhead, d_ff = 32, 4, 64
     rng = jax.random.split(jax.random.PRNGKey(7), 6)
     dense = lambda key, i, o: 0.2 * jax.random.normal(key, (i, o))
-    params = {"wq": dense(rng[0], d_model, d_model), "wk": dense(rng[1], d_model, d_model),
-              "wv": dense(rng[2], d_model, d_model), "wo": dense(rng[3], d_model, d_model),
-              "w1": dense(rng[4], d_model, d_ff), "w2": dense(rng[5], d_ff, d_model),
-              "bq": jnp.zeros(d_model), "bk": jnp.zeros(d_model), "bv": jnp.zeros(d_model), "bo": jnp.zeros(d_model),
-              "b1": jnp.zeros(d_ff), "b2": jnp.zeros(d_model),
-              "gamma1": jnp.ones(d_model), "beta1": jnp.zeros(d_model), "gamma2": jnp.ones(d_model), "beta2": jnp.zeros(d_model)}
+    params = {
+        "wq": dense(rng[0], d_model, d_model),
+        "wk": dense(rng[1], d_model, d_model),
+        "wv": dense(rng[2], d_model, d_model),
+        "wo": dense(rng[3], d_model, d_model),
+        "w1": dense(rng[4], d_model, d_ff),
+        "w2": dense(rng[5], d_ff, d_model),
+        "bq": jnp.zeros(d_model),
+        "bk": jnp.zeros(d_model),
+        "bv": jnp.zeros(d_model),
+        "bo": jnp.zeros(d_model),
+        "b1": jnp.zeros(d_ff),
+        "b2": jnp.zeros(d_model),
+        "gamma1": jnp.ones(d_model),
+        "beta1": jnp.zeros(d_model),
+        "gamma2": jnp.ones(d_model),
+        "beta2": jnp.zeros(d_model),
+    }
 
     def layer_norm(x, gamma, beta, eps=1e-5):
         mean = jnp.mean(x, axis=(1, 2), keepdims=True)
@@ -2153,15 +2758,25 @@ def jax_encoder_norm_axes():
     return encoder_layer, params
 
 
-@case("jax_cross_mask_ignored", "jax", ("cross_attention", dict(embed_dim=32, num_heads=4)), "wrong",
-      "The mask is accepted but its result is thrown away, so padded context is attended to.",
-      "mask ignored")
+@case(
+    "jax_cross_mask_ignored",
+    "jax",
+    ("cross_attention", dict(embed_dim=32, num_heads=4)),
+    "wrong",
+    "The mask is accepted but its result is thrown away, so padded context is attended to.",
+    "mask ignored",
+)
 def jax_cross_mask_ignored():
     C, H = 32, 4
     ks = jax.random.split(jax.random.PRNGKey(11), 6)
-    params = {"to_q": 0.2 * jax.random.normal(ks[0], (C, C)), "to_kv": 0.2 * jax.random.normal(ks[1], (C, 2 * C)),
-              "to_out": 0.2 * jax.random.normal(ks[2], (C, C)), "b_q": 0.1 * jax.random.normal(ks[3], (C,)),
-              "b_kv": 0.1 * jax.random.normal(ks[4], (2 * C,)), "b_out": 0.1 * jax.random.normal(ks[5], (C,))}
+    params = {
+        "to_q": 0.2 * jax.random.normal(ks[0], (C, C)),
+        "to_kv": 0.2 * jax.random.normal(ks[1], (C, 2 * C)),
+        "to_out": 0.2 * jax.random.normal(ks[2], (C, C)),
+        "b_q": 0.1 * jax.random.normal(ks[3], (C,)),
+        "b_kv": 0.1 * jax.random.normal(ks[4], (2 * C,)),
+        "b_out": 0.1 * jax.random.normal(ks[5], (C,)),
+    }
 
     def cross_attention(params, x, context, mask=None):
         b, n, _ = x.shape

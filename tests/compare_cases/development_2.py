@@ -1,4 +1,5 @@
 """Further cases, beyond the 36 + 20 of cases.py (same form)."""
+
 import math
 import sys
 
@@ -21,15 +22,31 @@ CASES = []
 
 def case(name, style, reference, label, mistake="", expected="", call=None):
     def register(build):
-        CASES.append(dict(name=name, style=style, build=build, reference=reference, label=label,
-                          mistake=mistake, expected=expected, call=call))
+        CASES.append(
+            dict(
+                name=name,
+                style=style,
+                build=build,
+                reference=reference,
+                label=label,
+                mistake=mistake,
+                expected=expected,
+                call=call,
+            )
+        )
         return build
+
     return register
 
 
-@case("x_th_causal_qkv_view", "torch", ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)), "wrong",
-      "The packed projection is reshaped with the axis of q, k, v before the tokens, which mixes tokens with q, k, v.",
-      "q/k/v unpacked in the wrong order (reshape mixes tokens)")
+@case(
+    "x_th_causal_qkv_view",
+    "torch",
+    ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)),
+    "wrong",
+    "The packed projection is reshaped with the axis of q, k, v before the tokens, which mixes tokens with q, k, v.",
+    "q/k/v unpacked in the wrong order (reshape mixes tokens)",
+)
 def x_th_causal_qkv_view():
     class CausalAttention(nn.Module):
         def __init__(self, dim=32, num_heads=4):
@@ -40,15 +57,25 @@ def x_th_causal_qkv_view():
 
         def forward(self, x):
             B, N, C = x.shape
-            q, k, v = self.qkv(x).reshape(B, 3, N, self.num_heads, C // self.num_heads).permute(1, 0, 3, 2, 4)
+            q, k, v = (
+                self.qkv(x)
+                .reshape(B, 3, N, self.num_heads, C // self.num_heads)
+                .permute(1, 0, 3, 2, 4)
+            )
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return self.out(y.transpose(1, 2).reshape(B, N, C))
 
     return CausalAttention()
 
 
-@case("x_ng_causal_no_proj_bias", "nanogpt", ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)), "wrong",
-      "The output projection has no bias.", "output projection's bias missing")
+@case(
+    "x_ng_causal_no_proj_bias",
+    "nanogpt",
+    ("causal_attention", dict(embed_dim=32, num_heads=4, bias=True)),
+    "wrong",
+    "The output projection has no bias.",
+    "output projection's bias missing",
+)
 def x_ng_causal_no_proj_bias():
     class Head(nn.Module):
         def __init__(self, n_embd, head_size, block_size, dropout):
@@ -56,7 +83,7 @@ def x_ng_causal_no_proj_bias():
             self.key = nn.Linear(n_embd, head_size)
             self.query = nn.Linear(n_embd, head_size)
             self.value = nn.Linear(n_embd, head_size)
-            self.register_buffer('tril', torch.tril(torch.ones(block_size, block_size)))
+            self.register_buffer("tril", torch.tril(torch.ones(block_size, block_size)))
             self.dropout = nn.Dropout(dropout)
 
         def forward(self, x):
@@ -64,14 +91,19 @@ def x_ng_causal_no_proj_bias():
             k = self.key(x)
             q = self.query(x)
             wei = q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
-            wei = wei.masked_fill(self.tril[:T, :T] == 0, float('-inf'))
+            wei = wei.masked_fill(self.tril[:T, :T] == 0, float("-inf"))
             wei = self.dropout(F.softmax(wei, dim=-1))
             return wei @ self.value(x)
 
     class MultiHeadAttention(nn.Module):
         def __init__(self, num_heads=4, n_embd=32, block_size=16, dropout=0.2):
             super().__init__()
-            self.heads = nn.ModuleList([Head(n_embd, n_embd // num_heads, block_size, dropout) for _ in range(num_heads)])
+            self.heads = nn.ModuleList(
+                [
+                    Head(n_embd, n_embd // num_heads, block_size, dropout)
+                    for _ in range(num_heads)
+                ]
+            )
             self.proj = nn.Linear(n_embd, n_embd, bias=False)
             self.dropout = nn.Dropout(dropout)
 
@@ -82,9 +114,14 @@ def x_ng_causal_no_proj_bias():
     return MultiHeadAttention()
 
 
-@case("x_ng_gpt_positions_buffer", "nanogpt", ("gpt", dict(vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32)), "wrong",
-      "The learned positions are a buffer, not a parameter: they are never trained.",
-      "position embedding not a parameter")
+@case(
+    "x_ng_gpt_positions_buffer",
+    "nanogpt",
+    ("gpt", dict(vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32)),
+    "wrong",
+    "The learned positions are a buffer, not a parameter: they are never trained.",
+    "position embedding not a parameter",
+)
 def x_ng_gpt_positions_buffer():
     class CausalSelfAttention(nn.Module):
         def __init__(self, n_embd, n_head):
@@ -95,7 +132,10 @@ def x_ng_gpt_positions_buffer():
 
         def forward(self, x):
             B, T, C = x.size()
-            q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
+            q, k, v = (
+                t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+                for t in self.c_attn(x).split(C, dim=2)
+            )
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -110,7 +150,7 @@ def x_ng_gpt_positions_buffer():
 
         def forward(self, x):
             x = x + self.attn(self.ln_1(x))
-            return x + self.c_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate='tanh'))
+            return x + self.c_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
 
     class GPT(nn.Module):
         def __init__(self, vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32):
@@ -123,7 +163,7 @@ def x_ng_gpt_positions_buffer():
             self.lm_head.weight = self.wte.weight
 
         def forward(self, idx):
-            x = self.wte(idx) + self.wpe[:idx.size(1)]
+            x = self.wte(idx) + self.wpe[: idx.size(1)]
             for block in self.h:
                 x = block(x)
             return self.lm_head(self.ln_f(x))
@@ -131,8 +171,14 @@ def x_ng_gpt_positions_buffer():
     return GPT()
 
 
-@case("x_ng_gpt_no_final_norm", "nanogpt", ("gpt", dict(vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32)), "wrong",
-      "The final norm exists but is not applied.", "final norm not applied (its parameters get no gradient)")
+@case(
+    "x_ng_gpt_no_final_norm",
+    "nanogpt",
+    ("gpt", dict(vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32)),
+    "wrong",
+    "The final norm exists but is not applied.",
+    "final norm not applied (its parameters get no gradient)",
+)
 def x_ng_gpt_no_final_norm():
     class CausalSelfAttention(nn.Module):
         def __init__(self, n_embd, n_head):
@@ -143,9 +189,14 @@ def x_ng_gpt_no_final_norm():
 
         def forward(self, x):
             B, T, C = x.size()
-            q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
+            q, k, v = (
+                t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+                for t in self.c_attn(x).split(C, dim=2)
+            )
             att = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
-            att = att + torch.full((T, T), float('-inf'), device=x.device, dtype=x.dtype).triu(1)
+            att = att + torch.full((T, T), float("-inf"), device=x.device, dtype=x.dtype).triu(
+                1
+            )
             y = F.softmax(att, dim=-1) @ v
             return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -155,7 +206,11 @@ def x_ng_gpt_no_final_norm():
             self.ln_1 = nn.LayerNorm(n_embd)
             self.attn = CausalSelfAttention(n_embd, n_head)
             self.ln_2 = nn.LayerNorm(n_embd)
-            self.mlp = nn.Sequential(nn.Linear(n_embd, 4 * n_embd), nn.GELU(approximate='tanh'), nn.Linear(4 * n_embd, n_embd))
+            self.mlp = nn.Sequential(
+                nn.Linear(n_embd, 4 * n_embd),
+                nn.GELU(approximate="tanh"),
+                nn.Linear(4 * n_embd, n_embd),
+            )
 
         def forward(self, x):
             x = x + self.attn(self.ln_1(x))
@@ -164,9 +219,14 @@ def x_ng_gpt_no_final_norm():
     class GPT(nn.Module):
         def __init__(self, vocab_size=40, block_size=16, n_layer=2, n_head=4, n_embd=32):
             super().__init__()
-            self.transformer = nn.ModuleDict(dict(
-                wte=nn.Embedding(vocab_size, n_embd), wpe=nn.Embedding(block_size, n_embd),
-                h=nn.ModuleList(Block(n_embd, n_head) for _ in range(n_layer)), ln_f=nn.LayerNorm(n_embd)))
+            self.transformer = nn.ModuleDict(
+                dict(
+                    wte=nn.Embedding(vocab_size, n_embd),
+                    wpe=nn.Embedding(block_size, n_embd),
+                    h=nn.ModuleList(Block(n_embd, n_head) for _ in range(n_layer)),
+                    ln_f=nn.LayerNorm(n_embd),
+                )
+            )
             self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
             self.transformer.wte.weight = self.lm_head.weight
 
@@ -180,9 +240,17 @@ def x_ng_gpt_no_final_norm():
     return GPT()
 
 
-@case("x_eo_vit_positions_patches_only", "einops", ("vit", dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=4, num_classes=10)), "wrong",
-      "The positions are added to the patches before the class token is put in front, so the class token has none.",
-      "no position for the class token")
+@case(
+    "x_eo_vit_positions_patches_only",
+    "einops",
+    (
+        "vit",
+        dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=4, num_classes=10),
+    ),
+    "wrong",
+    "The positions are added to the patches before the class token is put in front, so the class token has none.",
+    "no position for the class token",
+)
 def x_eo_vit_positions_patches_only():
     class MHSA(nn.Module):
         def __init__(self, dim, heads):
@@ -194,9 +262,14 @@ def x_eo_vit_positions_patches_only():
             self.unify = nn.Linear(dim, dim)
 
         def forward(self, x):
-            q, k, v = (rearrange(f(x), 'b t (h k) -> b h t k', h=self.heads) for f in (self.to_q, self.to_k, self.to_v))
-            att = torch.softmax(einsum('bhik,bhjk->bhij', q, k) / q.size(-1) ** 0.5, dim=-1)
-            return self.unify(rearrange(einsum('bhij,bhjk->bhik', att, v), 'b h t k -> b t (h k)'))
+            q, k, v = (
+                rearrange(f(x), "b t (h k) -> b h t k", h=self.heads)
+                for f in (self.to_q, self.to_k, self.to_v)
+            )
+            att = torch.softmax(einsum("bhik,bhjk->bhij", q, k) / q.size(-1) ** 0.5, dim=-1)
+            return self.unify(
+                rearrange(einsum("bhij,bhjk->bhik", att, v), "b h t k -> b t (h k)")
+            )
 
     class Residual(nn.Module):
         def __init__(self, dim, fn):
@@ -210,33 +283,52 @@ def x_eo_vit_positions_patches_only():
     class ViT(nn.Module):
         def __init__(self, dim=48, depth=2, heads=4, classes=10, patch=8, size=32):
             super().__init__()
-            self.embed = nn.Sequential(nn.Conv2d(3, dim, patch, patch), Rearrange('b c h w -> b (h w) c'))
+            self.embed = nn.Sequential(
+                nn.Conv2d(3, dim, patch, patch), Rearrange("b c h w -> b (h w) c")
+            )
             self.positions = nn.Parameter(torch.randn((size // patch) ** 2, dim) * 0.02)
             self.cls = nn.Parameter(torch.randn(dim) * 0.02)
             layers = []
             for _ in range(depth):
-                layers += [Residual(dim, MHSA(dim, heads)),
-                           Residual(dim, nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)))]
+                layers += [
+                    Residual(dim, MHSA(dim, heads)),
+                    Residual(
+                        dim,
+                        nn.Sequential(
+                            nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+                        ),
+                    ),
+                ]
             self.encoder = nn.Sequential(*layers)
             self.norm = nn.LayerNorm(dim, eps=1e-6)
             self.head = nn.Linear(dim, classes)
 
         def forward(self, x):
             x = self.embed(x) + self.positions
-            x = torch.cat([repeat(self.cls, 'd -> b 1 d', b=len(x)), x], dim=1)
+            x = torch.cat([repeat(self.cls, "d -> b 1 d", b=len(x)), x], dim=1)
             x = self.norm(self.encoder(x))
             return self.head(x[:, 0])
 
     return ViT()
 
 
-@case("x_th_llama_rope_queries_only", "torch", ("llama", dict(vocab_size=40, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=48)), "wrong",
-      "Only the queries are rotated, the keys are not.", "rotary missing on the keys")
+@case(
+    "x_th_llama_rope_queries_only",
+    "torch",
+    ("llama", dict(vocab_size=40, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=48)),
+    "wrong",
+    "Only the queries are rotated, the keys are not.",
+    "rotary missing on the keys",
+)
 def x_th_llama_rope_queries_only():
     class Rotary(nn.Module):
         def __init__(self, head_dim, base=10000.0):
             super().__init__()
-            self.register_buffer("inv_freq", base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim), persistent=False)
+            self.register_buffer(
+                "inv_freq",
+                base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim),
+                persistent=False,
+            )
 
         def forward(self, x):
             pos = torch.arange(x.size(-2), device=x.device, dtype=torch.float64)
@@ -278,7 +370,9 @@ def x_th_llama_rope_queries_only():
         def __init__(self, vocab=40, layers=2, heads=4, kv_heads=2, dim=32, inner=48):
             super().__init__()
             self.embed_tokens = nn.Embedding(vocab, dim)
-            self.layers = nn.ModuleList([LlamaLayer(dim, heads, kv_heads, inner) for _ in range(layers)])
+            self.layers = nn.ModuleList(
+                [LlamaLayer(dim, heads, kv_heads, inner) for _ in range(layers)]
+            )
             self.norm = nn.RMSNorm(dim, eps=1e-5)
 
         def forward(self, input_ids):
@@ -290,8 +384,14 @@ def x_th_llama_rope_queries_only():
     return TinyLlama()
 
 
-@case("x_d2l_multihead_tiny_fill", "d2l", ("multihead", dict(embed_dim=32, num_heads=4, bias=True)), "wrong",
-      "Masked scores are filled with 1e-9 instead of -1e9, so they still get weight.", "mask fill value 1e-9 instead of -1e9")
+@case(
+    "x_d2l_multihead_tiny_fill",
+    "d2l",
+    ("multihead", dict(embed_dim=32, num_heads=4, bias=True)),
+    "wrong",
+    "Masked scores are filled with 1e-9 instead of -1e9, so they still get weight.",
+    "mask fill value 1e-9 instead of -1e9",
+)
 def x_d2l_multihead_tiny_fill():
     class ScaledDotProductAttention(nn.Module):
         def __init__(self, temperature, attn_dropout=0.1):
@@ -314,7 +414,7 @@ def x_d2l_multihead_tiny_fill():
             self.w_ks = nn.Linear(d_model, d_model)
             self.w_vs = nn.Linear(d_model, d_model)
             self.fc = nn.Linear(d_model, d_model)
-            self.attention = ScaledDotProductAttention(temperature=self.d_k ** 0.5)
+            self.attention = ScaledDotProductAttention(temperature=self.d_k**0.5)
 
         def forward(self, x, mask=None):
             sz_b, n, _ = x.shape
@@ -328,8 +428,17 @@ def x_d2l_multihead_tiny_fill():
     return MultiHeadAttention()
 
 
-@case("x_d2l_encoder_functional_dropout", "d2l", ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=False, act="relu")), "wrong",
-      "F.dropout is called without the training flag, so it also drops in evaluation.", "dropout active in evaluation")
+@case(
+    "x_d2l_encoder_functional_dropout",
+    "d2l",
+    (
+        "encoder_layer",
+        dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=False, act="relu"),
+    ),
+    "wrong",
+    "F.dropout is called without the training flag, so it also drops in evaluation.",
+    "dropout active in evaluation",
+)
 def x_d2l_encoder_functional_dropout():
     class EncoderLayer(nn.Module):
         def __init__(self, d_model=32, h=4, d_ff=64, p=0.1):
@@ -343,7 +452,10 @@ def x_d2l_encoder_functional_dropout():
 
         def attention(self, x, mask):
             b, n, d = x.shape
-            q, k, v = [W(x).view(b, n, self.h, d // self.h).transpose(1, 2) for W in (self.WQ, self.WK, self.WV)]
+            q, k, v = [
+                W(x).view(b, n, self.h, d // self.h).transpose(1, 2)
+                for W in (self.WQ, self.WK, self.WV)
+            ]
             scores = q @ k.transpose(-1, -2) / math.sqrt(d // self.h)
             if mask is not None:
                 scores = scores.masked_fill(mask == 0, -1e9)
@@ -358,8 +470,14 @@ def x_d2l_encoder_functional_dropout():
     return EncoderLayer()
 
 
-@case("x_th_patch_merging_norm_after", "torch", ("patch_merging", dict(dim=16)), "wrong",
-      "The norm comes after the reduction, over 2C channels instead of 4C before it.", "norm after instead of before the linear layer")
+@case(
+    "x_th_patch_merging_norm_after",
+    "torch",
+    ("patch_merging", dict(dim=16)),
+    "wrong",
+    "The norm comes after the reduction, over 2C channels instead of 4C before it.",
+    "norm after instead of before the linear layer",
+)
 def x_th_patch_merging_norm_after():
     class PatchMerging(nn.Module):
         def __init__(self, dim=16):
@@ -378,14 +496,20 @@ def x_th_patch_merging_norm_after():
     return PatchMerging()
 
 
-@case("x_eo_patch_merging_ok", "einops", ("patch_merging", dict(dim=16)), "correct", expected="equal")
+@case(
+    "x_eo_patch_merging_ok",
+    "einops",
+    ("patch_merging", dict(dim=16)),
+    "correct",
+    expected="equal",
+)
 def x_eo_patch_merging_ok():
     class PatchMerging(nn.Module):
         def __init__(self, dim, factor=2):
             super().__init__()
-            self.merge = Rearrange('b (h dh) (w dw) c -> b h w (dw dh c)', dh=factor, dw=factor)
-            self.norm = nn.LayerNorm(dim * factor ** 2)
-            self.linear = nn.Linear(dim * factor ** 2, dim * 2, bias=False)
+            self.merge = Rearrange("b (h dh) (w dw) c -> b h w (dw dh c)", dh=factor, dw=factor)
+            self.norm = nn.LayerNorm(dim * factor**2)
+            self.linear = nn.Linear(dim * factor**2, dim * 2, bias=False)
 
         def forward(self, x):
             return self.linear(self.norm(self.merge(x)))
@@ -393,8 +517,17 @@ def x_eo_patch_merging_ok():
     return PatchMerging(16)
 
 
-@case("x_th_swin_no_mask", "torch", ("swin_block", dict(dim=32, input_resolution=(8, 8), num_heads=4, window_size=4, shift_size=2)), "wrong",
-      "The shifted windows are attended to without the mask between regions.", "mask of the shifted windows missing")
+@case(
+    "x_th_swin_no_mask",
+    "torch",
+    (
+        "swin_block",
+        dict(dim=32, input_resolution=(8, 8), num_heads=4, window_size=4, shift_size=2),
+    ),
+    "wrong",
+    "The shifted windows are attended to without the mask between regions.",
+    "mask of the shifted windows missing",
+)
 def x_th_swin_no_mask():
     def window_partition(x, window_size):
         B, H, W, C = x.shape
@@ -411,8 +544,14 @@ def x_th_swin_no_mask():
             super().__init__()
             self.num_heads = num_heads
             self.scale = (dim // num_heads) ** -0.5
-            self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window_size - 1) ** 2, num_heads))
-            coords = torch.stack(torch.meshgrid([torch.arange(window_size), torch.arange(window_size)], indexing="ij"))
+            self.relative_position_bias_table = nn.Parameter(
+                torch.zeros((2 * window_size - 1) ** 2, num_heads)
+            )
+            coords = torch.stack(
+                torch.meshgrid(
+                    [torch.arange(window_size), torch.arange(window_size)], indexing="ij"
+                )
+            )
             coords = torch.flatten(coords, 1)
             relative = (coords[:, :, None] - coords[:, None, :]).permute(1, 2, 0).contiguous()
             relative[:, :, 0] += window_size - 1
@@ -421,24 +560,40 @@ def x_th_swin_no_mask():
             self.register_buffer("relative_position_index", relative.sum(-1))
             self.qkv = nn.Linear(dim, dim * 3)
             self.proj = nn.Linear(dim, dim)
-            nn.init.trunc_normal_(self.relative_position_bias_table, std=.02)
+            nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
         def forward(self, x, mask=None):
             B_, N, C = x.shape
-            qkv = self.qkv(x).reshape(B_, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+            qkv = (
+                self.qkv(x)
+                .reshape(B_, N, 3, self.num_heads, C // self.num_heads)
+                .permute(2, 0, 3, 1, 4)
+            )
             q, k, v = qkv[0], qkv[1], qkv[2]
             attn = (q * self.scale) @ k.transpose(-2, -1)
-            bias = self.relative_position_bias_table[self.relative_position_index.view(-1)].view(N, N, -1)
+            bias = self.relative_position_bias_table[
+                self.relative_position_index.view(-1)
+            ].view(N, N, -1)
             attn = attn + bias.permute(2, 0, 1).contiguous().unsqueeze(0)
             if mask is not None:
                 nW = mask.shape[0]
-                attn = attn.view(B_ // nW, nW, self.num_heads, N, N) + mask.unsqueeze(1).unsqueeze(0)
+                attn = attn.view(B_ // nW, nW, self.num_heads, N, N) + mask.unsqueeze(
+                    1
+                ).unsqueeze(0)
                 attn = attn.view(-1, self.num_heads, N, N)
             attn = attn.softmax(dim=-1)
             return self.proj((attn @ v).transpose(1, 2).reshape(B_, N, C))
 
     class SwinTransformerBlock(nn.Module):
-        def __init__(self, dim=32, input_resolution=(8, 8), num_heads=4, window_size=4, shift_size=2, mlp_ratio=4.):
+        def __init__(
+            self,
+            dim=32,
+            input_resolution=(8, 8),
+            num_heads=4,
+            window_size=4,
+            shift_size=2,
+            mlp_ratio=4.0,
+        ):
             super().__init__()
             self.window_size, self.shift_size = window_size, shift_size
             self.norm1 = nn.LayerNorm(dim)
@@ -448,7 +603,11 @@ def x_th_swin_no_mask():
             self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
             H, W = input_resolution
             img_mask = torch.zeros((1, H, W, 1))
-            slices = (slice(0, -window_size), slice(-window_size, -shift_size), slice(-shift_size, None))
+            slices = (
+                slice(0, -window_size),
+                slice(-window_size, -shift_size),
+                slice(-shift_size, None),
+            )
             cnt = 0
             for h in slices:
                 for w in slices:
@@ -456,12 +615,16 @@ def x_th_swin_no_mask():
                     cnt += 1
             mask_windows = window_partition(img_mask, window_size).squeeze(-1)
             attn_mask = mask_windows.unsqueeze(1) - mask_windows.unsqueeze(2)
-            self.register_buffer("attn_mask", attn_mask.masked_fill(attn_mask != 0, -100.0), persistent=False)
+            self.register_buffer(
+                "attn_mask", attn_mask.masked_fill(attn_mask != 0, -100.0), persistent=False
+            )
 
         def forward(self, x):
             B, H, W, C = x.shape
             shortcut = x
-            x = torch.roll(self.norm1(x), shifts=(-self.shift_size, -self.shift_size), dims=(1, 2))
+            x = torch.roll(
+                self.norm1(x), shifts=(-self.shift_size, -self.shift_size), dims=(1, 2)
+            )
             windows = window_partition(x, self.window_size)
             windows = self.attn(windows)
             x = window_reverse(windows, self.window_size, H, W)
@@ -472,8 +635,14 @@ def x_th_swin_no_mask():
     return SwinTransformerBlock()
 
 
-@case("x_th_cxcywh_full", "torch", ("box_cxcywh_to_xyxy", dict()), "wrong",
-      "The whole width and height are subtracted and added, not half.", "half extents missing (w instead of w / 2)")
+@case(
+    "x_th_cxcywh_full",
+    "torch",
+    ("box_cxcywh_to_xyxy", dict()),
+    "wrong",
+    "The whole width and height are subtracted and added, not half.",
+    "half extents missing (w instead of w / 2)",
+)
 def x_th_cxcywh_full():
     def box_cxcywh_to_xyxy(x):
         x_c, y_c, w, h = x.unbind(-1)
@@ -483,8 +652,14 @@ def x_th_cxcywh_full():
     return box_cxcywh_to_xyxy
 
 
-@case("x_np_patchify_channels_first", "numpy", ("patchify", dict(patch_size=4)), "wrong",
-      "The pixels of a patch are ordered (channel, row, column) instead of (row, column, channel).", "pixel order within a patch: channels first")
+@case(
+    "x_np_patchify_channels_first",
+    "numpy",
+    ("patchify", dict(patch_size=4)),
+    "wrong",
+    "The pixels of a patch are ordered (channel, row, column) instead of (row, column, channel).",
+    "pixel order within a patch: channels first",
+)
 def x_np_patchify_channels_first():
     def patchify(imgs, p=4):
         n, c, hh, ww = imgs.shape
@@ -512,12 +687,24 @@ def x_np_rotary_ok():
     return rotary
 
 
-@case("x_np_mlp_act_last", "numpy", ("mlp", dict(dim=24, hidden=48, act="gelu")), "wrong",
-      "The activation follows the second layer instead of the first.", "activation in the wrong place")
+@case(
+    "x_np_mlp_act_last",
+    "numpy",
+    ("mlp", dict(dim=24, hidden=48, act="gelu")),
+    "wrong",
+    "The activation follows the second layer instead of the first.",
+    "activation in the wrong place",
+)
 def x_np_mlp_act_last():
     from scipy.special import erf
+
     rng = np.random.default_rng(4)
-    params = dict(w1=rng.normal(size=(24, 48)) * 0.2, b1=np.zeros(48), w2=rng.normal(size=(48, 24)) * 0.2, b2=np.zeros(24))
+    params = dict(
+        w1=rng.normal(size=(24, 48)) * 0.2,
+        b1=np.zeros(48),
+        w2=rng.normal(size=(48, 24)) * 0.2,
+        b2=np.zeros(24),
+    )
 
     def gelu(x):
         return 0.5 * x * (1 + erf(x / np.sqrt(2)))
@@ -529,14 +716,23 @@ def x_np_mlp_act_last():
     return mlp, params
 
 
-@case("x_jax_grouped_order", "jax", ("grouped_attention", dict(embed_dim=32, num_heads=4, num_kv_heads=2, bias=False)), "wrong",
-      "The query heads are reshaped to (group, kv head) instead of (kv head, group), both before and after attention.",
-      "grouped heads: i % num_kv_heads instead of i // group")
+@case(
+    "x_jax_grouped_order",
+    "jax",
+    ("grouped_attention", dict(embed_dim=32, num_heads=4, num_kv_heads=2, bias=False)),
+    "wrong",
+    "The query heads are reshaped to (group, kv head) instead of (kv head, group), both before and after attention.",
+    "grouped heads: i % num_kv_heads instead of i // group",
+)
 def x_jax_grouped_order():
     H, K, D = 4, 2, 8
     ks = jax.random.split(jax.random.PRNGKey(0), 4)
-    params = {"wq": jax.random.normal(ks[0], (32, H * D)) * 0.2, "wk": jax.random.normal(ks[1], (32, K * D)) * 0.2,
-              "wv": jax.random.normal(ks[2], (32, K * D)) * 0.2, "wo": jax.random.normal(ks[3], (H * D, 32)) * 0.2}
+    params = {
+        "wq": jax.random.normal(ks[0], (32, H * D)) * 0.2,
+        "wk": jax.random.normal(ks[1], (32, K * D)) * 0.2,
+        "wv": jax.random.normal(ks[2], (32, K * D)) * 0.2,
+        "wo": jax.random.normal(ks[3], (H * D, 32)) * 0.2,
+    }
 
     def gqa(params, x):
         b, n, _ = x.shape
@@ -562,8 +758,13 @@ def x_jax_next_token_ok():
     return loss_fn
 
 
-@case("x_jax_rms_norm_ok", "jax", ("rms_norm", dict(dim=24, eps=1e-5)), "correct",
-      expected="equal up to a scale stored as offset from one")
+@case(
+    "x_jax_rms_norm_ok",
+    "jax",
+    ("rms_norm", dict(dim=24, eps=1e-5)),
+    "correct",
+    expected="equal up to a scale stored as offset from one",
+)
 def x_jax_rms_norm_ok():
     params = {"scale": jnp.zeros(24)}
 

@@ -16,7 +16,6 @@ from torch import einsum
 
 # ---------------------------------------------------------------- nanogpt 1
 class CausalSelfAttention(nn.Module):
-
     def __init__(self, n_embd, n_head, dropout=0.1, bias=True):
         super().__init__()
         assert n_embd % n_head == 0
@@ -33,7 +32,9 @@ class CausalSelfAttention(nn.Module):
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=self.dropout, is_causal=True)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=None, dropout_p=self.dropout, is_causal=True
+        )
         y = y.transpose(1, 2).contiguous().view(B, T, C)
         y = self.resid_dropout(self.c_proj(y))
         return y
@@ -49,7 +50,10 @@ class MaskedSelfAttention(nn.Module):
         self.query = nn.Linear(n_embd, n_embd)
         self.value = nn.Linear(n_embd, n_embd)
         self.proj = nn.Linear(n_embd, n_embd)
-        self.register_buffer("tril", torch.tril(torch.ones(block_size, block_size)).view(1, 1, block_size, block_size))
+        self.register_buffer(
+            "tril",
+            torch.tril(torch.ones(block_size, block_size)).view(1, 1, block_size, block_size),
+        )
         self.n_head = n_head
         self.last_att = None
 
@@ -116,19 +120,19 @@ class CrossAttention(nn.Module):
         super().__init__()
         inner_dim = heads * dim_head
         self.heads = heads
-        self.scale = dim_head ** -0.5
+        self.scale = dim_head**-0.5
         self.to_q = nn.Linear(dim, inner_dim)
         self.to_kv = nn.Linear(dim, inner_dim * 2)
-        self.to_out = nn.Sequential(nn.Linear(inner_dim, dim), nn.Dropout(0.))
+        self.to_out = nn.Sequential(nn.Linear(inner_dim, dim), nn.Dropout(0.0))
 
     def forward(self, x, context=None, mask=None):
         h = self.heads
         context = default(context, x)
         q = self.to_q(x) * self.scale
         k, v = self.to_kv(context).chunk(2, dim=-1)
-        q, k, v = map(lambda t: rearrange(t, 'b n (h d) -> b h n d', h=h), (q, k, v))
+        q, k, v = map(lambda t: rearrange(t, "b n (h d) -> b h n d", h=h), (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out = rearrange(out, 'b h n d -> b n (h d)')
+        out = rearrange(out, "b h n d -> b n (h d)")
         return self.to_out(out)
 
 
@@ -141,15 +145,17 @@ class PreNorm(nn.Module):
 
     def forward(self, x, **kwargs):
         x = self.norm(x)
-        if exists(kwargs.get('context')):
-            kwargs['context'] = self.norm(kwargs['context'])
+        if exists(kwargs.get("context")):
+            kwargs["context"] = self.norm(kwargs["context"])
         return self.fn(x, **kwargs)
 
 
 class FeedForward(nn.Module):
     def __init__(self, dim, hidden_dim):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, dim))
+        self.net = nn.Sequential(
+            nn.Linear(dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, dim)
+        )
 
     def forward(self, x):
         return self.net(x)
@@ -169,15 +175,15 @@ class Attention(nn.Module):
     def forward(self, x, context=None):
         kv_input = default(context, x)
         q, k, v = self.to_q(x), self.to_k(kv_input), self.to_v(kv_input)
-        q, k, v = (rearrange(t, 'b n (h d) -> b h n d', h=self.heads) for t in (q, k, v))
-        sim = einsum('b h i d, b h j d -> b h i j', q, k) * self.scale
+        q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=self.heads) for t in (q, k, v))
+        sim = einsum("b h i d, b h j d -> b h i j", q, k) * self.scale
         if self.causal:
             i, j = sim.shape[-2:]
             causal_mask = torch.ones((i, j), dtype=torch.bool, device=x.device).triu(j - i + 1)
             sim = sim.masked_fill(causal_mask, -torch.finfo(sim.dtype).max)
         attn = sim.softmax(dim=-1)
-        out = einsum('b h i j, b h j d -> b h i d', attn, v)
-        return self.to_out(rearrange(out, 'b h n d -> b n (h d)'))
+        out = einsum("b h i j, b h j d -> b h i d", attn, v)
+        return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
 
 class DecoderBlock(nn.Module):
@@ -203,18 +209,18 @@ class MultiHeadSelfAttentionEinops(nn.Module):
         self.heads = heads
         self.to_qvk = nn.Linear(dim, _dim * 3)
         self.W_0 = nn.Linear(_dim, dim)
-        self.scale_factor = self.dim_head ** -0.5
+        self.scale_factor = self.dim_head**-0.5
 
     def forward(self, x, mask=None):
         assert x.dim() == 3
         qkv = self.to_qvk(x)
-        q, k, v = tuple(rearrange(qkv, 'b t (d k h) -> k b h t d', k=3, h=self.heads))
-        scaled_dot_prod = einsum('b h i d, b h j d -> b h i j', q, k) * self.scale_factor
+        q, k, v = tuple(rearrange(qkv, "b t (d k h) -> k b h t d", k=3, h=self.heads))
+        scaled_dot_prod = einsum("b h i d, b h j d -> b h i j", q, k) * self.scale_factor
         if mask is not None:
-            scaled_dot_prod = scaled_dot_prod.masked_fill(~mask, float('-inf'))
+            scaled_dot_prod = scaled_dot_prod.masked_fill(~mask, float("-inf"))
         attention = torch.softmax(scaled_dot_prod, dim=-1)
-        out = einsum('b h i j, b h j d -> b h i d', attention, v)
-        out = rearrange(out, 'b h t d -> b t (h d)')
+        out = einsum("b h i j, b h j d -> b h i d", attention, v)
+        out = rearrange(out, "b h t d -> b t (h d)")
         return self.W_0(out)
 
 
@@ -334,7 +340,9 @@ class TransformerDecoderBlock(nn.Module):
 
     def forward(self, X, enc_outputs):
         batch_size, num_steps, _ = X.shape
-        dec_mask = torch.tril(torch.ones(num_steps, num_steps, dtype=torch.bool, device=X.device))
+        dec_mask = torch.tril(
+            torch.ones(num_steps, num_steps, dtype=torch.bool, device=X.device)
+        )
         dec_mask = dec_mask.expand(batch_size, -1, -1)
         X2 = self.attention1(X, X, X, dec_mask)
         Y = self.addnorm1(X, X2)
@@ -432,7 +440,11 @@ class SDPAttention(nn.Module):
 
     def forward(self, x, mask=None):
         b, n, c = x.shape
-        qkv = self.in_proj(x).reshape(b, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        qkv = (
+            self.in_proj(x)
+            .reshape(b, n, 3, self.num_heads, self.head_dim)
+            .permute(2, 0, 3, 1, 4)
+        )
         q, k, v = qkv.unbind(0)
         if mask is not None:
             mask = mask.to(x.dtype)
@@ -453,7 +465,9 @@ class ImageTextAttention(nn.Module):
             text_mask = text_mask.reshape(text_mask.shape[0], 1, -1)
             attn_mask = ~text_mask.expand(-1, image_tokens.shape[1], -1)
             attn_mask = attn_mask.repeat(self.heads, 1, 1)
-        out, _ = self.mha(image_tokens, text_tokens, text_tokens, attn_mask=attn_mask, need_weights=False)
+        out, _ = self.mha(
+            image_tokens, text_tokens, text_tokens, attn_mask=attn_mask, need_weights=False
+        )
         return out
 
 
@@ -498,7 +512,9 @@ class SeqFirstDecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = nn.MultiheadAttention(d_model, nhead, dropout=dropout)
         self.multihead_attn = nn.MultiheadAttention(d_model, nhead, dropout=dropout)
-        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.GELU(), nn.Dropout(dropout), nn.Linear(d_ff, d_model))
+        self.ffn = nn.Sequential(
+            nn.Linear(d_model, d_ff), nn.GELU(), nn.Dropout(dropout), nn.Linear(d_ff, d_model)
+        )
         self.norms = nn.ModuleList([nn.LayerNorm(d_model) for _ in range(3)])
         self.dropout = nn.Dropout(dropout)
 
@@ -506,7 +522,9 @@ class SeqFirstDecoderLayer(nn.Module):
         length = tgt.shape[0]
         look_ahead = torch.ones(length, length, dtype=torch.bool, device=tgt.device).triu(1)
         y = self.norms[0](tgt)
-        tgt = tgt + self.dropout(self.self_attn(y, y, y, attn_mask=look_ahead, need_weights=False)[0])
+        tgt = tgt + self.dropout(
+            self.self_attn(y, y, y, attn_mask=look_ahead, need_weights=False)[0]
+        )
         y = self.norms[1](tgt)
         tgt = tgt + self.dropout(self.multihead_attn(y, memory, memory, need_weights=False)[0])
         return tgt + self.dropout(self.ffn(self.norms[2](tgt)))
@@ -574,7 +592,9 @@ def np_linear(x, w, b):
 
 
 def np_ffn(params, x):
-    return np_linear(gelu(np_linear(x, params["w_in"], params["b_in"])), params["w_out"], params["b_out"])
+    return np_linear(
+        gelu(np_linear(x, params["w_in"], params["b_in"])), params["w_out"], params["b_out"]
+    )
 
 
 def build_np_ffn():
@@ -716,99 +736,216 @@ def build_jax_swiglu():
 
 
 def _c(name, style, build, reference, mistake, expected, call=None):
-    return dict(name=name, style=style, build=build, reference=reference,
-                label="wrong" if mistake else "correct", mistake=mistake, expected=expected, call=call)
+    return dict(
+        name=name,
+        style=style,
+        build=build,
+        reference=reference,
+        label="wrong" if mistake else "correct",
+        mistake=mistake,
+        expected=expected,
+        call=call,
+    )
 
 
 CASES = [
-    _c("h1_nanogpt_sdpa_dropout_eval", "nanogpt", lambda: CausalSelfAttention(32, 4),
-       ("causal_attention", dict(embed_dim=32, num_heads=4)),
-       "F.scaled_dot_product_attention gets dropout_p unconditionally (not 0 in evaluation), so attention dropout stays on after eval().",
-       "dropout in evaluation; output is random"),
-    _c("h1_nanogpt_detached_weights", "nanogpt", lambda: MaskedSelfAttention(32, 4),
-       ("causal_attention", dict(embed_dim=32, num_heads=4)),
-       "The stored, detached attention weights are used for the output, so no gradient reaches queries and keys.",
-       "outputs equal, gradients of q and k missing (detached weights)"),
-    _c("h1_nanogpt_gqa_grouped_packing", "nanogpt", lambda: GroupedCausalAttention(32, 4, 2),
-       ("grouped_attention", dict(embed_dim=32, num_heads=4, num_kv_heads=2)),
-       "", "equal up to packing (per kv head: its queries, key, value; Conv1D layout)"),
-    _c("h1_einops_cross_double_scale", "einops", lambda: CrossAttention(32, heads=4, dim_head=8),
-       ("cross_attention", dict(embed_dim=32, num_heads=4)),
-       "Queries are scaled by 1/sqrt(d) and scaled_dot_product_attention scales again.",
-       "scores scaled twice (1/d instead of 1/sqrt(d))"),
-    _c("h1_einops_decoder_norm_memory", "einops", lambda: DecoderBlock(32, 4, 64),
-       ("decoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=True, act="relu")),
-       "The pre-norm wrapper of cross-attention normalises the memory as well (with the norm of the queries).",
-       "memory is normalised before cross-attention"),
-    _c("h1_einops_mha_dkh_packing", "einops", lambda: MultiHeadSelfAttentionEinops(32, heads=4),
-       ("multihead", dict(embed_dim=32, num_heads=4)),
-       "", "equal up to packing (channels ordered d, qkv, head)"),
-    _c("h1_d2l_clones_no_deepcopy", "d2l", lambda: MultiHeadedAttention(4, 32),
-       ("multihead", dict(embed_dim=32, num_heads=4)),
-       "clones() repeats the same module without deepcopy: query, key, value, and output projections share one weight.",
-       "q, k, v, and output projections are one shared layer",
-       call=lambda mine, x, mask=None: mine(x, x, x, mask)),
-    _c("h1_d2l_decoder_cross_residual", "d2l", build_d2l_decoder,
-       ("decoder_layer", dict(d_model=32, nhead=4, dim_feedforward=48)),
-       "The residual of cross-attention adds the layer's input X instead of Y, the output of the first add & norm.",
-       "cross-attention's residual comes from the layer's input instead of the self-attention's output"),
-    _c("h1_d2l_encoder_tuple", "d2l", build_d2l_encoder,
-       ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64)),
-       "", "equal (returns a tuple with attention weights)"),
-    _c("h1_d2l_mha_small_fill", "d2l", lambda: MultiHeadWithWeights(4, 32),
-       ("multihead", dict(embed_dim=32, num_heads=4)),
-       "Masked scores are filled with -1e-9 instead of -1e9, so masked keys still get weight.",
-       "masked positions are filled with about 0 instead of -inf; right without a mask"),
-    _c("h1_torch_encoder_batch_first", "torch", lambda: EncoderLayer(32, 4, 64),
-       ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64)),
-       "nn.MultiheadAttention without batch_first=True gets batch-first input, so attention runs over the batch.",
-       "attends across the batch instead of the tokens (batch_first missing)"),
-    _c("h1_torch_mha_float_mask", "torch", lambda: SDPAttention(32, 4),
-       ("multihead", dict(embed_dim=32, num_heads=4)),
-       "The boolean mask is cast to floating point, so scaled_dot_product_attention adds 0/1 to the scores instead of masking.",
-       "mask is added as 0/1 instead of masking; right without a mask"),
-    _c("h1_torch_cross_mask_head_order", "torch", lambda: ImageTextAttention(32, 4),
-       ("cross_attention", dict(embed_dim=32, num_heads=4)),
-       "The (B*heads, N, M) mask is made by repeat instead of repeat_interleave, so batch elements get each other's masks.",
-       "masks mixed up between batch elements (repeat instead of repeat_interleave); right with equal masks"),
-    _c("h1_torch_swiglu_fglu", "torch", lambda: SwiGLU(24, 64),
-       ("swiglu", dict(dim=24, hidden=64)),
-       "F.glu gates with a sigmoid, so this is GLU instead of SwiGLU.",
-       "sigmoid instead of SiLU on the gate"),
-    _c("h1_torch_mha_no_key_bias", "torch", lambda: WhisperStyleAttention(32, 4),
-       ("multihead", dict(embed_dim=32, num_heads=4)),
-       "", "equal: no key bias, which has no effect on softmax; returns a dict"),
-    _c("h1_torch_decoder_seq_first", "torch", lambda: SeqFirstDecoderLayer(32, 4, 48),
-       ("decoder_layer", dict(d_model=32, nhead=4, dim_feedforward=48, norm_first=True, act="gelu")),
-       "", "equal up to sequence-first input"),
-    _c("h1_numpy_encoder_inplace_norm", "numpy", build_np_encoder,
-       ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=True)),
-       "The layer norm works in place (x -= mu; x /= sigma), so the residual (and the caller's input) is overwritten by the normalised value.",
-       "layer norm overwrites its input; the residual adds the normalised x"),
-    _c("h1_numpy_attention_sqrt_n", "numpy", lambda: np_attention,
-       ("attention", dict()),
-       "The scale uses K.shape[-2], the number of keys, instead of the head width.",
-       "scores divided by sqrt(number of keys) instead of sqrt(d)"),
-    _c("h1_numpy_mlp_gelu_sqrt", "numpy", build_np_ffn,
-       ("mlp", dict(dim=24, hidden=96, act="gelu")),
-       "The tanh approximation of GELU uses 2/pi instead of sqrt(2/pi).",
-       "activation is not GELU (sqrt missing in the tanh formula)"),
-    _c("h1_numpy_cross_per_head_pad", "numpy", build_np_cross,
-       ("cross_attention", dict(embed_dim=32, num_heads=4)),
-       "", "equal up to mask polarity (True marks padding), weights per head"),
-    _c("h1_jax_gqa_v_tiled", "jax", build_jax_gqa,
-       ("grouped_attention", dict(embed_dim=32, num_heads=4, num_kv_heads=2)),
-       "Keys are repeated per head but values are tiled, so a query head's values come from another group than its keys.",
-       "value heads in the wrong order (tile instead of repeat)"),
-    _c("h1_jax_rms_square_of_mean", "jax", build_jax_rmsnorm,
-       ("rms_norm", dict(dim=40)),
-       "Takes the square of the mean instead of the mean of the squares.",
-       "normalises by |mean| instead of the root mean square"),
-    _c("h1_jax_decoder_causal_cross", "jax", build_jax_decoder,
-       ("decoder_layer", dict(d_model=32, nhead=4, dim_feedforward=48)),
-       "The shared attention function applies the causal mask in cross-attention too.",
-       "cross-attention is causal"),
-    _c("h1_jax_swiglu_interleaved", "jax", build_jax_swiglu,
-       ("swiglu", dict(dim=24, hidden=64)),
-       "", "equal up to packing (gate and up channels interleaved)"),
+    _c(
+        "h1_nanogpt_sdpa_dropout_eval",
+        "nanogpt",
+        lambda: CausalSelfAttention(32, 4),
+        ("causal_attention", dict(embed_dim=32, num_heads=4)),
+        "F.scaled_dot_product_attention gets dropout_p unconditionally (not 0 in evaluation), so attention dropout stays on after eval().",
+        "dropout in evaluation; output is random",
+    ),
+    _c(
+        "h1_nanogpt_detached_weights",
+        "nanogpt",
+        lambda: MaskedSelfAttention(32, 4),
+        ("causal_attention", dict(embed_dim=32, num_heads=4)),
+        "The stored, detached attention weights are used for the output, so no gradient reaches queries and keys.",
+        "outputs equal, gradients of q and k missing (detached weights)",
+    ),
+    _c(
+        "h1_nanogpt_gqa_grouped_packing",
+        "nanogpt",
+        lambda: GroupedCausalAttention(32, 4, 2),
+        ("grouped_attention", dict(embed_dim=32, num_heads=4, num_kv_heads=2)),
+        "",
+        "equal up to packing (per kv head: its queries, key, value; Conv1D layout)",
+    ),
+    _c(
+        "h1_einops_cross_double_scale",
+        "einops",
+        lambda: CrossAttention(32, heads=4, dim_head=8),
+        ("cross_attention", dict(embed_dim=32, num_heads=4)),
+        "Queries are scaled by 1/sqrt(d) and scaled_dot_product_attention scales again.",
+        "scores scaled twice (1/d instead of 1/sqrt(d))",
+    ),
+    _c(
+        "h1_einops_decoder_norm_memory",
+        "einops",
+        lambda: DecoderBlock(32, 4, 64),
+        (
+            "decoder_layer",
+            dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=True, act="relu"),
+        ),
+        "The pre-norm wrapper of cross-attention normalises the memory as well (with the norm of the queries).",
+        "memory is normalised before cross-attention",
+    ),
+    _c(
+        "h1_einops_mha_dkh_packing",
+        "einops",
+        lambda: MultiHeadSelfAttentionEinops(32, heads=4),
+        ("multihead", dict(embed_dim=32, num_heads=4)),
+        "",
+        "equal up to packing (channels ordered d, qkv, head)",
+    ),
+    _c(
+        "h1_d2l_clones_no_deepcopy",
+        "d2l",
+        lambda: MultiHeadedAttention(4, 32),
+        ("multihead", dict(embed_dim=32, num_heads=4)),
+        "clones() repeats the same module without deepcopy: query, key, value, and output projections share one weight.",
+        "q, k, v, and output projections are one shared layer",
+        call=lambda mine, x, mask=None: mine(x, x, x, mask),
+    ),
+    _c(
+        "h1_d2l_decoder_cross_residual",
+        "d2l",
+        build_d2l_decoder,
+        ("decoder_layer", dict(d_model=32, nhead=4, dim_feedforward=48)),
+        "The residual of cross-attention adds the layer's input X instead of Y, the output of the first add & norm.",
+        "cross-attention's residual comes from the layer's input instead of the self-attention's output",
+    ),
+    _c(
+        "h1_d2l_encoder_tuple",
+        "d2l",
+        build_d2l_encoder,
+        ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64)),
+        "",
+        "equal (returns a tuple with attention weights)",
+    ),
+    _c(
+        "h1_d2l_mha_small_fill",
+        "d2l",
+        lambda: MultiHeadWithWeights(4, 32),
+        ("multihead", dict(embed_dim=32, num_heads=4)),
+        "Masked scores are filled with -1e-9 instead of -1e9, so masked keys still get weight.",
+        "masked positions are filled with about 0 instead of -inf; right without a mask",
+    ),
+    _c(
+        "h1_torch_encoder_batch_first",
+        "torch",
+        lambda: EncoderLayer(32, 4, 64),
+        ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64)),
+        "nn.MultiheadAttention without batch_first=True gets batch-first input, so attention runs over the batch.",
+        "attends across the batch instead of the tokens (batch_first missing)",
+    ),
+    _c(
+        "h1_torch_mha_float_mask",
+        "torch",
+        lambda: SDPAttention(32, 4),
+        ("multihead", dict(embed_dim=32, num_heads=4)),
+        "The boolean mask is cast to floating point, so scaled_dot_product_attention adds 0/1 to the scores instead of masking.",
+        "mask is added as 0/1 instead of masking; right without a mask",
+    ),
+    _c(
+        "h1_torch_cross_mask_head_order",
+        "torch",
+        lambda: ImageTextAttention(32, 4),
+        ("cross_attention", dict(embed_dim=32, num_heads=4)),
+        "The (B*heads, N, M) mask is made by repeat instead of repeat_interleave, so batch elements get each other's masks.",
+        "masks mixed up between batch elements (repeat instead of repeat_interleave); right with equal masks",
+    ),
+    _c(
+        "h1_torch_swiglu_fglu",
+        "torch",
+        lambda: SwiGLU(24, 64),
+        ("swiglu", dict(dim=24, hidden=64)),
+        "F.glu gates with a sigmoid, so this is GLU instead of SwiGLU.",
+        "sigmoid instead of SiLU on the gate",
+    ),
+    _c(
+        "h1_torch_mha_no_key_bias",
+        "torch",
+        lambda: WhisperStyleAttention(32, 4),
+        ("multihead", dict(embed_dim=32, num_heads=4)),
+        "",
+        "equal: no key bias, which has no effect on softmax; returns a dict",
+    ),
+    _c(
+        "h1_torch_decoder_seq_first",
+        "torch",
+        lambda: SeqFirstDecoderLayer(32, 4, 48),
+        (
+            "decoder_layer",
+            dict(d_model=32, nhead=4, dim_feedforward=48, norm_first=True, act="gelu"),
+        ),
+        "",
+        "equal up to sequence-first input",
+    ),
+    _c(
+        "h1_numpy_encoder_inplace_norm",
+        "numpy",
+        build_np_encoder,
+        ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=64, norm_first=True)),
+        "The layer norm works in place (x -= mu; x /= sigma), so the residual (and the caller's input) is overwritten by the normalised value.",
+        "layer norm overwrites its input; the residual adds the normalised x",
+    ),
+    _c(
+        "h1_numpy_attention_sqrt_n",
+        "numpy",
+        lambda: np_attention,
+        ("attention", dict()),
+        "The scale uses K.shape[-2], the number of keys, instead of the head width.",
+        "scores divided by sqrt(number of keys) instead of sqrt(d)",
+    ),
+    _c(
+        "h1_numpy_mlp_gelu_sqrt",
+        "numpy",
+        build_np_ffn,
+        ("mlp", dict(dim=24, hidden=96, act="gelu")),
+        "The tanh approximation of GELU uses 2/pi instead of sqrt(2/pi).",
+        "activation is not GELU (sqrt missing in the tanh formula)",
+    ),
+    _c(
+        "h1_numpy_cross_per_head_pad",
+        "numpy",
+        build_np_cross,
+        ("cross_attention", dict(embed_dim=32, num_heads=4)),
+        "",
+        "equal up to mask polarity (True marks padding), weights per head",
+    ),
+    _c(
+        "h1_jax_gqa_v_tiled",
+        "jax",
+        build_jax_gqa,
+        ("grouped_attention", dict(embed_dim=32, num_heads=4, num_kv_heads=2)),
+        "Keys are repeated per head but values are tiled, so a query head's values come from another group than its keys.",
+        "value heads in the wrong order (tile instead of repeat)",
+    ),
+    _c(
+        "h1_jax_rms_square_of_mean",
+        "jax",
+        build_jax_rmsnorm,
+        ("rms_norm", dict(dim=40)),
+        "Takes the square of the mean instead of the mean of the squares.",
+        "normalises by |mean| instead of the root mean square",
+    ),
+    _c(
+        "h1_jax_decoder_causal_cross",
+        "jax",
+        build_jax_decoder,
+        ("decoder_layer", dict(d_model=32, nhead=4, dim_feedforward=48)),
+        "The shared attention function applies the causal mask in cross-attention too.",
+        "cross-attention is causal",
+    ),
+    _c(
+        "h1_jax_swiglu_interleaved",
+        "jax",
+        build_jax_swiglu,
+        ("swiglu", dict(dim=24, hidden=64)),
+        "",
+        "equal up to packing (gate and up channels interleaved)",
+    ),
 ]

@@ -11,6 +11,7 @@ from einops.layers.torch import Rearrange
 
 # ---------------------------------------------------------------- nanogpt
 
+
 def nano_vit_block_residual():
     class LayerNorm(nn.Module):
         def __init__(self, ndim):
@@ -128,12 +129,14 @@ def nano_vit_causal():
             self.config = config
             n_patch = (config.image_size // config.patch_size) ** 2
             self.cls = nn.Parameter(torch.randn(1, 1, config.n_embd) * 0.02)
-            self.transformer = nn.ModuleDict(dict(
-                wpe=nn.Embedding(n_patch + 1, config.n_embd),
-                patch=nn.Conv2d(3, config.n_embd, config.patch_size, config.patch_size),
-                h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-                ln_f=nn.LayerNorm(config.n_embd, eps=1e-6),
-            ))
+            self.transformer = nn.ModuleDict(
+                dict(
+                    wpe=nn.Embedding(n_patch + 1, config.n_embd),
+                    patch=nn.Conv2d(3, config.n_embd, config.patch_size, config.patch_size),
+                    h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+                    ln_f=nn.LayerNorm(config.n_embd, eps=1e-6),
+                )
+            )
             self.head = nn.Linear(config.n_embd, config.num_classes)
 
         def forward(self, img, targets=None):
@@ -180,9 +183,13 @@ def nano_swin_block_mask_view():
             self.n_head, self.n_embd = config.n_head, config.n_embd
             w = config.window
             self.rel_bias = nn.Embedding((2 * w - 1) ** 2, config.n_head)
-            pos = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(w), indexing="ij"), -1).view(-1, 2)
+            pos = torch.stack(
+                torch.meshgrid(torch.arange(w), torch.arange(w), indexing="ij"), -1
+            ).view(-1, 2)
             rel = pos[:, None] - pos[None] + (w - 1)
-            self.register_buffer("rel_index", rel[..., 0] * (2 * w - 1) + rel[..., 1], persistent=False)
+            self.register_buffer(
+                "rel_index", rel[..., 0] * (2 * w - 1) + rel[..., 1], persistent=False
+            )
 
         def forward(self, x, mask=None):
             B_, T, C = x.size()
@@ -272,10 +279,12 @@ def nano_vit_block_interleaved():
             self.input_layernorm = nn.LayerNorm(n_embd, eps=1e-6)
             self.attention = Attention(n_embd, n_head)
             self.post_attention_layernorm = nn.LayerNorm(n_embd, eps=1e-6)
-            self.mlp = nn.ModuleDict(dict(
-                dense_h_to_4h=nn.Linear(n_embd, 4 * n_embd),
-                dense_4h_to_h=nn.Linear(4 * n_embd, n_embd),
-            ))
+            self.mlp = nn.ModuleDict(
+                dict(
+                    dense_h_to_4h=nn.Linear(n_embd, 4 * n_embd),
+                    dense_4h_to_h=nn.Linear(4 * n_embd, n_embd),
+                )
+            )
 
         def forward(self, x):
             a, att = self.attention(self.input_layernorm(x))
@@ -289,14 +298,19 @@ def nano_vit_block_interleaved():
 
 # ---------------------------------------------------------------- einops
 
+
 def ein_patch_embed_grid():
     class PatchEmbedding(nn.Module):
         def __init__(self, *, image_size=32, patch_size=8, channels=3, dim=48):
             super().__init__()
-            assert image_size % patch_size == 0, 'Image dimensions must be divisible by the patch size.'
-            patch_dim = channels * patch_size ** 2
+            assert image_size % patch_size == 0, (
+                "Image dimensions must be divisible by the patch size."
+            )
+            patch_dim = channels * patch_size**2
             self.to_patch_embedding = nn.Sequential(
-                Rearrange('b c (p1 h) (p2 w) -> b (h w) (p1 p2 c)', p1=patch_size, p2=patch_size),
+                Rearrange(
+                    "b c (p1 h) (p2 w) -> b (h w) (p1 p2 c)", p1=patch_size, p2=patch_size
+                ),
                 nn.Linear(patch_dim, dim),
             )
 
@@ -318,43 +332,47 @@ def ein_swinv2_clamp():
             self.to_k = nn.Linear(dim, dim, bias=False)
             self.to_v = nn.Linear(dim, dim)
             self.to_out = nn.Linear(dim, dim)
-            self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), math.log(10.)))
+            self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), math.log(10.0)))
 
             self.pos_mlp = nn.Sequential(
                 nn.Linear(2, 512),
                 nn.ReLU(),
                 nn.Linear(512, heads, bias=False),
-                Rearrange('... h -> h ...'),
+                Rearrange("... h -> h ..."),
             )
 
             w = window_size
-            grid = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(w), indexing='ij'), dim=-1)
-            grid = rearrange(grid, 'i j c -> (i j) c')
-            rel = rearrange(grid, 'i c -> i 1 c') - rearrange(grid, 'j c -> 1 j c')
+            grid = torch.stack(
+                torch.meshgrid(torch.arange(w), torch.arange(w), indexing="ij"), dim=-1
+            )
+            grid = rearrange(grid, "i j c -> (i j) c")
+            rel = rearrange(grid, "i c -> i 1 c") - rearrange(grid, "j c -> 1 j c")
             rel = rel.to(torch.float64) / (w - 1) * 8
             rel = torch.sign(rel) * torch.log2(1 + rel.abs()) / math.log2(8)
-            self.register_buffer('rel_pos', rel, persistent=False)
+            self.register_buffer("rel_pos", rel, persistent=False)
 
         def forward(self, x, mask=None):
             q, k, v = self.to_q(x), self.to_k(x), self.to_v(x)
-            q, k, v = map(lambda t: rearrange(t, 'b n (h d) -> b h n d', h=self.heads), (q, k, v))
+            q, k, v = map(
+                lambda t: rearrange(t, "b n (h d) -> b h n d", h=self.heads), (q, k, v)
+            )
 
             q, k = map(lambda t: F.normalize(t, dim=-1), (q, k))
-            scale = self.logit_scale.clamp(min=math.log(1. / 0.01)).exp()
-            sim = torch.einsum('b h i d, b h j d -> b h i j', q, k) * scale
+            scale = self.logit_scale.clamp(min=math.log(1.0 / 0.01)).exp()
+            sim = torch.einsum("b h i d, b h j d -> b h i j", q, k) * scale
 
             bias = self.pos_mlp(self.rel_pos.to(x.dtype))
             sim = sim + 16 * bias.sigmoid()
 
             if exists(mask):
                 nw = mask.shape[0]
-                sim = rearrange(sim, '(b w) h i j -> b w h i j', w=nw)
-                sim = sim + rearrange(mask, 'w i j -> w 1 i j')
-                sim = rearrange(sim, 'b w h i j -> (b w) h i j')
+                sim = rearrange(sim, "(b w) h i j -> b w h i j", w=nw)
+                sim = sim + rearrange(mask, "w i j -> w 1 i j")
+                sim = rearrange(sim, "b w h i j -> (b w) h i j")
 
             attn = sim.softmax(dim=-1)
-            out = torch.einsum('b h i j, b h j d -> b h i d', attn, v)
-            return self.to_out(rearrange(out, 'b h n d -> b n (h d)'))
+            out = torch.einsum("b h i j, b h j d -> b h i d", attn, v)
+            return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
     return CosineWindowAttention()
 
@@ -385,18 +403,30 @@ def ein_deit_dist_head():
 
         def forward(self, x):
             qkv = self.to_qkv(self.norm(x)).chunk(3, dim=-1)
-            q, k, v = map(lambda t: rearrange(t, 'b n (h d) -> b h n d', h=self.heads), qkv)
+            q, k, v = map(lambda t: rearrange(t, "b n (h d) -> b h n d", h=self.heads), qkv)
             dots = torch.matmul(q, k.transpose(-1, -2)) * self.scale
             out = torch.matmul(self.attend(dots), v)
-            return self.to_out(rearrange(out, 'b h n d -> b n (h d)'))
+            return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
     class DistillableViT(nn.Module):
-        def __init__(self, *, image_size=32, patch_size=8, num_classes=10, dim=48, depth=3, heads=4, channels=3):
+        def __init__(
+            self,
+            *,
+            image_size=32,
+            patch_size=8,
+            num_classes=10,
+            dim=48,
+            depth=3,
+            heads=4,
+            channels=3,
+        ):
             super().__init__()
             num_patches = (image_size // patch_size) ** 2
-            patch_dim = channels * patch_size ** 2
+            patch_dim = channels * patch_size**2
             self.to_patch_embedding = nn.Sequential(
-                Rearrange('b c (h p1) (w p2) -> b (h w) (p1 p2 c)', p1=patch_size, p2=patch_size),
+                Rearrange(
+                    "b c (h p1) (w p2) -> b (h w) (p1 p2 c)", p1=patch_size, p2=patch_size
+                ),
                 nn.Linear(patch_dim, dim),
             )
             self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
@@ -404,7 +434,9 @@ def ein_deit_dist_head():
             self.pos_embedding = nn.Parameter(torch.randn(1, num_patches + 2, dim))
             self.layers = nn.ModuleList([])
             for _ in range(depth):
-                self.layers.append(nn.ModuleList([Attention(dim, heads), FeedForward(dim, dim * 4)]))
+                self.layers.append(
+                    nn.ModuleList([Attention(dim, heads), FeedForward(dim, dim * 4)])
+                )
             self.norm = nn.LayerNorm(dim, eps=1e-6)
             self.mlp_head = nn.Linear(dim, num_classes)
             self.distill_head = nn.Linear(dim, num_classes)
@@ -412,10 +444,10 @@ def ein_deit_dist_head():
         def forward(self, img):
             x = self.to_patch_embedding(img)
             b, n, _ = x.shape
-            cls_tokens = repeat(self.cls_token, '1 1 d -> b 1 d', b=b)
-            distill_tokens = repeat(self.distill_token, '1 1 d -> b 1 d', b=b)
+            cls_tokens = repeat(self.cls_token, "1 1 d -> b 1 d", b=b)
+            distill_tokens = repeat(self.distill_token, "1 1 d -> b 1 d", b=b)
             x = torch.cat((cls_tokens, distill_tokens, x), dim=1)
-            x = x + self.pos_embedding[:, :(n + 2)]
+            x = x + self.pos_embedding[:, : (n + 2)]
 
             for attn, ff in self.layers:
                 x = attn(x) + x
@@ -440,30 +472,36 @@ def ein_window_attention_table():
             self.scale = (dim // heads) ** -0.5
             self.to_q = nn.Linear(dim, inner)
             self.to_kv = nn.Linear(dim, inner * 2)
-            self.to_out = nn.Sequential(nn.Linear(inner, dim), nn.Dropout(0.))
-            self.pos_bias = nn.Parameter(torch.randn(heads, 2 * window_size - 1, 2 * window_size - 1))
+            self.to_out = nn.Sequential(nn.Linear(inner, dim), nn.Dropout(0.0))
+            self.pos_bias = nn.Parameter(
+                torch.randn(heads, 2 * window_size - 1, 2 * window_size - 1)
+            )
             r = torch.arange(window_size)
             d = r[:, None] - r[None, :] + window_size - 1
-            self.register_buffer('dist', d, persistent=False)
+            self.register_buffer("dist", d, persistent=False)
 
         def forward(self, x):
             h, w = self.heads, self.window_size
             q, k, v = (self.to_q(x), *self.to_kv(x).chunk(2, dim=-1))
-            q, k, v = map(lambda t: rearrange(t, 'b (i j) (h d) -> b h i j d', h=h, i=w), (q, k, v))
-            sim = torch.einsum('b h i j d, b h k l d -> b h i j k l', q * self.scale, k)
+            q, k, v = map(
+                lambda t: rearrange(t, "b (i j) (h d) -> b h i j d", h=h, i=w), (q, k, v)
+            )
+            sim = torch.einsum("b h i j d, b h k l d -> b h i j k l", q * self.scale, k)
             bias = self.pos_bias[:, self.dist[:, None, :, None], self.dist[None, :, None, :]]
-            sim = rearrange(sim + bias, 'b h i j k l -> b h (i j) (k l)')
+            sim = rearrange(sim + bias, "b h i j k l -> b h (i j) (k l)")
             attn = sim.softmax(dim=-1)
-            v = rearrange(v, 'b h i j d -> b h (i j) d')
-            out = torch.einsum('b h i j, b h j d -> b h i d', attn, v)
-            return self.to_out(rearrange(out, 'b h n d -> b n (h d)'))
+            v = rearrange(v, "b h i j d -> b h (i j) d")
+            out = torch.einsum("b h i j, b h j d -> b h i d", attn, v)
+            return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
     return WindowAttention()
 
 
 def ein_mae_loss_indexing():
     def mae_loss(pred_pixel_values, img, masked, patch_size=8):
-        patches = rearrange(img, 'b c (h p1) (w p2) -> b (h w) (p1 p2 c)', p1=patch_size, p2=patch_size)
+        patches = rearrange(
+            img, "b c (h p1) (w p2) -> b (h w) (p1 p2 c)", p1=patch_size, p2=patch_size
+        )
         masked = masked.bool()
         return F.mse_loss(pred_pixel_values[masked], patches[masked])
 
@@ -471,6 +509,7 @@ def ein_mae_loss_indexing():
 
 
 # ---------------------------------------------------------------- d2l
+
 
 def d2l_vit_dropout():
     class PatchEmbedding(nn.Module):
@@ -539,8 +578,16 @@ def d2l_vit_dropout():
             return X + self.mlp(self.ln2(X))
 
     class ViT(nn.Module):
-        def __init__(self, img_size=32, patch_size=8, num_hiddens=48, num_heads=4, num_blks=3,
-                     emb_dropout=0.1, num_classes=10):
+        def __init__(
+            self,
+            img_size=32,
+            patch_size=8,
+            num_hiddens=48,
+            num_heads=4,
+            num_blks=3,
+            emb_dropout=0.1,
+            num_classes=10,
+        ):
             super().__init__()
             self.patch_embedding = PatchEmbedding(img_size, patch_size, num_hiddens)
             self.cls_token = nn.Parameter(torch.zeros(1, 1, num_hiddens))
@@ -550,7 +597,9 @@ def d2l_vit_dropout():
             self.blks = nn.Sequential()
             for i in range(num_blks):
                 self.blks.add_module(f"{i}", ViTBlock(num_hiddens, num_heads))
-            self.head = nn.Sequential(nn.LayerNorm(num_hiddens, eps=1e-6), nn.Linear(num_hiddens, num_classes))
+            self.head = nn.Sequential(
+                nn.LayerNorm(num_hiddens, eps=1e-6), nn.Linear(num_hiddens, num_classes)
+            )
 
         def forward(self, X):
             X = self.patch_embedding(X)
@@ -605,7 +654,11 @@ def d2l_giou_union():
 def d2l_swin_block():
     def window_partition(X, m):
         b, h, w, c = X.shape
-        return X.reshape(b, h // m, m, w // m, m, c).transpose(2, 3).reshape(b * h * w // (m * m), m * m, c)
+        return (
+            X.reshape(b, h // m, m, w // m, m, c)
+            .transpose(2, 3)
+            .reshape(b * h * w // (m * m), m * m, c)
+        )
 
     def window_merge(X, m, h, w):
         c = X.shape[-1]
@@ -631,7 +684,9 @@ def d2l_swin_block():
             self.bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
             idx = torch.arange(window * window)
             row, col = idx // window, idx % window
-            index = (row[:, None] - row + window - 1) * (2 * window - 1) + (col[:, None] - col + window - 1)
+            index = (row[:, None] - row + window - 1) * (2 * window - 1) + (
+                col[:, None] - col + window - 1
+            )
             self.register_buffer("index", index)
 
         def split(self, X):
@@ -663,7 +718,9 @@ def d2l_swin_block():
         def forward(self, X):
             b, h, w, c = X.shape
             Y = torch.roll(self.ln1(X), shifts=(-self.shift, -self.shift), dims=(1, 2))
-            Y = self.attention(window_partition(Y, self.window), self.allowed if self.shift else None)
+            Y = self.attention(
+                window_partition(Y, self.window), self.allowed if self.shift else None
+            )
             Y = window_merge(Y, self.window, h, w)
             X = X + torch.roll(Y, shifts=(self.shift, self.shift), dims=(1, 2))
             return X + self.dense2(F.gelu(self.dense1(self.ln2(X))))
@@ -673,6 +730,7 @@ def d2l_swin_block():
 
 # ---------------------------------------------------------------- torch
 
+
 def torch_vit_block_batch_first():
     class EncoderBlock(nn.Module):
         def __init__(self, hidden_dim=48, num_heads=4, mlp_dim=192, dropout=0.0):
@@ -681,8 +739,11 @@ def torch_vit_block_batch_first():
             self.self_attention = nn.MultiheadAttention(hidden_dim, num_heads, dropout=dropout)
             self.norm2 = nn.LayerNorm(hidden_dim, eps=1e-6)
             self.mlp = nn.Sequential(
-                nn.Linear(hidden_dim, mlp_dim), nn.GELU(), nn.Dropout(dropout),
-                nn.Linear(mlp_dim, hidden_dim), nn.Dropout(dropout),
+                nn.Linear(hidden_dim, mlp_dim),
+                nn.GELU(),
+                nn.Dropout(dropout),
+                nn.Linear(mlp_dim, hidden_dim),
+                nn.Dropout(dropout),
             )
 
         def forward(self, x):
@@ -702,7 +763,9 @@ def torch_swinv2_normalize():
             self.head_dim = dim // num_heads
             self.window_size = window_size
             self.logit_scale = nn.Parameter(torch.log(10 * torch.ones((num_heads, 1, 1))))
-            self.cpb_mlp = nn.Sequential(nn.Linear(2, 512), nn.ReLU(inplace=True), nn.Linear(512, num_heads, bias=False))
+            self.cpb_mlp = nn.Sequential(
+                nn.Linear(2, 512), nn.ReLU(inplace=True), nn.Linear(512, num_heads, bias=False)
+            )
             self.qkv = nn.Linear(dim, 3 * dim, bias=False)
             self.q_bias = nn.Parameter(torch.zeros(dim))
             self.v_bias = nn.Parameter(torch.zeros(dim))
@@ -713,7 +776,9 @@ def torch_swinv2_normalize():
             table = torch.stack(torch.meshgrid(r, r, indexing="ij"), dim=-1) * 8 / (M - 1)
             table = torch.sign(table) * torch.log2(table.abs() + 1.0) / math.log2(8)
             self.register_buffer("coords_table", table.view(-1, 2))
-            c = torch.stack(torch.meshgrid(torch.arange(M), torch.arange(M), indexing="ij")).flatten(1)
+            c = torch.stack(
+                torch.meshgrid(torch.arange(M), torch.arange(M), indexing="ij")
+            ).flatten(1)
             rel = c[:, :, None] - c[:, None, :] + M - 1
             self.register_buffer("index", rel[0] * (2 * M - 1) + rel[1])
 
@@ -745,10 +810,16 @@ def torch_window_attention_index():
             self.key = nn.Linear(dim, dim)
             self.value = nn.Linear(dim, dim)
             self.proj = nn.Linear(dim, dim)
-            self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window_size - 1) ** 2, num_heads))
+            self.relative_position_bias_table = nn.Parameter(
+                torch.zeros((2 * window_size - 1) ** 2, num_heads)
+            )
             nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
-            coords = torch.stack(torch.meshgrid(torch.arange(window_size), torch.arange(window_size), indexing="ij"))
+            coords = torch.stack(
+                torch.meshgrid(
+                    torch.arange(window_size), torch.arange(window_size), indexing="ij"
+                )
+            )
             coords = torch.flatten(coords, 1)
             relative_coords = coords[:, :, None] - coords[:, None, :]
             relative_coords = relative_coords.permute(1, 2, 0).contiguous()
@@ -758,8 +829,15 @@ def torch_window_attention_index():
 
         def forward(self, x, mask=None):
             B, N, C = x.shape
-            q, k, v = (f(x).view(B, N, self.num_heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
-            bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).unsqueeze(0)
+            q, k, v = (
+                f(x).view(B, N, self.num_heads, -1).transpose(1, 2)
+                for f in (self.query, self.key, self.value)
+            )
+            bias = (
+                self.relative_position_bias_table[self.relative_position_index]
+                .permute(2, 0, 1)
+                .unsqueeze(0)
+            )
             if mask is not None:
                 bias = bias + mask.repeat(B // mask.shape[0], 1, 1).unsqueeze(1)
             x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
@@ -770,15 +848,33 @@ def torch_window_attention_index():
 
 def torch_vit_encoder():
     class VisionTransformer(nn.Module):
-        def __init__(self, image_size=32, patch_size=8, num_layers=3, num_heads=4, hidden_dim=48, num_classes=10):
+        def __init__(
+            self,
+            image_size=32,
+            patch_size=8,
+            num_layers=3,
+            num_heads=4,
+            hidden_dim=48,
+            num_classes=10,
+        ):
             super().__init__()
             self.conv_proj = nn.Conv2d(3, hidden_dim, kernel_size=patch_size, stride=patch_size)
             self.class_token = nn.Parameter(torch.zeros(1, hidden_dim))
-            self.positions = nn.Parameter(torch.randn((image_size // patch_size) ** 2 + 1, hidden_dim) * 0.02)
-            layer = nn.TransformerEncoderLayer(hidden_dim, num_heads, 4 * hidden_dim, dropout=0.0,
-                                               activation="gelu", batch_first=True, norm_first=True)
-            self.encoder = nn.TransformerEncoder(layer, num_layers, norm=nn.LayerNorm(hidden_dim),
-                                                 enable_nested_tensor=False)
+            self.positions = nn.Parameter(
+                torch.randn((image_size // patch_size) ** 2 + 1, hidden_dim) * 0.02
+            )
+            layer = nn.TransformerEncoderLayer(
+                hidden_dim,
+                num_heads,
+                4 * hidden_dim,
+                dropout=0.0,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+            )
+            self.encoder = nn.TransformerEncoder(
+                layer, num_layers, norm=nn.LayerNorm(hidden_dim), enable_nested_tensor=False
+            )
             self.head = nn.Linear(hidden_dim, num_classes)
 
         def forward(self, images):
@@ -792,6 +888,7 @@ def torch_vit_encoder():
 
 
 # ---------------------------------------------------------------- numpy
+
 
 def np_cxcywh_inplace():
     def box_cxcywh_to_xyxy(boxes):
@@ -812,7 +909,7 @@ def np_mae_norm_pix():
     def patchify(imgs):
         n, c, h, w = imgs.shape
         x = imgs.reshape(n, c, h // p, p, w // p, p)
-        x = np.einsum('nchpwq->nhwpqc', x)
+        x = np.einsum("nchpwq->nhwpqc", x)
         return x.reshape(n, (h // p) * (w // p), p * p * c)
 
     def mae_loss(pred, imgs, mask):
@@ -831,8 +928,10 @@ def np_window_attention_bias():
     M, heads, C = 4, 4, 32
     rng = np.random.default_rng(0)
     params = {
-        "qkv_w": rng.normal(size=(C, 3 * C)) * 0.2, "qkv_b": rng.normal(size=3 * C) * 0.1,
-        "proj_w": rng.normal(size=(C, C)) * 0.2, "proj_b": rng.normal(size=C) * 0.1,
+        "qkv_w": rng.normal(size=(C, 3 * C)) * 0.2,
+        "qkv_b": rng.normal(size=3 * C) * 0.1,
+        "proj_w": rng.normal(size=(C, C)) * 0.2,
+        "proj_b": rng.normal(size=C) * 0.1,
         "rel_table": rng.normal(size=((2 * M - 1) ** 2, heads)),
     }
 
@@ -872,13 +971,14 @@ def np_patch_embed_linear():
         tokens = []
         for i in range(0, H, p):
             for j in range(0, W, p):
-                tokens.append(np.tensordot(x[:, i:i + p, j:j + p], w, axes=3) + b)
+                tokens.append(np.tensordot(x[:, i : i + p, j : j + p], w, axes=3) + b)
         return np.stack(tokens, axis=1)
 
     return patch_embed, params
 
 
 # ---------------------------------------------------------------- jax
+
 
 def jax_patchify():
     import jax
@@ -888,8 +988,12 @@ def jax_patchify():
 
     def patchify(images):
         patches = jax.lax.conv_general_dilated_patches(
-            images, (patch_size, patch_size), (patch_size, patch_size), "VALID",
-            dimension_numbers=("NCHW", "OIHW", "NHWC"))
+            images,
+            (patch_size, patch_size),
+            (patch_size, patch_size),
+            "VALID",
+            dimension_numbers=("NCHW", "OIHW", "NHWC"),
+        )
         b, h, w, d = patches.shape
         return patches.reshape(b, h * w, d)
 
@@ -905,7 +1009,7 @@ def jax_mae_mean():
         b, c, h, w = images.shape
         x = images.reshape(b, c, h // patch_size, patch_size, w // patch_size, patch_size)
         x = jnp.einsum("bchpwq->bhwpqc", x)
-        return x.reshape(b, -1, patch_size ** 2 * c)
+        return x.reshape(b, -1, patch_size**2 * c)
 
     def reconstruction_loss(pred, images, masked):
         err = jnp.square(pred - patchify(images)).mean(-1)
@@ -945,11 +1049,17 @@ def jax_deit():
         return (rng.normal(size=shape) * 0.2).astype(np.float32)
 
     params = {
-        "embedding/kernel": normal(p, p, 3, D), "embedding/bias": normal(D),
-        "cls": normal(1, 1, D), "dist": normal(1, 1, D), "pos_embedding": normal(1, 16 + 2, D),
-        "norm/scale": 1 + normal(D), "norm/bias": normal(D),
-        "head/kernel": normal(D, classes), "head/bias": normal(classes),
-        "head_dist/kernel": normal(D, classes), "head_dist/bias": normal(classes),
+        "embedding/kernel": normal(p, p, 3, D),
+        "embedding/bias": normal(D),
+        "cls": normal(1, 1, D),
+        "dist": normal(1, 1, D),
+        "pos_embedding": normal(1, 16 + 2, D),
+        "norm/scale": 1 + normal(D),
+        "norm/bias": normal(D),
+        "head/kernel": normal(D, classes),
+        "head/bias": normal(classes),
+        "head_dist/kernel": normal(D, classes),
+        "head_dist/bias": normal(classes),
     }
     for i in range(depth):
         b = f"encoderblock_{i}"
@@ -969,21 +1079,32 @@ def jax_deit():
     def layer_norm(params, name, x):
         mean = x.mean(-1, keepdims=True)
         var = jnp.square(x - mean).mean(-1, keepdims=True)
-        return (x - mean) * jax.lax.rsqrt(var + 1e-6) * params[name + "/scale"] + params[name + "/bias"]
+        return (x - mean) * jax.lax.rsqrt(var + 1e-6) * params[name + "/scale"] + params[
+            name + "/bias"
+        ]
 
     def dense(params, name, x):
         return x @ params[name + "/kernel"] + params[name + "/bias"]
 
     def attention(params, b, x):
-        q, k, v = (jnp.einsum("bnd,dhe->bnhe", x, params[f"{b}/{n}/kernel"]) + params[f"{b}/{n}/bias"]
-                   for n in ("query", "key", "value"))
+        q, k, v = (
+            jnp.einsum("bnd,dhe->bnhe", x, params[f"{b}/{n}/kernel"]) + params[f"{b}/{n}/bias"]
+            for n in ("query", "key", "value")
+        )
         w = jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", q / jnp.sqrt(q.shape[-1]), k), axis=-1)
         o = jnp.einsum("bhqk,bkhe->bqhe", w, v)
-        return jnp.einsum("bqhe,hed->bqd", o, params[f"{b}/out/kernel"]) + params[f"{b}/out/bias"]
+        return (
+            jnp.einsum("bqhe,hed->bqd", o, params[f"{b}/out/kernel"]) + params[f"{b}/out/bias"]
+        )
 
     def deit(params, images):
-        x = jax.lax.conv_general_dilated(images, params["embedding/kernel"], (p, p), "VALID",
-                                         dimension_numbers=("NCHW", "HWIO", "NHWC"))
+        x = jax.lax.conv_general_dilated(
+            images,
+            params["embedding/kernel"],
+            (p, p),
+            "VALID",
+            dimension_numbers=("NCHW", "HWIO", "NHWC"),
+        )
         n, h, w, c = x.shape
         x = x.reshape(n, h * w, c) + params["embedding/bias"]
         cls = jnp.tile(params["cls"], (n, 1, 1))
@@ -1008,78 +1129,261 @@ PATCH = dict(img_size=32, patch_size=8, in_chans=3, embed_dim=48)
 
 
 def case(name, style, build, ref, options, label, mistake="", expected="", call=None):
-    return dict(name=name, style=style, build=build, reference=(ref, options), label=label,
-                mistake=mistake, expected=expected, call=call)
+    return dict(
+        name=name,
+        style=style,
+        build=build,
+        reference=(ref, options),
+        label=label,
+        mistake=mistake,
+        expected=expected,
+        call=call,
+    )
 
 
 CASES = [
-    case("nano_vit_block_residual", "nanogpt", nano_vit_block_residual, "vit_block", BLOCK, "wrong",
-         "The attention's residual adds the normalized input (x is overwritten by ln_1(x)) instead of the block's input.",
-         "first residual is taken after the norm; add the un-normalized x"),
-    case("nano_vit_causal", "nanogpt", nano_vit_causal, "vit", VIT, "wrong",
-         "is_causal=True left over from GPT: the class token, which comes first, sees no patch.",
-         "attention is causal; the logits do not depend on the image"),
-    case("nano_swin_block_mask_view", "nanogpt", nano_swin_block_mask_view, "swin_block", SWIN, "wrong",
-         "Scores viewed as (nW, B) although windows are ordered (B, nW), so with more than one image masks go to the wrong windows.",
-         "right for a batch of 1 only; shift mask lands on the wrong windows (axis order batch/windows)"),
-    case("nano_vit_block_interleaved", "nanogpt", nano_vit_block_interleaved, "vit_block", BLOCK, "correct",
-         expected="equal up to the packing of q/k/v (interleaved per head); returns (output, weights)"),
-    case("ein_patch_embed_grid", "einops", ein_patch_embed_grid, "patch_embed", PATCH, "wrong",
-         "The pattern (p1 h) (p2 w) takes strided pixels of the entire image instead of contiguous patches.",
-         "patches are strided grids: (p1 h) should be (h p1)"),
-    case("ein_swinv2_clamp", "einops", ein_swinv2_clamp, "swinv2_attention", WIN, "wrong",
-         "The logit scale is clamped from below (min=log 100) instead of from above, so it is 100 for every head.",
-         "logit scale clamp: max, not min; its gradient is zero"),
-    case("ein_deit_dist_head", "einops", ein_deit_dist_head, "deit", VIT, "wrong",
-         "The distillation head reads the class token (index 0) instead of the distillation token (index 1).",
-         "distillation head must read token 1"),
-    case("ein_window_attention_table", "einops", ein_window_attention_table, "window_attention", WIN, "correct",
-         expected="equal up to the layout of the bias table (heads, 2M-1, 2M-1) and to separate q and kv"),
-    case("ein_mae_loss_indexing", "einops", ein_mae_loss_indexing, "mae_loss", dict(patch_size=8, norm_pix=False),
-         "correct", expected="equal"),
-    case("d2l_vit_dropout", "d2l", d2l_vit_dropout, "vit", VIT, "wrong",
-         "F.dropout without training=self.training stays active in evaluation.",
-         "dropout in evaluation: outputs are random"),
-    case("d2l_patch_merging_reshape", "d2l", d2l_patch_merging_reshape, "patch_merging", dict(dim=16), "wrong",
-         "A bare reshape to (H/2, W/2, 4C) joins four neighbours of one row instead of a 2x2 patch.",
-         "2x2 neighbours must be gathered; reshape joins four pixels of a row"),
-    case("d2l_giou_union", "d2l", d2l_giou_union, "generalized_box_iou", {}, "wrong",
-         "The penalty (hull - union) is divided by the union instead of by the hull's area.",
-         "penalty must be divided by the enclosing box's area"),
-    case("d2l_swin_block", "d2l", d2l_swin_block, "swin_block", SWIN, "correct",
-         expected="equal up to separate q, k, v (mask by 4 regions and -1e9 instead of 9 and -100)"),
-    case("torch_vit_block_batch_first", "torch", torch_vit_block_batch_first, "vit_block", BLOCK, "wrong",
-         "nn.MultiheadAttention without batch_first=True attends across the batch instead of across tokens.",
-         "attention over the batch axis; batch_first=True is missing"),
-    case("torch_swinv2_normalize", "torch", torch_swinv2_normalize, "swinv2_attention", WIN, "wrong",
-         "F.normalize with its default dim=1 normalizes over heads instead of over the head's channels.",
-         "normalize q and k over the last axis (dim=-1)"),
-    case("torch_window_attention_index", "torch", torch_window_attention_index, "window_attention", WIN, "wrong",
-         "The row offset is not multiplied by 2M-1 before the sum, so different offsets share one entry of the table.",
-         "relative position index: row offset must be multiplied by 2M-1"),
-    case("torch_vit_encoder", "torch", torch_vit_encoder, "vit", VIT, "correct",
-         expected="equal up to epsilon (1e-5); logits in a dict",
-         call=lambda mine, *args, **inputs: mine(*args, *inputs.values())["logits"]),
-    case("np_cxcywh_inplace", "numpy", np_cxcywh_inplace, "box_cxcywh_to_xyxy", {}, "wrong",
-         "Columns 2 and 3 are computed from columns 0 and 1 that have already been overwritten, so x2 = cx and y2 = cy.",
-         "x2, y2 equal the centre: use the original cx, cy"),
-    case("np_mae_norm_pix", "numpy", np_mae_norm_pix, "mae_loss", dict(patch_size=8, norm_pix=True), "wrong",
-         "The normalized target is divided by the variance instead of by its square root.",
-         "divide by sqrt(var + eps)"),
-    case("np_window_attention_bias", "numpy", np_window_attention_bias, "window_attention", WIN, "wrong",
-         "The gathered bias (N², heads) is reshaped to (heads, N, N) instead of transposed.",
-         "bias: reshape to (N, N, heads), then move heads first"),
-    case("np_patch_embed_linear", "numpy", np_patch_embed_linear, "patch_embed", PATCH, "correct",
-         expected="equal up to the weight's layout (row, column, channel, D)"),
-    case("jax_patchify", "jax", jax_patchify, "patchify", dict(patch_size=8), "wrong",
-         "conv_general_dilated_patches returns pixels in order (channel, row, column), not (row, column, channel).",
-         "pixel order in a patch: channel first instead of last"),
-    case("jax_mae_mean", "jax", jax_mae_mean, "mae_loss", dict(patch_size=8, norm_pix=False), "wrong",
-         "The masked errors are averaged over all patches instead of over the masked ones.",
-         "divide by the number of masked patches"),
-    case("jax_box_iou_clip", "jax", jax_box_iou_clip, "box_iou", {}, "wrong",
-         "Negative widths and heights of the intersection are not clipped to 0.",
-         "disjoint boxes: clip the intersection's width and height at 0"),
-    case("jax_deit", "jax", jax_deit, "deit", VIT, "correct",
-         expected="equal up to layout of the weights"),
+    case(
+        "nano_vit_block_residual",
+        "nanogpt",
+        nano_vit_block_residual,
+        "vit_block",
+        BLOCK,
+        "wrong",
+        "The attention's residual adds the normalized input (x is overwritten by ln_1(x)) instead of the block's input.",
+        "first residual is taken after the norm; add the un-normalized x",
+    ),
+    case(
+        "nano_vit_causal",
+        "nanogpt",
+        nano_vit_causal,
+        "vit",
+        VIT,
+        "wrong",
+        "is_causal=True left over from GPT: the class token, which comes first, sees no patch.",
+        "attention is causal; the logits do not depend on the image",
+    ),
+    case(
+        "nano_swin_block_mask_view",
+        "nanogpt",
+        nano_swin_block_mask_view,
+        "swin_block",
+        SWIN,
+        "wrong",
+        "Scores viewed as (nW, B) although windows are ordered (B, nW), so with more than one image masks go to the wrong windows.",
+        "right for a batch of 1 only; shift mask lands on the wrong windows (axis order batch/windows)",
+    ),
+    case(
+        "nano_vit_block_interleaved",
+        "nanogpt",
+        nano_vit_block_interleaved,
+        "vit_block",
+        BLOCK,
+        "correct",
+        expected="equal up to the packing of q/k/v (interleaved per head); returns (output, weights)",
+    ),
+    case(
+        "ein_patch_embed_grid",
+        "einops",
+        ein_patch_embed_grid,
+        "patch_embed",
+        PATCH,
+        "wrong",
+        "The pattern (p1 h) (p2 w) takes strided pixels of the entire image instead of contiguous patches.",
+        "patches are strided grids: (p1 h) should be (h p1)",
+    ),
+    case(
+        "ein_swinv2_clamp",
+        "einops",
+        ein_swinv2_clamp,
+        "swinv2_attention",
+        WIN,
+        "wrong",
+        "The logit scale is clamped from below (min=log 100) instead of from above, so it is 100 for every head.",
+        "logit scale clamp: max, not min; its gradient is zero",
+    ),
+    case(
+        "ein_deit_dist_head",
+        "einops",
+        ein_deit_dist_head,
+        "deit",
+        VIT,
+        "wrong",
+        "The distillation head reads the class token (index 0) instead of the distillation token (index 1).",
+        "distillation head must read token 1",
+    ),
+    case(
+        "ein_window_attention_table",
+        "einops",
+        ein_window_attention_table,
+        "window_attention",
+        WIN,
+        "correct",
+        expected="equal up to the layout of the bias table (heads, 2M-1, 2M-1) and to separate q and kv",
+    ),
+    case(
+        "ein_mae_loss_indexing",
+        "einops",
+        ein_mae_loss_indexing,
+        "mae_loss",
+        dict(patch_size=8, norm_pix=False),
+        "correct",
+        expected="equal",
+    ),
+    case(
+        "d2l_vit_dropout",
+        "d2l",
+        d2l_vit_dropout,
+        "vit",
+        VIT,
+        "wrong",
+        "F.dropout without training=self.training stays active in evaluation.",
+        "dropout in evaluation: outputs are random",
+    ),
+    case(
+        "d2l_patch_merging_reshape",
+        "d2l",
+        d2l_patch_merging_reshape,
+        "patch_merging",
+        dict(dim=16),
+        "wrong",
+        "A bare reshape to (H/2, W/2, 4C) joins four neighbours of one row instead of a 2x2 patch.",
+        "2x2 neighbours must be gathered; reshape joins four pixels of a row",
+    ),
+    case(
+        "d2l_giou_union",
+        "d2l",
+        d2l_giou_union,
+        "generalized_box_iou",
+        {},
+        "wrong",
+        "The penalty (hull - union) is divided by the union instead of by the hull's area.",
+        "penalty must be divided by the enclosing box's area",
+    ),
+    case(
+        "d2l_swin_block",
+        "d2l",
+        d2l_swin_block,
+        "swin_block",
+        SWIN,
+        "correct",
+        expected="equal up to separate q, k, v (mask by 4 regions and -1e9 instead of 9 and -100)",
+    ),
+    case(
+        "torch_vit_block_batch_first",
+        "torch",
+        torch_vit_block_batch_first,
+        "vit_block",
+        BLOCK,
+        "wrong",
+        "nn.MultiheadAttention without batch_first=True attends across the batch instead of across tokens.",
+        "attention over the batch axis; batch_first=True is missing",
+    ),
+    case(
+        "torch_swinv2_normalize",
+        "torch",
+        torch_swinv2_normalize,
+        "swinv2_attention",
+        WIN,
+        "wrong",
+        "F.normalize with its default dim=1 normalizes over heads instead of over the head's channels.",
+        "normalize q and k over the last axis (dim=-1)",
+    ),
+    case(
+        "torch_window_attention_index",
+        "torch",
+        torch_window_attention_index,
+        "window_attention",
+        WIN,
+        "wrong",
+        "The row offset is not multiplied by 2M-1 before the sum, so different offsets share one entry of the table.",
+        "relative position index: row offset must be multiplied by 2M-1",
+    ),
+    case(
+        "torch_vit_encoder",
+        "torch",
+        torch_vit_encoder,
+        "vit",
+        VIT,
+        "correct",
+        expected="equal up to epsilon (1e-5); logits in a dict",
+        call=lambda mine, *args, **inputs: mine(*args, *inputs.values())["logits"],
+    ),
+    case(
+        "np_cxcywh_inplace",
+        "numpy",
+        np_cxcywh_inplace,
+        "box_cxcywh_to_xyxy",
+        {},
+        "wrong",
+        "Columns 2 and 3 are computed from columns 0 and 1 that have already been overwritten, so x2 = cx and y2 = cy.",
+        "x2, y2 equal the centre: use the original cx, cy",
+    ),
+    case(
+        "np_mae_norm_pix",
+        "numpy",
+        np_mae_norm_pix,
+        "mae_loss",
+        dict(patch_size=8, norm_pix=True),
+        "wrong",
+        "The normalized target is divided by the variance instead of by its square root.",
+        "divide by sqrt(var + eps)",
+    ),
+    case(
+        "np_window_attention_bias",
+        "numpy",
+        np_window_attention_bias,
+        "window_attention",
+        WIN,
+        "wrong",
+        "The gathered bias (N², heads) is reshaped to (heads, N, N) instead of transposed.",
+        "bias: reshape to (N, N, heads), then move heads first",
+    ),
+    case(
+        "np_patch_embed_linear",
+        "numpy",
+        np_patch_embed_linear,
+        "patch_embed",
+        PATCH,
+        "correct",
+        expected="equal up to the weight's layout (row, column, channel, D)",
+    ),
+    case(
+        "jax_patchify",
+        "jax",
+        jax_patchify,
+        "patchify",
+        dict(patch_size=8),
+        "wrong",
+        "conv_general_dilated_patches returns pixels in order (channel, row, column), not (row, column, channel).",
+        "pixel order in a patch: channel first instead of last",
+    ),
+    case(
+        "jax_mae_mean",
+        "jax",
+        jax_mae_mean,
+        "mae_loss",
+        dict(patch_size=8, norm_pix=False),
+        "wrong",
+        "The masked errors are averaged over all patches instead of over the masked ones.",
+        "divide by the number of masked patches",
+    ),
+    case(
+        "jax_box_iou_clip",
+        "jax",
+        jax_box_iou_clip,
+        "box_iou",
+        {},
+        "wrong",
+        "Negative widths and heights of the intersection are not clipped to 0.",
+        "disjoint boxes: clip the intersection's width and height at 0",
+    ),
+    case(
+        "jax_deit",
+        "jax",
+        jax_deit,
+        "deit",
+        VIT,
+        "correct",
+        expected="equal up to layout of the weights",
+    ),
 ]

@@ -8,6 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from einops import rearrange, repeat, einsum
 from einops.layers.torch import Rearrange
+
 try:
     import jax
     import jax.numpy as jnp
@@ -17,9 +18,21 @@ except ModuleNotFoundError:
 CASES = []
 
 
-def case(name, style, build, reference, label="correct", mistake="", expected="equal", call=None):
-    CASES.append(dict(name=name, style=style, build=build, reference=reference, label=label,
-                      mistake=mistake, expected=expected, call=call))
+def case(
+    name, style, build, reference, label="correct", mistake="", expected="equal", call=None
+):
+    CASES.append(
+        dict(
+            name=name,
+            style=style,
+            build=build,
+            reference=reference,
+            label=label,
+            mistake=mistake,
+            expected=expected,
+            call=call,
+        )
+    )
 
 
 # --------------------------------------------------------------------------- 1
@@ -31,8 +44,9 @@ class NeoXSelfAttention(nn.Module):
         self.norm_factor = math.sqrt(self.head_size)
         self.register_buffer(
             "bias",
-            torch.tril(torch.ones(max_position_embeddings, max_position_embeddings, dtype=torch.bool))
-            .view(1, 1, max_position_embeddings, max_position_embeddings),
+            torch.tril(
+                torch.ones(max_position_embeddings, max_position_embeddings, dtype=torch.bool)
+            ).view(1, 1, max_position_embeddings, max_position_embeddings),
             persistent=False,
         )
         self.register_buffer("masked_bias", torch.tensor(-1e9), persistent=False)
@@ -44,13 +58,18 @@ class NeoXSelfAttention(nn.Module):
         qkv = self.query_key_value(hidden_states)
         qkv = qkv.view(*qkv.size()[:-1], self.num_attention_heads, 3 * self.head_size)
         query = qkv[..., : self.head_size].permute(0, 2, 1, 3)
-        key = qkv[..., self.head_size: 2 * self.head_size].permute(0, 2, 1, 3)
-        value = qkv[..., 2 * self.head_size:].permute(0, 2, 1, 3)
+        key = qkv[..., self.head_size : 2 * self.head_size].permute(0, 2, 1, 3)
+        value = qkv[..., 2 * self.head_size :].permute(0, 2, 1, 3)
 
         b, h, t, d = query.size()
         scores = torch.zeros(b * h, t, t, dtype=query.dtype, device=query.device)
-        scores = torch.baddbmm(scores, query.reshape(b * h, t, d), key.reshape(b * h, t, d).transpose(1, 2),
-                               beta=1.0, alpha=1.0 / self.norm_factor).view(b, h, t, t)
+        scores = torch.baddbmm(
+            scores,
+            query.reshape(b * h, t, d),
+            key.reshape(b * h, t, d).transpose(1, 2),
+            beta=1.0,
+            alpha=1.0 / self.norm_factor,
+        ).view(b, h, t, t)
         scores = torch.where(self.bias[:, :, :t, :t], scores, self.masked_bias.to(scores.dtype))
         probs = self.attention_dropout(F.softmax(scores, dim=-1))
         out = torch.matmul(probs, value).permute(0, 2, 1, 3).contiguous().view(b, t, h * d)
@@ -58,9 +77,13 @@ class NeoXSelfAttention(nn.Module):
         return self.dense(out), present
 
 
-case("neox_fused_interleaved", "nanogpt", lambda: NeoXSelfAttention(48, 4),
-     ("causal_attention", dict(embed_dim=48, num_heads=4)),
-     expected="equal up to the per-head interleaved q/k/v packing; the second output is a cache")
+case(
+    "neox_fused_interleaved",
+    "nanogpt",
+    lambda: NeoXSelfAttention(48, 4),
+    ("causal_attention", dict(embed_dim=48, num_heads=4)),
+    expected="equal up to the per-head interleaved q/k/v packing; the second output is a cache",
+)
 
 
 # --------------------------------------------------------------------------- 2
@@ -79,13 +102,19 @@ class Conv1D(nn.Module):
 
 class NewGELU(nn.Module):
     def forward(self, x):
-        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+        return (
+            0.5
+            * x
+            * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+        )
 
 
 class GPT2Attention(nn.Module):
     def __init__(self, nx, n_head, n_ctx):
         super().__init__()
-        self.register_buffer("bias", torch.tril(torch.ones(n_ctx, n_ctx)).view(1, 1, n_ctx, n_ctx))
+        self.register_buffer(
+            "bias", torch.tril(torch.ones(n_ctx, n_ctx)).view(1, 1, n_ctx, n_ctx)
+        )
         self.n_head = n_head
         self.split_size = nx
         self.c_attn = Conv1D(nx * 3, nx)
@@ -95,7 +124,7 @@ class GPT2Attention(nn.Module):
         w = torch.matmul(q, k)
         w = w / math.sqrt(v.size(-1))
         nd, ns = w.size(-2), w.size(-1)
-        b = self.bias[:, :, ns - nd:ns, :ns]
+        b = self.bias[:, :, ns - nd : ns, :ns]
         w = w * b - 1e10 * (1 - b)
         w = F.softmax(w, dim=-1)
         return torch.matmul(w, v)
@@ -106,7 +135,9 @@ class GPT2Attention(nn.Module):
 
     def forward(self, x):
         query, key, value = self.c_attn(x).split(self.split_size, dim=2)
-        a = self._attn(self.split_heads(query), self.split_heads(key, k=True), self.split_heads(value))
+        a = self._attn(
+            self.split_heads(query), self.split_heads(key, k=True), self.split_heads(value)
+        )
         a = a.permute(0, 2, 1, 3).contiguous()
         return self.c_proj(a.view(*a.size()[:-2], -1))
 
@@ -154,12 +185,20 @@ class GPT2LM(nn.Module):
             states.append(hidden)
             hidden = block(hidden)
         hidden = self.ln_f(hidden)
-        return {"logits": hidden @ self.wte.weight.t(), "hidden_states": states, "last_hidden_state": hidden}
+        return {
+            "logits": hidden @ self.wte.weight.t(),
+            "hidden_states": states,
+            "last_hidden_state": hidden,
+        }
 
 
-case("gpt2_conv1d_dict", "nanogpt", lambda: GPT2LM(53, 16, 2, 4, 32),
-     ("gpt", dict(vocab_size=53, block_size=16, n_layer=2, n_head=4, n_embd=32)),
-     expected="equal up to the Conv1D layout; logits under a key")
+case(
+    "gpt2_conv1d_dict",
+    "nanogpt",
+    lambda: GPT2LM(53, 16, 2, 4, 32),
+    ("gpt", dict(vocab_size=53, block_size=16, n_layer=2, n_head=4, n_embd=32)),
+    expected="equal up to the Conv1D layout; logits under a key",
+)
 
 
 # --------------------------------------------------------------------------- 3
@@ -188,7 +227,9 @@ class Head(nn.Module):
 class HeadsTogether(nn.Module):
     def __init__(self, n_embd, num_heads, block_size=32, dropout=0.2):
         super().__init__()
-        self.heads = nn.ModuleList([Head(n_embd, n_embd // num_heads, block_size, dropout) for _ in range(num_heads)])
+        self.heads = nn.ModuleList(
+            [Head(n_embd, n_embd // num_heads, block_size, dropout) for _ in range(num_heads)]
+        )
         self.proj = nn.Linear(n_embd, n_embd)
         self.dropout = nn.Dropout(dropout)
 
@@ -197,8 +238,13 @@ class HeadsTogether(nn.Module):
         return self.dropout(self.proj(out))
 
 
-case("lecture_heads_modulelist", "nanogpt", lambda: HeadsTogether(48, 6),
-     ("causal_attention", dict(embed_dim=48, num_heads=6)), expected="equal; one module per head")
+case(
+    "lecture_heads_modulelist",
+    "nanogpt",
+    lambda: HeadsTogether(48, 6),
+    ("causal_attention", dict(embed_dim=48, num_heads=6)),
+    expected="equal; one module per head",
+)
 
 
 # --------------------------------------------------------------------------- 4
@@ -214,11 +260,17 @@ class ContextAttention(nn.Module):
     def __init__(self, dim, heads=8, dim_head=None):
         super().__init__()
         dim_head = default(dim_head, dim // heads)
-        self.scale = dim_head ** -0.5
-        self.to_q = nn.Sequential(nn.Linear(dim, heads * dim_head), Rearrange("b n (h d) -> b h n d", h=heads))
-        self.to_kv = nn.Sequential(nn.Linear(dim, 2 * heads * dim_head),
-                                   Rearrange("b n (h kv d) -> kv b h n d", h=heads, kv=2))
-        self.to_out = nn.Sequential(Rearrange("b h n d -> b n (h d)"), nn.Linear(heads * dim_head, dim), nn.Dropout(0.1))
+        self.scale = dim_head**-0.5
+        self.to_q = nn.Sequential(
+            nn.Linear(dim, heads * dim_head), Rearrange("b n (h d) -> b h n d", h=heads)
+        )
+        self.to_kv = nn.Sequential(
+            nn.Linear(dim, 2 * heads * dim_head),
+            Rearrange("b n (h kv d) -> kv b h n d", h=heads, kv=2),
+        )
+        self.to_out = nn.Sequential(
+            Rearrange("b h n d -> b n (h d)"), nn.Linear(heads * dim_head, dim), nn.Dropout(0.1)
+        )
 
     def forward(self, x, context=None, mask=None):
         context = default(context, x)
@@ -233,8 +285,13 @@ class ContextAttention(nn.Module):
         return self.to_out(torch.einsum("b h i j, b h j d -> b h i d", attn, v))
 
 
-case("context_attention_kv_per_head", "einops", lambda: ContextAttention(48, heads=4),
-     ("cross_attention", dict(embed_dim=48, num_heads=4)), expected="equal up to k/v packed per head")
+case(
+    "context_attention_kv_per_head",
+    "einops",
+    lambda: ContextAttention(48, heads=4),
+    ("cross_attention", dict(embed_dim=48, num_heads=4)),
+    expected="equal up to k/v packed per head",
+)
 
 
 # --------------------------------------------------------------------------- 5
@@ -242,9 +299,11 @@ class EinMix(nn.Module):
     def __init__(self, c, n):
         super().__init__()
         d = c // n
-        self.w = nn.ParameterList([nn.Parameter(torch.randn(n, c, d) * c ** -0.5) for _ in range(3)])
+        self.w = nn.ParameterList(
+            [nn.Parameter(torch.randn(n, c, d) * c**-0.5) for _ in range(3)]
+        )
         self.b = nn.ParameterList([nn.Parameter(torch.zeros(n, 1, d)) for _ in range(3)])
-        self.o = nn.Parameter(torch.randn(n, d, c) * c ** -0.5)
+        self.o = nn.Parameter(torch.randn(n, d, c) * c**-0.5)
         self.ob = nn.Parameter(torch.zeros(c))
 
     def forward(self, x, mask=None):
@@ -256,8 +315,13 @@ class EinMix(nn.Module):
         return einsum(y, self.o, "b h i d, h d c -> b i c") + self.ob
 
 
-case("parameterlist_head_tensors", "einops", lambda: EinMix(40, 5),
-     ("multihead", dict(embed_dim=40, num_heads=5)), expected="equal up to layout (raw arrays by head)")
+case(
+    "parameterlist_head_tensors",
+    "einops",
+    lambda: EinMix(40, 5),
+    ("multihead", dict(embed_dim=40, num_heads=5)),
+    expected="equal up to layout (raw arrays by head)",
+)
 
 
 # --------------------------------------------------------------------------- 6
@@ -291,10 +355,15 @@ class PreNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, dim, hidden_dim, dropout=0.):
+    def __init__(self, dim, hidden_dim, dropout=0.0):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(dim, hidden_dim), nn.GELU(), nn.Dropout(dropout),
-                                 nn.Linear(hidden_dim, dim), nn.Dropout(dropout))
+        self.net = nn.Sequential(
+            nn.Linear(dim, hidden_dim),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(hidden_dim, dim),
+            nn.Dropout(dropout),
+        )
 
     def forward(self, x):
         return self.net(x)
@@ -309,7 +378,10 @@ class KQVAttention(nn.Module):
         self.to_out = nn.Linear(dim, dim)
 
     def forward(self, x, mask=None):
-        k, q, v = map(lambda t: rearrange(t, "b n (h d) -> b h n d", h=self.heads), self.to_kqv(x).chunk(3, dim=-1))
+        k, q, v = map(
+            lambda t: rearrange(t, "b n (h d) -> b h n d", h=self.heads),
+            self.to_kqv(x).chunk(3, dim=-1),
+        )
         dots = torch.matmul(q, k.transpose(-1, -2)) * self.scale
         if exists(mask):
             dots = dots.masked_fill(~mask, -torch.finfo(dots.dtype).max)
@@ -320,10 +392,12 @@ class KQVAttention(nn.Module):
 class PreNormLayer(nn.Module):
     def __init__(self, dim, heads, mlp_dim, dropout=0.1):
         super().__init__()
-        self.layers = nn.ModuleList([
-            Residual(PreNorm(dim, KQVAttention(dim, heads))),
-            Residual(PreNorm(dim, FeedForward(dim, mlp_dim, dropout))),
-        ])
+        self.layers = nn.ModuleList(
+            [
+                Residual(PreNorm(dim, KQVAttention(dim, heads))),
+                Residual(PreNorm(dim, FeedForward(dim, mlp_dim, dropout))),
+            ]
+        )
 
     def forward(self, x, mask=None):
         attn, ff = self.layers
@@ -331,9 +405,16 @@ class PreNormLayer(nn.Module):
         return ff(x)
 
 
-case("prenorm_wrappers_kqv", "einops", lambda: PreNormLayer(48, 4, 80),
-     ("encoder_layer", dict(d_model=48, nhead=4, dim_feedforward=80, norm_first=True, act="gelu")),
-     expected="equal up to the packing order k, q, v")
+case(
+    "prenorm_wrappers_kqv",
+    "einops",
+    lambda: PreNormLayer(48, 4, 80),
+    (
+        "encoder_layer",
+        dict(d_model=48, nhead=4, dim_feedforward=80, norm_first=True, act="gelu"),
+    ),
+    expected="equal up to the packing order k, q, v",
+)
 
 
 # --------------------------------------------------------------------------- 7
@@ -351,7 +432,7 @@ class GroupedQuery(nn.Module):
         q, k, v = self.fused_proj(x).split(self.fused_dims, dim=-1)
         q = rearrange(q, "b n (g r d) -> b g r n d", g=self.kv_heads, d=self.dim_head)
         k, v = (rearrange(t, "b n (g d) -> b g n d", g=self.kv_heads) for t in (k, v))
-        sim = einsum(q, k, "b g r i d, b g j d -> b g r i j") * self.dim_head ** -0.5
+        sim = einsum(q, k, "b g r i d, b g j d -> b g r i j") * self.dim_head**-0.5
         i, j = torch.arange(n, device=x.device), torch.arange(n, device=x.device)
         future = rearrange(j, "j -> 1 j") > rearrange(i, "i -> i 1")
         sim = sim.masked_fill(future, -torch.finfo(sim.dtype).max)
@@ -360,9 +441,13 @@ class GroupedQuery(nn.Module):
         return self.out(rearrange(out, "b g r n d -> b n (g r d)"))
 
 
-case("gqa_five_axes_fused", "einops", lambda: GroupedQuery(48, 6, 2),
-     ("grouped_attention", dict(embed_dim=48, num_heads=6, num_kv_heads=2)),
-     expected="equal up to one fused q/k/v projection")
+case(
+    "gqa_five_axes_fused",
+    "einops",
+    lambda: GroupedQuery(48, 6, 2),
+    ("grouped_attention", dict(embed_dim=48, num_heads=6, num_kv_heads=2)),
+    expected="equal up to one fused q/k/v projection",
+)
 
 
 # --------------------------------------------------------------------------- 8
@@ -390,8 +475,13 @@ class Attend(nn.Module):
         return out, Intermediates(qk, attn)
 
 
-case("attend_with_intermediates", "einops", lambda: Attend(), ("attention", dict()),
-     expected="equal; first of the outputs")
+case(
+    "attend_with_intermediates",
+    "einops",
+    lambda: Attend(),
+    ("attention", dict()),
+    expected="equal; first of the outputs",
+)
 
 
 # --------------------------------------------------------------------------- 9
@@ -432,9 +522,14 @@ class MultiHeadedAttention(nn.Module):
         return self.linears[-1](x)
 
 
-case("annotated_four_linears", "d2l", lambda: MultiHeadedAttention(4, 32),
-     ("multihead", dict(embed_dim=32, num_heads=4)), expected="equal",
-     call=lambda mine, x, mask=None: mine(x, x, x, mask))
+case(
+    "annotated_four_linears",
+    "d2l",
+    lambda: MultiHeadedAttention(4, 32),
+    ("multihead", dict(embed_dim=32, num_heads=4)),
+    expected="equal",
+    call=lambda mine, x, mask=None: mine(x, x, x, mask),
+)
 
 
 # -------------------------------------------------------------------------- 10
@@ -494,10 +589,19 @@ class AnnotatedDecoderLayer(nn.Module):
         return self.sublayer[2](x, self.feed_forward)
 
 
-case("annotated_decoder_sublayers", "d2l",
-     lambda: AnnotatedDecoderLayer(32, MultiHeadedAttention(4, 32), MultiHeadedAttention(4, 32),
-                                   PositionwiseFeedForward(32, 72), 0.1),
-     ("decoder_layer", dict(d_model=32, nhead=4, dim_feedforward=72, norm_first=True)), expected="equal")
+case(
+    "annotated_decoder_sublayers",
+    "d2l",
+    lambda: AnnotatedDecoderLayer(
+        32,
+        MultiHeadedAttention(4, 32),
+        MultiHeadedAttention(4, 32),
+        PositionwiseFeedForward(32, 72),
+        0.1,
+    ),
+    ("decoder_layer", dict(d_model=32, nhead=4, dim_feedforward=72, norm_first=True)),
+    expected="equal",
+)
 
 
 # -------------------------------------------------------------------------- 11
@@ -553,12 +657,13 @@ class PositionalEncoding(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.P = torch.zeros((1, max_len, num_hiddens), dtype=torch.float64)
         X = torch.arange(max_len, dtype=torch.float64).reshape(-1, 1) / torch.pow(
-            10000, torch.arange(0, num_hiddens, 2, dtype=torch.float64) / num_hiddens)
+            10000, torch.arange(0, num_hiddens, 2, dtype=torch.float64) / num_hiddens
+        )
         self.P[:, :, 0::2] = torch.sin(X)
         self.P[:, :, 1::2] = torch.cos(X)
 
     def forward(self, X):
-        X = X + self.P[:, :X.shape[1], :].to(X)
+        X = X + self.P[:, : X.shape[1], :].to(X)
         return self.dropout(X)
 
 
@@ -626,7 +731,10 @@ class D2LEncoder(nn.Module):
         self.pos_encoding = PositionalEncoding(num_hiddens, dropout)
         self.blks = nn.Sequential()
         for i in range(num_blks):
-            self.blks.add_module("block" + str(i), D2LEncoderBlock(num_hiddens, ffn_num_hiddens, num_heads, dropout))
+            self.blks.add_module(
+                "block" + str(i),
+                D2LEncoderBlock(num_hiddens, ffn_num_hiddens, num_heads, dropout),
+            )
 
     def forward(self, X, valid_lens=None):
         X = self.pos_encoding(self.embedding(X) * math.sqrt(self.num_hiddens))
@@ -643,7 +751,10 @@ class D2LDecoder(nn.Module):
         self.pos_encoding = PositionalEncoding(num_hiddens, dropout)
         self.blks = nn.Sequential()
         for i in range(num_blks):
-            self.blks.add_module("block" + str(i), D2LDecoderBlock(num_hiddens, ffn_num_hiddens, num_heads, dropout, i))
+            self.blks.add_module(
+                "block" + str(i),
+                D2LDecoderBlock(num_hiddens, ffn_num_hiddens, num_heads, dropout, i),
+            )
         self.dense = nn.Linear(num_hiddens, embedding.num_embeddings, bias=False)
         self.dense.weight = embedding.weight
 
@@ -667,12 +778,19 @@ class EncoderDecoder(nn.Module):
 
 def build_d2l_transformer():
     emb = nn.Embedding(41, 32)
-    nn.init.normal_(emb.weight, std=32 ** -0.5)
-    return EncoderDecoder(D2LEncoder(emb, 32, 64, 4, 2, 0.1), D2LDecoder(emb, 32, 64, 4, 2, 0.1))
+    nn.init.normal_(emb.weight, std=32**-0.5)
+    return EncoderDecoder(
+        D2LEncoder(emb, 32, 64, 4, 2, 0.1), D2LDecoder(emb, 32, 64, 4, 2, 0.1)
+    )
 
 
-case("d2l_encoder_decoder", "d2l", build_d2l_transformer,
-     ("transformer", dict(vocab=41, d_model=32, nhead=4, layers=2, dim_feedforward=64)), expected="equal")
+case(
+    "d2l_encoder_decoder",
+    "d2l",
+    build_d2l_transformer,
+    ("transformer", dict(vocab=41, d_model=32, nhead=4, layers=2, dim_feedforward=64)),
+    expected="equal",
+)
 
 
 # -------------------------------------------------------------------------- 12
@@ -685,7 +803,9 @@ class TimeFirstEncoderLayer(nn.Module):
         self.fc.add_module("act", nn.ReLU(inplace=True))
         self.fc.add_module("drop", nn.Dropout(dropout))
         self.fc.add_module("contract", nn.Linear(dim_feedforward, d_model))
-        self.norms = nn.ModuleDict({"post_attn": nn.LayerNorm(d_model), "post_fc": nn.LayerNorm(d_model)})
+        self.norms = nn.ModuleDict(
+            {"post_attn": nn.LayerNorm(d_model), "post_fc": nn.LayerNorm(d_model)}
+        )
         self.drop = nn.Dropout(dropout)
 
     def forward(self, src):
@@ -696,8 +816,13 @@ class TimeFirstEncoderLayer(nn.Module):
         return src
 
 
-case("time_first_encoder_layer", "torch", lambda: TimeFirstEncoderLayer(40, 5, 96),
-     ("encoder_layer", dict(d_model=40, nhead=5, dim_feedforward=96)), expected="equal up to sequence-first input")
+case(
+    "time_first_encoder_layer",
+    "torch",
+    lambda: TimeFirstEncoderLayer(40, 5, 96),
+    ("encoder_layer", dict(d_model=40, nhead=5, dim_feedforward=96)),
+    expected="equal up to sequence-first input",
+)
 
 
 # -------------------------------------------------------------------------- 13
@@ -711,14 +836,19 @@ class SwiGLUFFNFused(nn.Module):
     def forward(self, x):
         shape = x.shape
         h = self.w12(x.reshape(-1, shape[-1]))
-        up, gate = h[:, : self.hidden_features], h[:, self.hidden_features:]
+        up, gate = h[:, : self.hidden_features], h[:, self.hidden_features :]
         act = F.silu(gate)
         act *= up
         return self.w3(act).view(shape)
 
 
-case("swiglu_fused_up_first", "torch", lambda: SwiGLUFFNFused(24, 56),
-     ("swiglu", dict(dim=24, hidden=56)), expected="equal up to packed up/gate")
+case(
+    "swiglu_fused_up_first",
+    "torch",
+    lambda: SwiGLUFFNFused(24, 56),
+    ("swiglu", dict(dim=24, hidden=56)),
+    expected="equal up to packed up/gate",
+)
 
 
 # -------------------------------------------------------------------------- 14
@@ -739,8 +869,13 @@ class GemmaNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
-case("gemma_norm_zero_centred", "torch", lambda: GemmaNorm(36),
-     ("rms_norm", dict(dim=36)), expected="equal up to the weight stored minus one")
+case(
+    "gemma_norm_zero_centred",
+    "torch",
+    lambda: GemmaNorm(36),
+    ("rms_norm", dict(dim=36)),
+    expected="equal up to the weight stored minus one",
+)
 
 
 # -------------------------------------------------------------------------- 15
@@ -775,20 +910,25 @@ def build_heads_by_loop():
     C, n = 30, 3
     p = {}
     for i in (1, 2, 3):
-        p[f"M{i}"] = rng.normal(0, C ** -0.5, (n, C, C // n))
+        p[f"M{i}"] = rng.normal(0, C**-0.5, (n, C, C // n))
         p[f"v{i}"] = np.zeros((n, C // n))
-    p["M4"] = rng.normal(0, C ** -0.5, (n, C // n, C))
+    p["M4"] = rng.normal(0, C**-0.5, (n, C // n, C))
     p["v4"] = np.zeros(C)
     return heads_by_loop, p
 
 
-case("loop_over_heads_letters", "numpy", build_heads_by_loop,
-     ("multihead", dict(embed_dim=30, num_heads=3)), expected="equal up to layout (arrays by head, in × out)")
+case(
+    "loop_over_heads_letters",
+    "numpy",
+    build_heads_by_loop,
+    ("multihead", dict(embed_dim=30, num_heads=3)),
+    expected="equal up to layout (arrays by head, in × out)",
+)
 
 
 # -------------------------------------------------------------------------- 16
 def gelu(x):
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x ** 3)))
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def layer_norm(x, g, b, eps=1e-5):
@@ -802,7 +942,11 @@ def linear(x, w, b):
 
 
 def ffn(x, p, pre):
-    return linear(gelu(linear(x, p[pre + "c_fc.w"], p[pre + "c_fc.b"])), p[pre + "c_proj.w"], p[pre + "c_proj.b"])
+    return linear(
+        gelu(linear(x, p[pre + "c_fc.w"], p[pre + "c_fc.b"])),
+        p[pre + "c_proj.w"],
+        p[pre + "c_proj.b"],
+    )
 
 
 def np_attention(q, k, v, mask):
@@ -839,15 +983,23 @@ def build_pico():
         h = f"h{i}."
         for ln in ("ln_1", "ln_2"):
             p[h + ln + ".g"], p[h + ln + ".b"] = np.ones(C), np.zeros(C)
-        for name, a, b in (("attn.c_attn", C, 3 * C), ("attn.c_proj", C, C), ("mlp.c_fc", C, 4 * C),
-                           ("mlp.c_proj", 4 * C, C)):
+        for name, a, b in (
+            ("attn.c_attn", C, 3 * C),
+            ("attn.c_proj", C, C),
+            ("mlp.c_fc", C, 4 * C),
+            ("mlp.c_proj", 4 * C, C),
+        ):
             p[h + name + ".w"], p[h + name + ".b"] = w(a, b), np.zeros(b)
     return partial(gpt2, n_head=H, n_layer=L), p
 
 
-case("pico_flat_dict", "numpy", build_pico,
-     ("gpt", dict(vocab_size=37, block_size=12, n_layer=2, n_head=3, n_embd=24)),
-     expected="equal up to the in × out layout")
+case(
+    "pico_flat_dict",
+    "numpy",
+    build_pico,
+    ("gpt", dict(vocab_size=37, block_size=12, n_layer=2, n_head=3, n_embd=24)),
+    expected="equal up to the in × out layout",
+)
 
 
 # -------------------------------------------------------------------------- 17
@@ -855,27 +1007,36 @@ def batch_stats_norm(theta, x):
     flat = x.reshape(-1, x.shape[-1]).T
     m1 = flat.sum(0) / flat.shape[0]
     m2 = (flat * flat).sum(0) / flat.shape[0]
-    inv = 1.0 / np.sqrt(m2 - m1 ** 2 + 1e-5)
+    inv = 1.0 / np.sqrt(m2 - m1**2 + 1e-5)
     y = (flat - m1) * inv
     y *= theta["alpha"][:, None]
     y += theta["delta"][:, None]
     return y.T.reshape(x.shape)
 
 
-case("norm_two_moments", "numpy", lambda: (batch_stats_norm, {"alpha": np.ones(20), "delta": np.zeros(20)}),
-     ("layer_norm", dict(dim=20)), expected="equal")
+case(
+    "norm_two_moments",
+    "numpy",
+    lambda: (batch_stats_norm, {"alpha": np.ones(20), "delta": np.zeros(20)}),
+    ("layer_norm", dict(dim=20)),
+    expected="equal",
+)
 
 
 # -------------------------------------------------------------------------- 18
 def flax_ln(x, scale, bias):
     mu = x.mean(-1, keepdims=True)
-    return (x - mu) * jax.lax.rsqrt(jnp.square(x - mu).mean(-1, keepdims=True) + 1e-5) * scale + bias
+    return (x - mu) * jax.lax.rsqrt(
+        jnp.square(x - mu).mean(-1, keepdims=True) + 1e-5
+    ) * scale + bias
 
 
 def flax_encoder(params, x, mask=None):
     pre = "encoder/self_attention/"
-    q, k, v = (jnp.einsum("bnc,chd->bnhd", x, params[pre + n + "/kernel"]) + params[pre + n + "/bias"]
-               for n in ("query", "key", "value"))
+    q, k, v = (
+        jnp.einsum("bnc,chd->bnhd", x, params[pre + n + "/kernel"]) + params[pre + n + "/bias"]
+        for n in ("query", "key", "value")
+    )
     logits = jnp.einsum("bqhd,bkhd->bhqk", q / jnp.sqrt(q.shape[-1]), k)
     if mask is not None:
         logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
@@ -885,13 +1046,15 @@ def flax_encoder(params, x, mask=None):
     x = flax_ln(x + y, params["encoder/LayerNorm_0/scale"], params["encoder/LayerNorm_0/bias"])
     h = jax.nn.relu(x @ params["encoder/Dense_0/kernel"] + params["encoder/Dense_0/bias"])
     h = h @ params["encoder/Dense_1/kernel"] + params["encoder/Dense_1/bias"]
-    return flax_ln(x + h, params["encoder/LayerNorm_1/scale"], params["encoder/LayerNorm_1/bias"])
+    return flax_ln(
+        x + h, params["encoder/LayerNorm_1/scale"], params["encoder/LayerNorm_1/bias"]
+    )
 
 
 def build_flax_encoder():
     C, H, D, Fh = 32, 4, 8, 48
     keys = iter(jax.random.split(jax.random.PRNGKey(0), 16))
-    w = lambda *s: jax.random.normal(next(keys), s) * C ** -0.5
+    w = lambda *s: jax.random.normal(next(keys), s) * C**-0.5
     p = {}
     for n in ("query", "key", "value"):
         p[f"encoder/self_attention/{n}/kernel"] = w(C, H, D)
@@ -901,18 +1064,25 @@ def build_flax_encoder():
     p["encoder/Dense_0/kernel"], p["encoder/Dense_0/bias"] = w(C, Fh), jnp.zeros(Fh)
     p["encoder/Dense_1/kernel"], p["encoder/Dense_1/bias"] = w(Fh, C), jnp.zeros(C)
     for i in range(2):
-        p[f"encoder/LayerNorm_{i}/scale"], p[f"encoder/LayerNorm_{i}/bias"] = jnp.ones(C), jnp.zeros(C)
+        p[f"encoder/LayerNorm_{i}/scale"], p[f"encoder/LayerNorm_{i}/bias"] = (
+            jnp.ones(C),
+            jnp.zeros(C),
+        )
     return flax_encoder, p
 
 
-case("flax_names_three_axis_kernels", "jax", build_flax_encoder,
-     ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=48)),
-     expected="equal up to layout (kernels of in × heads × head width)")
+case(
+    "flax_names_three_axis_kernels",
+    "jax",
+    build_flax_encoder,
+    ("encoder_layer", dict(d_model=32, nhead=4, dim_feedforward=48)),
+    expected="equal up to layout (kernels of in × heads × head width)",
+)
 
 
 # -------------------------------------------------------------------------- 19
 def rms(x, g):
-    return x * jax.lax.rsqrt((x ** 2).mean(-1, keepdims=True) + 1e-5) * g
+    return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5) * g
 
 
 def rope(x):
@@ -952,16 +1122,25 @@ def build_scan_llama():
     keys = iter(jax.random.split(jax.random.PRNGKey(3), 16))
     w = lambda *s: jax.random.normal(next(keys), s) * 0.12
     return scan_llama, {
-        "embed": w(V, C), "final_ln": jnp.ones(C),
-        "layer_ln1": jnp.ones((L, C)), "layer_ln2": jnp.ones((L, C)),
-        "layer_q": w(L, C, H, D), "layer_kv": w(L, 2, C, K, D), "layer_o": w(L, H, D, C),
-        "layer_wi": w(L, 2, C, Fh), "layer_wo": w(L, Fh, C),
+        "embed": w(V, C),
+        "final_ln": jnp.ones(C),
+        "layer_ln1": jnp.ones((L, C)),
+        "layer_ln2": jnp.ones((L, C)),
+        "layer_q": w(L, C, H, D),
+        "layer_kv": w(L, 2, C, K, D),
+        "layer_o": w(L, H, D, C),
+        "layer_wi": w(L, 2, C, Fh),
+        "layer_wo": w(L, Fh, C),
     }
 
 
-case("scan_over_stacked_layers", "jax", build_scan_llama,
-     ("llama", dict(vocab_size=43, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, n_inner=40)),
-     expected="equal up to layout (layers stacked in each array)")
+case(
+    "scan_over_stacked_layers",
+    "jax",
+    build_scan_llama,
+    ("llama", dict(vocab_size=43, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, n_inner=40)),
+    expected="equal up to layout (layers stacked in each array)",
+)
 
 
 # -------------------------------------------------------------------------- 20
@@ -982,7 +1161,11 @@ def perceive(params, x, context, mask=None):
 
     def single(x, c, m):
         split = lambda t: t.reshape(t.shape[0], nh, -1)
-        q, k, v = split(dense(params["latents"]["q"], x)), split(dense(params["bytes"]["k"], c)), split(dense(params["bytes"]["v"], c))
+        q, k, v = (
+            split(dense(params["latents"]["q"], x)),
+            split(dense(params["bytes"]["k"], c)),
+            split(dense(params["bytes"]["v"], c)),
+        )
         o = jax.vmap(one_head, in_axes=(1, 1, 1, None), out_axes=1)(q, k, v, m.reshape(-1))
         return dense(params["latents"]["o"], o.reshape(x.shape[0], -1))
 
@@ -992,12 +1175,20 @@ def perceive(params, x, context, mask=None):
 
 def build_perceive():
     ks = jax.random.split(jax.random.PRNGKey(7), 4)
-    d = lambda k: {"w": jax.random.normal(k, (32, 32)) * 32 ** -0.5, "b": jnp.zeros(32)}
-    return perceive, {"latents": {"q": d(ks[0]), "o": d(ks[1])}, "bytes": {"k": d(ks[2]), "v": d(ks[3])}}
+    d = lambda k: {"w": jax.random.normal(k, (32, 32)) * 32**-0.5, "b": jnp.zeros(32)}
+    return perceive, {
+        "latents": {"q": d(ks[0]), "o": d(ks[1])},
+        "bytes": {"k": d(ks[2]), "v": d(ks[3])},
+    }
 
 
-case("vmap_nested_dict_cross", "jax", build_perceive,
-     ("cross_attention", dict(embed_dim=32, num_heads=4)), expected="equal up to the in × out layout (nested dict)")
+case(
+    "vmap_nested_dict_cross",
+    "jax",
+    build_perceive,
+    ("cross_attention", dict(embed_dim=32, num_heads=4)),
+    expected="equal up to the in × out layout (nested dict)",
+)
 
 
 # ========================================================================= wrong
@@ -1050,12 +1241,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd):
         super().__init__()
-        self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(vocab_size, n_embd),
-            wpe=nn.Embedding(block_size, n_embd),
-            h=nn.ModuleList([Block(n_embd, n_head) for _ in range(n_layer)]),
-            ln_f=nn.LayerNorm(n_embd),
-        ))
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(vocab_size, n_embd),
+                wpe=nn.Embedding(block_size, n_embd),
+                h=nn.ModuleList([Block(n_embd, n_head) for _ in range(n_layer)]),
+                ln_f=nn.LayerNorm(n_embd),
+            )
+        )
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
 
@@ -1071,10 +1264,15 @@ class GPT(nn.Module):
         return logits, loss
 
 
-case("w_gpt_mlp_residual", "nanogpt", lambda: GPT(47, 16, 2, 4, 32),
-     ("gpt", dict(vocab_size=47, block_size=16, n_layer=2, n_head=4, n_embd=32)), "wrong",
-     "The MLP's residual adds the normed input instead of the block's stream.",
-     "residual around the MLP starts after ln_2")
+case(
+    "w_gpt_mlp_residual",
+    "nanogpt",
+    lambda: GPT(47, 16, 2, 4, 32),
+    ("gpt", dict(vocab_size=47, block_size=16, n_layer=2, n_head=4, n_embd=32)),
+    "wrong",
+    "The MLP's residual adds the normed input instead of the block's stream.",
+    "residual around the MLP starts after ln_2",
+)
 
 
 # -------------------------------------------------------------------------- w2
@@ -1082,7 +1280,7 @@ class GroupedCausal(nn.Module):
     def __init__(self, dim, heads=8, kv_heads=2):
         super().__init__()
         dim_head = dim // heads
-        self.scale = dim_head ** -0.5
+        self.scale = dim_head**-0.5
         self.groups = heads // kv_heads
         self.to_q = nn.Linear(dim, heads * dim_head)
         self.to_k = nn.Linear(dim, kv_heads * dim_head)
@@ -1097,15 +1295,20 @@ class GroupedCausal(nn.Module):
         sim = einsum(q, k, "b h i d, b h j d -> b h i j") * self.scale
         causal_mask = torch.ones((n, n), dtype=torch.bool, device=device).triu(1)
         attn = sim.softmax(dim=-1)
-        attn = attn.masked_fill(causal_mask, 0.)
+        attn = attn.masked_fill(causal_mask, 0.0)
         out = einsum(attn, v, "b h i j, b h j d -> b h i d")
         return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
 
-case("w_gqa_mask_order", "einops", lambda: GroupedCausal(48, 6, 3),
-     ("grouped_attention", dict(embed_dim=48, num_heads=6, num_kv_heads=3)), "wrong",
-     "The causal mask zeroes probabilities after the softmax; rows no longer sum to one.",
-     "mask after the softmax / future keys count in the normalisation")
+case(
+    "w_gqa_mask_order",
+    "einops",
+    lambda: GroupedCausal(48, 6, 3),
+    ("grouped_attention", dict(embed_dim=48, num_heads=6, num_kv_heads=3)),
+    "wrong",
+    "The causal mask zeroes probabilities after the softmax; rows no longer sum to one.",
+    "mask after the softmax / future keys count in the normalisation",
+)
 
 
 # -------------------------------------------------------------------------- w3
@@ -1118,8 +1321,10 @@ class SharedEmbedding(nn.Module):
 
     def table(self, n, ref):
         position = torch.arange(0, n, dtype=ref.dtype, device=ref.device).unsqueeze(1)
-        div_term = torch.exp(torch.arange(0, self.d_model, 2, dtype=ref.dtype, device=ref.device)
-                             * -(math.log(10000.0) / self.d_model))
+        div_term = torch.exp(
+            torch.arange(0, self.d_model, 2, dtype=ref.dtype, device=ref.device)
+            * -(math.log(10000.0) / self.d_model)
+        )
         pe = torch.zeros(n, self.d_model, dtype=ref.dtype, device=ref.device)
         pe[:, 0::2] = torch.sin(position * div_term)
         pe[:, 1::2] = torch.cos(position * div_term)
@@ -1171,10 +1376,15 @@ class AnnotatedTransformer(nn.Module):
         return F.linear(self.decode(self.encode(src), tgt), self.embed.lut.weight)
 
 
-case("w_transformer_embedding", "d2l", lambda: AnnotatedTransformer(39),
-     ("transformer", dict(vocab=39, d_model=32, nhead=4, layers=2, dim_feedforward=64)), "wrong",
-     "The sinusoids are multiplied by sqrt(d_model) together with the embedding.",
-     "positions scaled by √d_model too")
+case(
+    "w_transformer_embedding",
+    "d2l",
+    lambda: AnnotatedTransformer(39),
+    ("transformer", dict(vocab=39, d_model=32, nhead=4, layers=2, dim_feedforward=64)),
+    "wrong",
+    "The sinusoids are multiplied by sqrt(d_model) together with the embedding.",
+    "positions scaled by √d_model too",
+)
 
 
 # -------------------------------------------------------------------------- w4
@@ -1191,7 +1401,10 @@ class PreNormEncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def _sa_block(self, x, mask):
-        q, k, v = (t.unflatten(-1, (self.nhead, -1)).transpose(1, 2) for t in self.in_proj(x).chunk(3, dim=-1))
+        q, k, v = (
+            t.unflatten(-1, (self.nhead, -1)).transpose(1, 2)
+            for t in self.in_proj(x).chunk(3, dim=-1)
+        )
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.dropout(self.out_proj(x.transpose(1, 2).flatten(2)))
 
@@ -1204,9 +1417,15 @@ class PreNormEncoderLayer(nn.Module):
         return x
 
 
-case("w_encoder_layer_norms", "torch", lambda: PreNormEncoderLayer(48, 4, 96),
-     ("encoder_layer", dict(d_model=48, nhead=4, dim_feedforward=96, norm_first=True)), "wrong",
-     "The MLP uses the first norm again; norm2 is never used.", "norm1 used twice, norm2 without gradient")
+case(
+    "w_encoder_layer_norms",
+    "torch",
+    lambda: PreNormEncoderLayer(48, 4, 96),
+    ("encoder_layer", dict(d_model=48, nhead=4, dim_feedforward=96, norm_first=True)),
+    "wrong",
+    "The MLP uses the first norm again; norm2 is never used.",
+    "norm1 used twice, norm2 without gradient",
+)
 
 
 # -------------------------------------------------------------------------- w5
@@ -1223,12 +1442,23 @@ def two_layer_net(params, X):
 
 def build_two_layer_net():
     rng = np.random.RandomState(4)
-    return two_layer_net, {"W1": rng.randn(60, 20) / np.sqrt(20), "b1": np.zeros(60),
-                           "W2": rng.randn(20, 60) / np.sqrt(60), "b2": np.zeros(20)}
+    return two_layer_net, {
+        "W1": rng.randn(60, 20) / np.sqrt(20),
+        "b1": np.zeros(60),
+        "W2": rng.randn(20, 60) / np.sqrt(60),
+        "b2": np.zeros(20),
+    }
 
 
-case("w_mlp_activation", "numpy", build_two_layer_net, ("mlp", dict(dim=20, hidden=60)), "wrong",
-     "The cubic coefficient of the tanh GELU is 0.44715 instead of 0.044715.", "activation is not GELU")
+case(
+    "w_mlp_activation",
+    "numpy",
+    build_two_layer_net,
+    ("mlp", dict(dim=20, hidden=60)),
+    "wrong",
+    "The cubic coefficient of the tanh GELU is 0.44715 instead of 0.044715.",
+    "activation is not GELU",
+)
 
 
 # -------------------------------------------------------------------------- w6
@@ -1254,7 +1484,7 @@ def jdecoder(p, x, memory, nh=4):
 def build_jdecoder():
     C, Fh = 32, 56
     keys = iter(jax.random.split(jax.random.PRNGKey(11), 16))
-    w = lambda *s: jax.random.normal(next(keys), s) * C ** -0.5
+    w = lambda *s: jax.random.normal(next(keys), s) * C**-0.5
     p = {}
     for a in ("self", "cross"):
         for n in "qkvo":
@@ -1265,9 +1495,15 @@ def build_jdecoder():
     return jdecoder, p
 
 
-case("w_decoder_layer_cross", "jax", build_jdecoder,
-     ("decoder_layer", dict(d_model=32, nhead=4, dim_feedforward=56)), "wrong",
-     "The causal mask is applied to the cross-attention as well.", "cross-attention is masked causally")
+case(
+    "w_decoder_layer_cross",
+    "jax",
+    build_jdecoder,
+    ("decoder_layer", dict(d_model=32, nhead=4, dim_feedforward=56)),
+    "wrong",
+    "The causal mask is applied to the cross-attention as well.",
+    "cross-attention is masked causally",
+)
 
 
 # -------------------------------------------------------------------------- w7
@@ -1304,7 +1540,9 @@ class LlamaDecoderLayer(nn.Module):
 
     def rotary(self, x):
         T = x.size(-2)
-        inv_freq = 10000.0 ** (-torch.arange(0, self.head_dim, 2, dtype=x.dtype, device=x.device) / self.n_embd)
+        inv_freq = 10000.0 ** (
+            -torch.arange(0, self.head_dim, 2, dtype=x.dtype, device=x.device) / self.n_embd
+        )
         freqs = torch.outer(torch.arange(T, dtype=x.dtype, device=x.device), inv_freq)
         emb = torch.cat((freqs, freqs), dim=-1)
         return x * emb.cos() + rotate_half(x) * emb.sin()
@@ -1328,7 +1566,9 @@ class LlamaLM(nn.Module):
     def __init__(self, vocab_size, n_layer, n_head, n_kv_head, n_embd, n_inner):
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab_size, n_embd)
-        self.layers = nn.ModuleList([LlamaDecoderLayer(n_embd, n_head, n_kv_head, n_inner) for _ in range(n_layer)])
+        self.layers = nn.ModuleList(
+            [LlamaDecoderLayer(n_embd, n_head, n_kv_head, n_inner) for _ in range(n_layer)]
+        )
         self.norm = LlamaRMSNorm(n_embd)
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
@@ -1340,9 +1580,15 @@ class LlamaLM(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-case("w_llama_frequencies", "torch", lambda: LlamaLM(45, 2, 4, 2, 32, 48),
-     ("llama", dict(vocab_size=45, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=48)), "wrong",
-     "The rotary exponents are divided by the model width instead of the head width.", "rotary frequencies wrong")
+case(
+    "w_llama_frequencies",
+    "torch",
+    lambda: LlamaLM(45, 2, 4, 2, 32, 48),
+    ("llama", dict(vocab_size=45, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=48)),
+    "wrong",
+    "The rotary exponents are divided by the model width instead of the head width.",
+    "rotary frequencies wrong",
+)
 
 
 # -------------------------------------------------------------------------- w8
@@ -1364,15 +1610,24 @@ class EncDecAttention(nn.Module):
         return X.permute(0, 2, 1, 3).flatten(2)
 
     def forward(self, X, enc_outputs, mask=None):
-        Q, K, V = self.split(self.W_q(X)), self.split(self.W_k(enc_outputs)), self.split(self.W_v(enc_outputs))
+        Q, K, V = (
+            self.split(self.W_q(X)),
+            self.split(self.W_k(enc_outputs)),
+            self.split(self.W_v(enc_outputs)),
+        )
         scores = Q @ K.transpose(-1, -2) / math.sqrt(Q.shape[-1])
         if mask is not None:
             scores = scores.masked_fill(~mask, -1e9)
         return self.W_o(self.merge(self.dropout(F.softmax(scores, dim=-1)) @ V))
 
 
-case("w_encdec_split", "d2l", lambda: EncDecAttention(32, 4),
-     ("cross_attention", dict(embed_dim=32, num_heads=4)), "wrong",
-     "Heads are split by a reshape to (B, h, N, d) without a transpose, so positions and heads mix.",
-     "head split mixes positions and channels",
-     call=lambda mine, x, context, mask=None: mine(x, context, mask))
+case(
+    "w_encdec_split",
+    "d2l",
+    lambda: EncDecAttention(32, 4),
+    ("cross_attention", dict(embed_dim=32, num_heads=4)),
+    "wrong",
+    "Heads are split by a reshape to (B, h, N, d) without a transpose, so positions and heads mix.",
+    "head split mixes positions and channels",
+    call=lambda mine, x, context, mask=None: mine(x, context, mask),
+)

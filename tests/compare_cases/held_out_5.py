@@ -6,6 +6,7 @@ from torch import nn
 import torch.nn.functional as F
 from einops import rearrange, repeat, einsum as esum
 from einops.layers.torch import Rearrange
+
 try:
     import jax
     import jax.numpy as jnp
@@ -22,12 +23,22 @@ SWIN = dict(dim=32, input_resolution=(8, 8), num_heads=4, window_size=4, shift_s
 
 
 def add(name, style, build, reference, mistake="", expected="equal", call=None):
-    CASES.append(dict(name=name, style=style, build=build, reference=reference,
-                      label="wrong" if mistake else "correct", mistake=mistake,
-                      expected=expected, call=call))
+    CASES.append(
+        dict(
+            name=name,
+            style=style,
+            build=build,
+            reference=reference,
+            label="wrong" if mistake else "correct",
+            mistake=mistake,
+            expected=expected,
+            call=call,
+        )
+    )
 
 
 # ---------------------------------------------------------------- patch embedding
+
 
 class UnfoldTokenizer(nn.Module):
     def __init__(self, size=32, patch=8, channels=3, width=48):
@@ -42,15 +53,25 @@ class UnfoldTokenizer(nn.Module):
         return {"tokens": tokens, "num_patches": self.n}
 
 
-add("patch_embed_unfold_dict", "torch", lambda: UnfoldTokenizer(), ("patch_embed", EMB),
-    expected="equal (Linear over (c, p, p) = convolution)")
+add(
+    "patch_embed_unfold_dict",
+    "torch",
+    lambda: UnfoldTokenizer(),
+    ("patch_embed", EMB),
+    expected="equal (Linear over (c, p, p) = convolution)",
+)
 
 
 def stem(weights, imgs):
     z = jnp.transpose(imgs, (0, 2, 3, 1))
     k = weights["embedding"]["kernel"]
-    z = lax.conv_general_dilated(z, k, window_strides=k.shape[:2], padding="VALID",
-                                 dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    z = lax.conv_general_dilated(
+        z,
+        k,
+        window_strides=k.shape[:2],
+        padding="VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
     z = z + weights["embedding"]["bias"]
     n, h, w, c = z.shape
     return z.reshape(n, h * w, c)
@@ -58,8 +79,12 @@ def stem(weights, imgs):
 
 def build_stem():
     k1, k2 = jax.random.split(jax.random.PRNGKey(3))
-    return stem, {"embedding": {"kernel": 0.1 * jax.random.normal(k1, (8, 8, 3, 48)),
-                                "bias": 0.1 * jax.random.normal(k2, (48,))}}
+    return stem, {
+        "embedding": {
+            "kernel": 0.1 * jax.random.normal(k1, (8, 8, 3, 48)),
+            "bias": 0.1 * jax.random.normal(k2, (48,)),
+        }
+    }
 
 
 add("patch_embed_flax_hwio", "jax", build_stem, ("patch_embed", EMB))
@@ -69,9 +94,9 @@ class ToPatchEmbedding(nn.Module):
     def __init__(self, *, image_size, patch_size, channels, dim):
         super().__init__()
         assert image_size % patch_size == 0
-        patch_dim = channels * patch_size ** 2
+        patch_dim = channels * patch_size**2
         self.to_patch_embedding = nn.Sequential(
-            Rearrange('b c (h p1) (w p2) -> b (w h) (p1 p2 c)', p1=patch_size, p2=patch_size),
+            Rearrange("b c (h p1) (w p2) -> b (w h) (p1 p2 c)", p1=patch_size, p2=patch_size),
             nn.Linear(patch_dim, dim),
         )
 
@@ -79,10 +104,14 @@ class ToPatchEmbedding(nn.Module):
         return self.to_patch_embedding(img)
 
 
-add("patch_embed_rearrange_wh", "einops",
-    lambda: ToPatchEmbedding(image_size=32, patch_size=8, channels=3, dim=48), ("patch_embed", EMB),
+add(
+    "patch_embed_rearrange_wh",
+    "einops",
+    lambda: ToPatchEmbedding(image_size=32, patch_size=8, channels=3, dim=48),
+    ("patch_embed", EMB),
     "The tokens are flattened column by column, (w h), not row by row.",
-    "tokens are in column-major order (a permutation of the tokens)")
+    "tokens are in column-major order (a permutation of the tokens)",
+)
 
 
 # ---------------------------------------------------------------- ViT block
@@ -123,15 +152,21 @@ def build_np_block(C=48, H=4):
     return np_block, {
         "n1": [1 + r(C), r(C)],
         "n2": [1 + r(C), r(C)],
-        "heads": [{"q": (r(C, d), r(d)), "k": (r(C, d), r(d)), "v": (r(C, d), r(d)), "o": r(d, C)}
-                  for _ in range(H)],
+        "heads": [
+            {"q": (r(C, d), r(d)), "k": (r(C, d), r(d)), "v": (r(C, d), r(d)), "o": r(d, C)}
+            for _ in range(H)
+        ],
         "ob": r(C),
         "ff": [r(C, 4 * C), r(4 * C), r(4 * C, C), r(C)],
     }
 
 
-add("vit_block_numpy_head_list", "numpy", build_np_block,
-    ("vit_block", dict(dim=48, num_heads=4, mlp_ratio=4)))
+add(
+    "vit_block_numpy_head_list",
+    "numpy",
+    build_np_block,
+    ("vit_block", dict(dim=48, num_heads=4, mlp_ratio=4)),
+)
 
 
 class SublayerConnection(nn.Module):
@@ -163,8 +198,9 @@ class SingleHead(nn.Module):
 class HeadsOfAttention(nn.Module):
     def __init__(self, num_hiddens, num_heads):
         super().__init__()
-        self.heads = nn.ModuleList([SingleHead(num_hiddens, num_hiddens // num_heads)
-                                    for _ in range(num_heads)])
+        self.heads = nn.ModuleList(
+            [SingleHead(num_hiddens, num_hiddens // num_heads) for _ in range(num_heads)]
+        )
         self.W_o = nn.Linear(num_hiddens, num_hiddens)
 
     def forward(self, queries, keys, values):
@@ -195,12 +231,16 @@ class AnnotatedViTBlock(nn.Module):
         return self.sublayer[1](X, self.feed_forward)
 
 
-add("vit_block_head_modulelist", "d2l", lambda: AnnotatedViTBlock(48, 4),
-    ("vit_block", dict(dim=48, num_heads=4, mlp_ratio=4)))
+add(
+    "vit_block_head_modulelist",
+    "d2l",
+    lambda: AnnotatedViTBlock(48, 4),
+    ("vit_block", dict(dim=48, num_heads=4, mlp_ratio=4)),
+)
 
 
 class KQVBlock(nn.Module):
-    """ one pre-norm block; the kqv matrix is stored channel by channel """
+    """one pre-norm block; the kqv matrix is stored channel by channel"""
 
     def __init__(self, n_embd, n_head):
         super().__init__()
@@ -210,11 +250,13 @@ class KQVBlock(nn.Module):
         self.b_attn = nn.Parameter(torch.zeros(3 * n_embd))
         self.c_proj = nn.Linear(n_embd, n_embd)
         self.ln_2 = nn.LayerNorm(n_embd, eps=1e-6)
-        self.mlp = nn.ModuleDict(dict(
-            c_fc=nn.Linear(n_embd, 4 * n_embd),
-            act=nn.GELU(),
-            c_proj=nn.Linear(4 * n_embd, n_embd),
-        ))
+        self.mlp = nn.ModuleDict(
+            dict(
+                c_fc=nn.Linear(n_embd, 4 * n_embd),
+                act=nn.GELU(),
+                c_proj=nn.Linear(4 * n_embd, n_embd),
+            )
+        )
         m = self.mlp
         self.mlpf = lambda x: m.c_proj(m.act(m.c_fc(x)))
 
@@ -233,12 +275,17 @@ class KQVBlock(nn.Module):
         return x
 
 
-add("vit_block_kqv_channel_interleaved", "nanogpt", lambda: KQVBlock(48, 4),
+add(
+    "vit_block_kqv_channel_interleaved",
+    "nanogpt",
+    lambda: KQVBlock(48, 4),
     ("vit_block", dict(dim=48, num_heads=4, mlp_ratio=4)),
-    expected="equal up to the packing (heads, d, kqv)")
+    expected="equal up to the packing (heads, d, kqv)",
+)
 
 
 # ---------------------------------------------------------------- ViT
+
 
 class EncoderViT(nn.Module):
     def __init__(self, img=32, p=8, d=48, layers=3, heads=4, classes=10):
@@ -248,10 +295,19 @@ class EncoderViT(nn.Module):
         self.extra = nn.Parameter(torch.zeros(d))
         self.where = nn.Embedding(n + 1, d)
         self.register_buffer("idx", torch.arange(n + 1), persistent=False)
-        layer = nn.TransformerEncoderLayer(d, heads, 4 * d, dropout=0.0, activation=F.gelu,
-                                           layer_norm_eps=1e-6, batch_first=False, norm_first=True)
-        self.body = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(d, eps=1e-6),
-                                          enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            d,
+            heads,
+            4 * d,
+            dropout=0.0,
+            activation=F.gelu,
+            layer_norm_eps=1e-6,
+            batch_first=False,
+            norm_first=True,
+        )
+        self.body = nn.TransformerEncoder(
+            layer, layers, norm=nn.LayerNorm(d, eps=1e-6), enable_nested_tensor=False
+        )
         self.out = nn.Linear(d, classes)
 
     def forward(self, image):
@@ -299,11 +355,31 @@ def build_vit_scan(D=48, L=3, H=4):
     g = np.random.default_rng(11)
     r = lambda *s: jnp.asarray(0.1 * g.standard_normal(s), jnp.float32)
     d = D // H
-    layers = dict(ln1_g=1 + r(L, D), ln1_b=r(L, D), qkv_w=r(L, D, 3, H, d), qkv_b=r(L, 3, H, d),
-                  out_w=r(L, H, d, D), out_b=r(L, D), ln2_g=1 + r(L, D), ln2_b=r(L, D),
-                  up_w=r(L, D, 4 * D), up_b=r(L, 4 * D), down_w=r(L, 4 * D, D), down_b=r(L, D))
-    return vit_apply, dict(patch_w=r(8, 8, 3, D), patch_b=r(D), cls=r(1, 1, D), pos=r(17, D),
-                           layers=layers, lnf_g=1 + r(D), lnf_b=r(D), head_w=r(D, 10), head_b=r(10))
+    layers = dict(
+        ln1_g=1 + r(L, D),
+        ln1_b=r(L, D),
+        qkv_w=r(L, D, 3, H, d),
+        qkv_b=r(L, 3, H, d),
+        out_w=r(L, H, d, D),
+        out_b=r(L, D),
+        ln2_g=1 + r(L, D),
+        ln2_b=r(L, D),
+        up_w=r(L, D, 4 * D),
+        up_b=r(L, 4 * D),
+        down_w=r(L, 4 * D, D),
+        down_b=r(L, D),
+    )
+    return vit_apply, dict(
+        patch_w=r(8, 8, 3, D),
+        patch_b=r(D),
+        cls=r(1, 1, D),
+        pos=r(17, D),
+        layers=layers,
+        lnf_g=1 + r(D),
+        lnf_b=r(D),
+        head_w=r(D, 10),
+        head_b=r(10),
+    )
 
 
 add("vit_jax_scan_stacked", "jax", build_vit_scan, ("vit", VIT))
@@ -314,19 +390,19 @@ class PreNormAttend(nn.Module):
         super().__init__()
         inner = heads * dim_head
         self.heads = heads
-        self.scale = dim_head ** -0.5
+        self.scale = dim_head**-0.5
         self.norm = nn.LayerNorm(dim)
         self.to_q = nn.Linear(dim, inner)
         self.to_kv = nn.Linear(dim, inner * 2)
-        self.to_out = nn.Sequential(nn.Linear(inner, dim), nn.Dropout(0.))
+        self.to_out = nn.Sequential(nn.Linear(inner, dim), nn.Dropout(0.0))
 
     def forward(self, x):
         x = self.norm(x)
         q, k, v = (self.to_q(x), *self.to_kv(x).chunk(2, dim=-1))
-        q, k, v = map(lambda t: rearrange(t, 'b n (h d) -> b h n d', h=self.heads), (q, k, v))
-        attn = (esum(q, k, 'b h i d, b h j d -> b h i j') * self.scale).softmax(dim=-1)
-        out = esum(attn, v, 'b h i j, b h j d -> b h i d')
-        return self.to_out(rearrange(out, 'b h n d -> b n (h d)'))
+        q, k, v = map(lambda t: rearrange(t, "b n (h d) -> b h n d", h=self.heads), (q, k, v))
+        attn = (esum(q, k, "b h i d, b h j d -> b h i j") * self.scale).softmax(dim=-1)
+        out = esum(attn, v, "b h i j, b h j d -> b h i d")
+        return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
 
 class LucidViT(nn.Module):
@@ -334,22 +410,31 @@ class LucidViT(nn.Module):
         super().__init__()
         n = (image_size // patch_size) ** 2
         self.to_patch_embedding = nn.Sequential(
-            Rearrange('b c (h p1) (w p2) -> b (h w) (p1 p2 c)', p1=patch_size, p2=patch_size),
-            nn.Linear(channels * patch_size ** 2, dim),
+            Rearrange("b c (h p1) (w p2) -> b (h w) (p1 p2 c)", p1=patch_size, p2=patch_size),
+            nn.Linear(channels * patch_size**2, dim),
         )
         self.pos_embedding = nn.Parameter(torch.randn(1, n + 1, dim))
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
         self.layers = nn.ModuleList([])
         for _ in range(depth):
-            self.layers.append(nn.ModuleList([
-                PreNormAttend(dim, heads, dim // heads),
-                nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim * 4), nn.GELU(), nn.Linear(dim * 4, dim)),
-            ]))
+            self.layers.append(
+                nn.ModuleList(
+                    [
+                        PreNormAttend(dim, heads, dim // heads),
+                        nn.Sequential(
+                            nn.LayerNorm(dim),
+                            nn.Linear(dim, dim * 4),
+                            nn.GELU(),
+                            nn.Linear(dim * 4, dim),
+                        ),
+                    ]
+                )
+            )
         self.mlp_head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, num_classes))
 
     def forward(self, img):
         x = self.to_patch_embedding(img)
-        cls = repeat(self.cls_token, '1 1 d -> b 1 d', b=x.shape[0])
+        cls = repeat(self.cls_token, "1 1 d -> b 1 d", b=x.shape[0])
         x = torch.cat((cls, x), dim=1)
         x += self.pos_embedding
         for attn, ff in self.layers:
@@ -358,9 +443,13 @@ class LucidViT(nn.Module):
         return self.mlp_head(x[:, 0])
 
 
-add("vit_einops_q_kv_eps5", "einops",
+add(
+    "vit_einops_q_kv_eps5",
+    "einops",
     lambda: LucidViT(image_size=32, patch_size=8, num_classes=10, dim=48, depth=3, heads=4),
-    ("vit", VIT), expected="equal up to epsilon (1e-5 in the layer norms)")
+    ("vit", VIT),
+    expected="equal up to epsilon (1e-5 in the layer norms)",
+)
 
 
 class NanoAttention(nn.Module):
@@ -374,7 +463,9 @@ class NanoAttention(nn.Module):
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (
+            t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v)
+        )
         att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         y = F.softmax(att, dim=-1) @ v
         return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
@@ -411,12 +502,14 @@ NANO = dict(n_embd=48, n_head=4, n_layer=3, patch=8, grid=4, n_class=10)
 class NanoViT(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.transformer = nn.ModuleDict(dict(
-            wte=nn.Conv2d(3, config["n_embd"], config["patch"], stride=config["patch"]),
-            wpe=nn.Embedding(config["grid"] ** 2 + 1, config["n_embd"]),
-            h=nn.ModuleList([NanoBlock(config) for _ in range(config["n_layer"])]),
-            ln_f=nn.LayerNorm(config["n_embd"], eps=1e-6),
-        ))
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Conv2d(3, config["n_embd"], config["patch"], stride=config["patch"]),
+                wpe=nn.Embedding(config["grid"] ** 2 + 1, config["n_embd"]),
+                h=nn.ModuleList([NanoBlock(config) for _ in range(config["n_layer"])]),
+                ln_f=nn.LayerNorm(config["n_embd"], eps=1e-6),
+            )
+        )
         self.cls = nn.Parameter(torch.zeros(1, 1, config["n_embd"]))
         self.lm_head = nn.Linear(config["n_embd"], config["n_class"])
 
@@ -432,12 +525,18 @@ class NanoViT(nn.Module):
         return logits
 
 
-add("vit_nano_last_token", "nanogpt", lambda: NanoViT(NANO), ("vit", VIT),
+add(
+    "vit_nano_last_token",
+    "nanogpt",
+    lambda: NanoViT(NANO),
+    ("vit", VIT),
     "The head reads the last patch token instead of the class token, which is first.",
-    "the head reads the wrong token (last instead of class token)")
+    "the head reads the wrong token (last instead of class token)",
+)
 
 
 # ---------------------------------------------------------------- DeiT
+
 
 class NanoDeiT(nn.Module):
     def __init__(self, config):
@@ -461,8 +560,13 @@ class NanoDeiT(nn.Module):
         return torch.stack(outs).mean(0)
 
 
-add("deit_nano_packed_specials", "nanogpt", lambda: NanoDeiT(NANO), ("deit", VIT),
-    expected="equal (positions in two tables, tokens in one)")
+add(
+    "deit_nano_packed_specials",
+    "nanogpt",
+    lambda: NanoDeiT(NANO),
+    ("deit", VIT),
+    expected="equal (positions in two tables, tokens in one)",
+)
 
 
 class PlainLayer(nn.Module):
@@ -494,7 +598,9 @@ class PlainDeiT(nn.Module):
     def forward_features(self, x):
         x = self.proj(x).flatten(2).transpose(1, 2)
         b = x.shape[0]
-        x = torch.cat((self.cls_token.expand(b, -1, -1), self.dist_token.expand(b, -1, -1), x), dim=1)
+        x = torch.cat(
+            (self.cls_token.expand(b, -1, -1), self.dist_token.expand(b, -1, -1), x), dim=1
+        )
         x = x + self.pos_embed
         for blk in self.blocks:
             x = blk(x)
@@ -510,12 +616,18 @@ class PlainDeiT(nn.Module):
         return (x + x_dist) / 2
 
 
-add("deit_plain_both_heads_cls", "torch", lambda: PlainDeiT(), ("deit", VIT),
+add(
+    "deit_plain_both_heads_cls",
+    "torch",
+    lambda: PlainDeiT(),
+    ("deit", VIT),
     "The distillation head reads the class token instead of the distillation token.",
-    "the distillation head reads the wrong token")
+    "the distillation head reads the wrong token",
+)
 
 
 # ---------------------------------------------------------------- Swin
+
 
 class WindowMHSA(nn.Module):
     def __init__(self, width, ws, heads):
@@ -536,7 +648,10 @@ class WindowMHSA(nn.Module):
         return self.rel[:, dr, dc]
 
     def forward(self, windows, mask=None):
-        q, k, v = (m(windows).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        q, k, v = (
+            m(windows).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for m in (self.q, self.k, self.v)
+        )
         b = self.bias()[None]
         if mask is not None:
             b = b.masked_fill(~mask, float("-inf"))
@@ -544,8 +659,13 @@ class WindowMHSA(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2)), b
 
 
-add("window_attention_3d_table_tuple", "torch", lambda: WindowMHSA(32, 4, 4), ("window_attention", WIN),
-    expected="equal up to the table's shape (heads, 2M-1, 2M-1)")
+add(
+    "window_attention_3d_table_tuple",
+    "torch",
+    lambda: WindowMHSA(32, 4, 4),
+    ("window_attention", WIN),
+    expected="equal up to the table's shape (heads, 2M-1, 2M-1)",
+)
 
 
 def softmax_np(a):
@@ -577,13 +697,23 @@ def win_attn(prm, x):
 
 def build_win_attn(c=32, H=4, m=4):
     g = np.random.default_rng(21)
-    return win_attn, {"A": g.normal(size=(3 * c, c)) * 0.2, "a": g.normal(size=3 * c) * 0.2,
-                      "T": g.normal(size=(H, (2 * m - 1) ** 2)), "index": rel_index(m),
-                      "Z": g.normal(size=(c, c)) * 0.2, "z": g.normal(size=c) * 0.2}
+    return win_attn, {
+        "A": g.normal(size=(3 * c, c)) * 0.2,
+        "a": g.normal(size=3 * c) * 0.2,
+        "T": g.normal(size=(H, (2 * m - 1) ** 2)),
+        "index": rel_index(m),
+        "Z": g.normal(size=(c, c)) * 0.2,
+        "z": g.normal(size=c) * 0.2,
+    }
 
 
-add("window_attention_numpy_short_names", "numpy", build_win_attn, ("window_attention", WIN),
-    expected="equal up to the packing (heads, qkv, d) and the table's transpose")
+add(
+    "window_attention_numpy_short_names",
+    "numpy",
+    build_win_attn,
+    ("window_attention", WIN),
+    expected="equal up to the packing (heads, qkv, d) and the table's transpose",
+)
 
 
 def swin_window_forward(params, x):
@@ -594,7 +724,7 @@ def swin_window_forward(params, x):
     qkv = qkv.reshape(nb, n, 3, heads, c // heads).transpose(2, 0, 3, 1, 4)
     q, k, v = qkv
     attn = np.einsum("bhid,bhjd->bhij", q, k) / np.sqrt(c // heads)
-    bias = table[rel_index(int(n ** 0.5)).ravel()].reshape(n, n, heads).transpose(2, 0, 1)
+    bias = table[rel_index(int(n**0.5)).ravel()].reshape(n, n, heads).transpose(2, 0, 1)
     attn = softmax_np(attn) + bias
     y = np.einsum("bhij,bhjd->bihd", attn, v).reshape(nb, n, c)
     return y @ params["proj.weight"].T + params["proj.bias"]
@@ -603,13 +733,22 @@ def swin_window_forward(params, x):
 def build_swin_window(c=32, H=4, m=4):
     g = np.random.default_rng(22)
     return swin_window_forward, {
-        "qkv.weight": g.normal(size=(3 * c, c)) * 0.2, "qkv.bias": g.normal(size=3 * c) * 0.2,
+        "qkv.weight": g.normal(size=(3 * c, c)) * 0.2,
+        "qkv.bias": g.normal(size=3 * c) * 0.2,
         "relative_position_bias_table": g.normal(size=((2 * m - 1) ** 2, H)) * 0.5,
-        "proj.weight": g.normal(size=(c, c)) * 0.2, "proj.bias": g.normal(size=c) * 0.2}
+        "proj.weight": g.normal(size=(c, c)) * 0.2,
+        "proj.bias": g.normal(size=c) * 0.2,
+    }
 
 
-add("window_attention_numpy_bias_after_softmax", "numpy", build_swin_window, ("window_attention", WIN),
-    "The relative position bias is added after the softmax.", "position bias after the softmax")
+add(
+    "window_attention_numpy_bias_after_softmax",
+    "numpy",
+    build_swin_window,
+    ("window_attention", WIN),
+    "The relative position bias is added after the softmax.",
+    "position bias after the softmax",
+)
 
 
 class CyclicShift(nn.Module):
@@ -650,19 +789,29 @@ class ShiftedWindowAttention(nn.Module):
             displacement = window_size // 2
             self.cyclic_shift = CyclicShift(-displacement)
             self.cyclic_back_shift = CyclicShift(displacement)
-            ul = torch.zeros(window_size ** 2, window_size ** 2)
-            ul[-displacement * window_size:, :-displacement * window_size] = float('-inf')
-            ul[:-displacement * window_size, -displacement * window_size:] = float('-inf')
-            lr = rearrange(torch.zeros(window_size ** 2, window_size ** 2),
-                           '(h1 w1) (h2 w2) -> h1 w1 h2 w2', h1=window_size, h2=window_size).clone()
-            lr[:, -displacement:, :, :-displacement] = float('-inf')
-            lr[:, :-displacement, :, -displacement:] = float('-inf')
-            self.register_buffer('upper_lower_mask', ul)
-            self.register_buffer('left_right_mask', rearrange(lr, 'h1 w1 h2 w2 -> (h1 w1) (h2 w2)').clone())
+            ul = torch.zeros(window_size**2, window_size**2)
+            ul[-displacement * window_size :, : -displacement * window_size] = float("-inf")
+            ul[: -displacement * window_size, -displacement * window_size :] = float("-inf")
+            lr = rearrange(
+                torch.zeros(window_size**2, window_size**2),
+                "(h1 w1) (h2 w2) -> h1 w1 h2 w2",
+                h1=window_size,
+                h2=window_size,
+            ).clone()
+            lr[:, -displacement:, :, :-displacement] = float("-inf")
+            lr[:, :-displacement, :, -displacement:] = float("-inf")
+            self.register_buffer("upper_lower_mask", ul)
+            self.register_buffer(
+                "left_right_mask", rearrange(lr, "h1 w1 h2 w2 -> (h1 w1) (h2 w2)").clone()
+            )
         self.to_qkv = nn.Linear(dim, dim * 3)
         idx = torch.tensor([[x, y] for x in range(window_size) for y in range(window_size)])
-        self.register_buffer('relative_indices', idx[None, :, :] - idx[:, None, :] + window_size - 1)
-        self.pos_embedding = nn.Parameter(torch.randn(2 * window_size - 1, 2 * window_size - 1, heads))
+        self.register_buffer(
+            "relative_indices", idx[None, :, :] - idx[:, None, :] + window_size - 1
+        )
+        self.pos_embedding = nn.Parameter(
+            torch.randn(2 * window_size - 1, 2 * window_size - 1, heads)
+        )
         self.to_out = nn.Linear(dim, dim)
 
     def forward(self, x):
@@ -671,16 +820,31 @@ class ShiftedWindowAttention(nn.Module):
         b, n_h, n_w, _ = x.shape
         ws = self.window_size
         nw_h, nw_w = n_h // ws, n_w // ws
-        q, k, v = map(lambda t: rearrange(t, 'b (nh wh) (nw ww) (h d) -> b h (nh nw) (wh ww) d',
-                                          h=self.heads, wh=ws, ww=ws), self.to_qkv(x).chunk(3, dim=-1))
-        dots = torch.einsum('b h w i d, b h w j d -> b h w i j', q, k) * self.scale
+        q, k, v = map(
+            lambda t: rearrange(
+                t,
+                "b (nh wh) (nw ww) (h d) -> b h (nh nw) (wh ww) d",
+                h=self.heads,
+                wh=ws,
+                ww=ws,
+            ),
+            self.to_qkv(x).chunk(3, dim=-1),
+        )
+        dots = torch.einsum("b h w i d, b h w j d -> b h w i j", q, k) * self.scale
         bias = self.pos_embedding[self.relative_indices[..., 0], self.relative_indices[..., 1]]
-        dots = dots + rearrange(bias, 'i j h -> h 1 i j')
+        dots = dots + rearrange(bias, "i j h -> h 1 i j")
         if self.shifted:
             dots[:, :, -nw_w:] += self.upper_lower_mask
-            dots[:, :, nw_w - 1::nw_w] += self.left_right_mask
-        out = torch.einsum('b h w i j, b h w j d -> b h w i d', dots.softmax(dim=-1), v)
-        out = rearrange(out, 'b h (nh nw) (wh ww) d -> b (nh wh) (nw ww) (h d)', nh=nw_h, nw=nw_w, wh=ws, ww=ws)
+            dots[:, :, nw_w - 1 :: nw_w] += self.left_right_mask
+        out = torch.einsum("b h w i j, b h w j d -> b h w i d", dots.softmax(dim=-1), v)
+        out = rearrange(
+            out,
+            "b h (nh nw) (wh ww) d -> b (nh wh) (nw ww) (h d)",
+            nh=nw_h,
+            nw=nw_w,
+            wh=ws,
+            ww=ws,
+        )
         out = self.to_out(out)
         if self.shifted:
             out = self.cyclic_back_shift(out)
@@ -690,16 +854,26 @@ class ShiftedWindowAttention(nn.Module):
 class SwinBlockE(nn.Module):
     def __init__(self, dim, heads, mlp_dim, window_size, shifted=True):
         super().__init__()
-        self.attention_block = Residual(PreNorm(dim, ShiftedWindowAttention(dim, heads, window_size, shifted)))
-        self.mlp_block = Residual(PreNorm(dim, nn.Sequential(
-            nn.Linear(dim, mlp_dim), nn.GELU(), nn.Linear(mlp_dim, dim))))
+        self.attention_block = Residual(
+            PreNorm(dim, ShiftedWindowAttention(dim, heads, window_size, shifted))
+        )
+        self.mlp_block = Residual(
+            PreNorm(
+                dim, nn.Sequential(nn.Linear(dim, mlp_dim), nn.GELU(), nn.Linear(mlp_dim, dim))
+            )
+        )
 
     def forward(self, x):
         return self.mlp_block(self.attention_block(x))
 
 
-add("swin_block_einops_two_masks", "einops", lambda: SwinBlockE(32, 4, 128, 4), ("swin_block", SWIN),
-    expected="equal up to the table (key minus query, (2M-1, 2M-1, heads))")
+add(
+    "swin_block_einops_two_masks",
+    "einops",
+    lambda: SwinBlockE(32, 4, 128, 4),
+    ("swin_block", SWIN),
+    expected="equal up to the table (key minus query, (2M-1, 2M-1, heads))",
+)
 
 
 def swin_fn(w, x):
@@ -717,7 +891,9 @@ def swin_fn(w, x):
     q, k, v = [t.reshape(-1, m * m, nh, c // nh) for t in (q, k, v)]
     logits = jnp.einsum("wihd,wjhd->whij", q / jnp.sqrt(c // nh), k)
     logits += jnp.moveaxis(w["attn"]["bias"][jnp.asarray(rel_index(m))], -1, 0)
-    strip = lambda n: jnp.where(jnp.arange(n) < n - m, 0, jnp.where(jnp.arange(n) < n - s, 1, 2))
+    strip = lambda n: jnp.where(
+        jnp.arange(n) < n - m, 0, jnp.where(jnp.arange(n) < n - s, 1, 2)
+    )
     region = split((strip(hh)[:, None] * 3 + strip(ww)[None, :])[None])
     same = region[:, :, None] == region[:, None, :]
     same = jnp.tile(same, (b, 1, 1))[:, None]
@@ -736,8 +912,12 @@ def build_swin_fn(c=32, H=4, m=4):
     r = lambda *s: jnp.asarray(0.15 * g.standard_normal(s), jnp.float32)
     attn = {n: (r(c, c), r(c)) for n in ("query", "key", "value", "out")}
     attn["bias"] = r((2 * m - 1) ** 2, H)
-    return swin_fn, {"norm1": (1 + r(c), r(c)), "attn": attn, "norm2": (1 + r(c), r(c)),
-                     "mlp": [(r(c, 4 * c), r(4 * c)), (r(4 * c, c), r(c))]}
+    return swin_fn, {
+        "norm1": (1 + r(c), r(c)),
+        "attn": attn,
+        "norm2": (1 + r(c), r(c)),
+        "mlp": [(r(c, 4 * c), r(4 * c)), (r(4 * c, c), r(c))],
+    }
 
 
 add("swin_block_jax_regions", "jax", build_swin_fn, ("swin_block", SWIN))
@@ -759,7 +939,9 @@ class SwinWindowAttentionD(nn.Module):
         return X.permute(0, 2, 1, 3)
 
     def forward(self, X, mask=None):
-        queries, keys, values = (self.transpose_qkv(W(X)) for W in (self.W_q, self.W_k, self.W_v))
+        queries, keys, values = (
+            self.transpose_qkv(W(X)) for W in (self.W_q, self.W_k, self.W_v)
+        )
         scores = queries @ keys.transpose(-2, -1) / math.sqrt(queries.shape[-1])
         scores = scores + self.B_hat[self.index].permute(2, 0, 1)
         if mask is not None:
@@ -792,7 +974,7 @@ class SwinBlockD(nn.Module):
     def partition(self, X):
         B, H, W, C = X.shape
         X = X.view(B, H // self.window, self.window, W // self.window, self.window, C)
-        return X.permute(0, 1, 3, 2, 4, 5).reshape(-1, self.window ** 2, C)
+        return X.permute(0, 1, 3, 2, 4, 5).reshape(-1, self.window**2, C)
 
     def restore(self, Y, shape):
         B, H, W, C = shape
@@ -807,16 +989,21 @@ class SwinBlockD(nn.Module):
         return X + self.mlp(self.ln2(X))
 
 
-add("swin_block_d2l_roll_twice", "d2l", lambda: SwinBlockD(32, (8, 8), 4, 4, 2), ("swin_block", SWIN),
+add(
+    "swin_block_d2l_roll_twice",
+    "d2l",
+    lambda: SwinBlockD(32, (8, 8), 4, 4, 2),
+    ("swin_block", SWIN),
     "The map is rolled back in the same direction as before the attention (-shift instead of +shift).",
-    "the cyclic shift is not undone")
+    "the cyclic shift is not undone",
+)
 
 
 class Downsample(nn.Module):
     def __init__(self, dim):
         super().__init__()
         self.net = nn.Sequential(
-            Rearrange('b (h p1) (w p2) c -> b h w (p2 p1 c)', p1=2, p2=2),
+            Rearrange("b (h p1) (w p2) c -> b h w (p2 p1 c)", p1=2, p2=2),
             nn.LayerNorm(4 * dim),
             nn.Linear(4 * dim, 2 * dim, bias=False),
         )
@@ -825,7 +1012,12 @@ class Downsample(nn.Module):
         return self.net(fmap)
 
 
-add("patch_merging_rearrange_p2p1", "einops", lambda: Downsample(24), ("patch_merging", dict(dim=24)))
+add(
+    "patch_merging_rearrange_p2p1",
+    "einops",
+    lambda: Downsample(24),
+    ("patch_merging", dict(dim=24)),
+)
 
 
 class CosineWindowAttention(nn.Module):
@@ -837,8 +1029,10 @@ class CosineWindowAttention(nn.Module):
         self.value = nn.Linear(dim, dim)
         self.dense = nn.Linear(dim, dim)
         self.tau = nn.Parameter(torch.full((heads,), math.log(10.0)))
-        self.meta = nn.Sequential(nn.Linear(2, 512), nn.ReLU(inplace=True), nn.Linear(512, heads, bias=False))
-        t = torch.arange(window, dtype=torch.get_default_dtype())
+        self.meta = nn.Sequential(
+            nn.Linear(2, 512), nn.ReLU(inplace=True), nn.Linear(512, heads, bias=False)
+        )
+        t = torch.arange(window, dtype=torch.float64)
         yx = torch.cartesian_prod(t, t)
         delta = (yx[:, None] - yx[None]) * 8 / (window - 1)
         self.register_buffer("delta", delta.sign() * torch.log1p(delta.abs()) / math.log(2) / 3)
@@ -849,9 +1043,12 @@ class CosineWindowAttention(nn.Module):
         k = F.normalize(self.key(hidden_states).view(shape), dim=-1).transpose(1, 2)
         v = self.value(hidden_states).view(shape).transpose(1, 2)
         scale = self.tau.clamp(max=math.log(100.0)).exp()[:, None, None]
-        bias = 16 * torch.sigmoid(self.meta(self.delta)).permute(2, 0, 1)
+        bias = 16 * torch.sigmoid(self.meta(self.delta.to(v.dtype))).permute(2, 0, 1)
         probs = (q @ k.mT * scale + bias).softmax(-1)
-        return {"context": self.dense((probs @ v).transpose(1, 2).flatten(2)), "attentions": probs}
+        return {
+            "context": self.dense((probs @ v).transpose(1, 2).flatten(2)),
+            "attentions": probs,
+        }
 
 
 def _first(mine, *args, **kw):
@@ -859,8 +1056,14 @@ def _first(mine, *args, **kw):
     return mine(x)["context"]
 
 
-add("swinv2_attention_pairwise_meta", "torch", lambda: CosineWindowAttention(32, 4, 4),
-    ("swinv2_attention", WIN), expected="equal (no key bias, bias MLP on all pairs)", call=_first)
+add(
+    "swinv2_attention_pairwise_meta",
+    "torch",
+    lambda: CosineWindowAttention(32, 4, 4),
+    ("swinv2_attention", WIN),
+    expected="equal (no key bias, bias MLP on all pairs)",
+    call=_first,
+)
 
 
 class WindowAttentionV2(nn.Module):
@@ -870,15 +1073,22 @@ class WindowAttentionV2(nn.Module):
         self.window_size = window_size
         self.num_heads = num_heads
         self.logit_scale = nn.Parameter(torch.log(10 * torch.ones((num_heads, 1, 1))))
-        self.cpb_mlp = nn.Sequential(nn.Linear(2, 512, bias=True), nn.ReLU(inplace=True),
-                                     nn.Linear(512, num_heads, bias=False))
-        r = torch.arange(-(window_size - 1), window_size).to(torch.get_default_dtype())
+        self.cpb_mlp = nn.Sequential(
+            nn.Linear(2, 512, bias=True),
+            nn.ReLU(inplace=True),
+            nn.Linear(512, num_heads, bias=False),
+        )
+        r = torch.arange(-(window_size - 1), window_size, dtype=torch.float64)
         table = torch.stack(torch.meshgrid(r, r, indexing="ij"), -1)[None]
         table /= window_size - 1
         table *= 8
         table = torch.sign(table) * torch.log2(torch.abs(table) + 1.0) / np.log2(8)
         self.register_buffer("relative_coords_table", table, persistent=False)
-        self.register_buffer("relative_position_index", torch.from_numpy(rel_index(window_size)), persistent=False)
+        self.register_buffer(
+            "relative_position_index",
+            torch.from_numpy(rel_index(window_size)),
+            persistent=False,
+        )
         self.qkv = nn.Linear(dim, dim * 3, bias=False)
         self.q_bias = nn.Parameter(torch.zeros(dim))
         self.v_bias = nn.Parameter(torch.zeros(dim))
@@ -886,31 +1096,45 @@ class WindowAttentionV2(nn.Module):
 
     def forward(self, x, mask=None):
         B_, N, C = x.shape
-        qkv_bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias, requires_grad=False), self.v_bias))
+        qkv_bias = torch.cat(
+            (self.q_bias, torch.zeros_like(self.v_bias, requires_grad=False), self.v_bias)
+        )
         qkv = F.linear(x, self.qkv.weight, qkv_bias)
         qkv = qkv.reshape(B_, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv[0], qkv[1], qkv[2]
         attn = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
-        logit_scale = torch.clamp(self.logit_scale.exp(), max=math.log(1. / 0.01))
+        logit_scale = torch.clamp(self.logit_scale.exp(), max=math.log(1.0 / 0.01))
         attn = attn * logit_scale
-        bias = self.cpb_mlp(self.relative_coords_table).view(-1, self.num_heads)
-        bias = bias[self.relative_position_index.view(-1)].view(N, N, -1).permute(2, 0, 1).contiguous()
+        bias = self.cpb_mlp(self.relative_coords_table.to(x.dtype)).view(-1, self.num_heads)
+        bias = (
+            bias[self.relative_position_index.view(-1)]
+            .view(N, N, -1)
+            .permute(2, 0, 1)
+            .contiguous()
+        )
         attn = attn + 16 * torch.sigmoid(bias).unsqueeze(0)
         if mask is not None:
             nW = mask.shape[0]
-            attn = attn.view(B_ // nW, nW, self.num_heads, N, N) + mask.unsqueeze(1).unsqueeze(0)
+            attn = attn.view(B_ // nW, nW, self.num_heads, N, N) + mask.unsqueeze(1).unsqueeze(
+                0
+            )
             attn = attn.view(-1, self.num_heads, N, N)
         attn = attn.softmax(dim=-1)
         return self.proj((attn @ v).transpose(1, 2).reshape(B_, N, C))
 
 
-add("swinv2_attention_clamp_after_exp", "torch", lambda: WindowAttentionV2(32, 4, 4),
+add(
+    "swinv2_attention_clamp_after_exp",
+    "torch",
+    lambda: WindowAttentionV2(32, 4, 4),
     ("swinv2_attention", WIN),
     "The clamp at log 100 is applied after the exponential, so the scale is at most 4.6 instead of 100.",
-    "logit scale clamped in the wrong place")
+    "logit scale clamped in the wrong place",
+)
 
 
 # ---------------------------------------------------------------- MAE
+
 
 def masked_patch_error(pred, imgs, mask, p=8):
     B, C, H, W = imgs.shape
@@ -920,7 +1144,7 @@ def masked_patch_error(pred, imgs, mask, p=8):
         for i in range(0, H, p):
             for j in range(0, W, p):
                 if mask[b, l]:
-                    t = imgs[b, :, i:i + p, j:j + p].transpose(1, 2, 0).ravel()
+                    t = imgs[b, :, i : i + p, j : j + p].transpose(1, 2, 0).ravel()
                     t = (t - t.mean()) / np.sqrt(t.var(ddof=1) + 1e-6)
                     total += np.mean((pred[b, l] - t) ** 2)
                     count += 1
@@ -928,8 +1152,12 @@ def masked_patch_error(pred, imgs, mask, p=8):
     return total / count
 
 
-add("mae_loss_numpy_norm_pix_loop", "numpy", lambda: masked_patch_error,
-    ("mae_loss", dict(patch_size=8, norm_pix=True)))
+add(
+    "mae_loss_numpy_norm_pix_loop",
+    "numpy",
+    lambda: masked_patch_error,
+    ("mae_loss", dict(patch_size=8, norm_pix=True)),
+)
 
 
 def patches(images, p=8):
@@ -943,13 +1171,18 @@ def mae_objective(pred, images, masked):
     return jnp.mean(err * masked)
 
 
-add("mae_loss_jax_mean_all", "jax", lambda: mae_objective,
+add(
+    "mae_loss_jax_mean_all",
+    "jax",
+    lambda: mae_objective,
     ("mae_loss", dict(patch_size=8, norm_pix=False)),
     "The sum over masked patches is divided by the number of all patches instead of the masked ones.",
-    "wrong denominator: all patches instead of the masked ones")
+    "wrong denominator: all patches instead of the masked ones",
+)
 
 
 # ---------------------------------------------------------------- boxes
+
 
 def pairwise_overlap(P, Q):
     R = np.zeros((P.shape[0], Q.shape[0]))
@@ -969,24 +1202,38 @@ def giou_matrix(boxes1, boxes2):
     wh1 = boxes1[:, 2:] - boxes1[:, :2]
     wh2 = boxes2[:, 2:] - boxes2[:, :2]
     area1, area2 = wh1.prod(-1), wh2.prod(-1)
-    a, b = rearrange(boxes1, 'n c -> n 1 c'), rearrange(boxes2, 'm c -> 1 m c')
-    inter = (torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])).clamp(min=0).prod(-1)
+    a, b = rearrange(boxes1, "n c -> n 1 c"), rearrange(boxes2, "m c -> 1 m c")
+    inter = (
+        (torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2]))
+        .clamp(min=0)
+        .prod(-1)
+    )
     union = area1[:, None] + area2[None, :] - inter
-    hull = (torch.maximum(a[..., 2:], b[..., 2:]) - torch.minimum(a[..., :2], b[..., :2])).prod(-1)
+    hull = (torch.maximum(a[..., 2:], b[..., 2:]) - torch.minimum(a[..., :2], b[..., :2])).prod(
+        -1
+    )
     return inter / union - (hull - inter) / hull
 
 
-add("giou_einops_hull_minus_inter", "einops", lambda: giou_matrix, ("generalized_box_iou", {}),
+add(
+    "giou_einops_hull_minus_inter",
+    "einops",
+    lambda: giou_matrix,
+    ("generalized_box_iou", {}),
     "The penalty uses the enclosing area minus the intersection instead of minus the union.",
-    "GIoU's penalty is wrong: (hull - intersection) / hull instead of (hull - union) / hull")
+    "GIoU's penalty is wrong: (hull - intersection) / hull instead of (hull - union) / hull",
+)
 
 
 # ---------------------------------------------------------------- positions and losses
 
+
 def positional_table(max_len, num_hiddens):
     P = torch.zeros((1, max_len, num_hiddens), dtype=torch.float64)
     X = torch.arange(max_len, dtype=torch.float64).reshape(-1, 1)
-    X = X * torch.exp(-math.log(10000.0) * torch.arange(0, num_hiddens, 2, dtype=torch.float64) / num_hiddens)
+    X = X * torch.exp(
+        -math.log(10000.0) * torch.arange(0, num_hiddens, 2, dtype=torch.float64) / num_hiddens
+    )
     P[:, :, 0::2] = torch.sin(X)
     P[:, :, 1::2] = torch.cos(X)
     return P.squeeze(0)
@@ -1018,11 +1265,17 @@ def _loss_only(mine, *args, **kw):
     return mine(*args, *kw.values())[0]
 
 
-add("padded_ce_jax_onehot_aux", "jax", lambda: token_nll, ("padded_cross_entropy", dict(pad_id=0)),
-    call=_loss_only)
+add(
+    "padded_ce_jax_onehot_aux",
+    "jax",
+    lambda: token_nll,
+    ("padded_cross_entropy", dict(pad_id=0)),
+    call=_loss_only,
+)
 
 
 # ---------------------------------------------------------------- patches as rows
+
 
 class SplitIntoPatches(nn.Module):
     def __init__(self, patch_size):
@@ -1032,8 +1285,15 @@ class SplitIntoPatches(nn.Module):
     def forward(self, X):
         p = self.patch_size
         rows = X.permute(0, 2, 3, 1).split(p, dim=1)
-        cells = [cell.reshape(cell.shape[0], -1) for row in rows for cell in row.split(p, dim=2)]
+        cells = [
+            cell.reshape(cell.shape[0], -1) for row in rows for cell in row.split(p, dim=2)
+        ]
         return torch.stack(cells, dim=1)
 
 
-add("patchify_d2l_split_stack", "d2l", lambda: SplitIntoPatches(8), ("patchify", dict(patch_size=8)))
+add(
+    "patchify_d2l_split_stack",
+    "d2l",
+    lambda: SplitIntoPatches(8),
+    ("patchify", dict(patch_size=8)),
+)
