@@ -1343,6 +1343,9 @@ class Report:
     def figure(self) -> Any:
         """Draw how far each step of the reference is from your closest intermediate result.
 
+        Steps before the first difference that your code does not compute separately, such as
+        those inside a fused call, are left out.
+
         Returns
         -------
         matplotlib.figure.Figure
@@ -1357,18 +1360,18 @@ class Report:
         if not self.agreement:
             raise ValueError(f"agreement ({self.agreement}) must not be empty: no intermediate "
                              "results were recorded")
+        names = [_spoken(name) for name in self.agreement]
+        place = names.index(self.located) if self.located in names else len(names)
         errors = [min(max(error, 1e-17), 10.0) for error in self.agreement.values()]
-        figure, axes = plt.subplots(figsize=(7, 2.6))
-        axes.semilogy(range(len(errors)), errors, "o-", markersize=3)
+        steps = [i for i, error in enumerate(errors) if error < 1e-6 or i >= place]
+        figure, axes = plt.subplots(figsize=(6, 2.6))
+        axes.semilogy(steps, [errors[i] for i in steps], "o", markersize=3)
         axes.set_xlabel("step of the reference, in the order of execution")
         axes.set_ylabel("relative difference")
         axes.set_ylim(1e-18, 30)
-        if self.located:
-            names = [_spoken(name) for name in self.agreement]
-            place = names.index(self.located) if self.located in names else len(names) - 1
-            axes.axvline(place, color="C1", linestyle="--")
-            axes.annotate(self.located, (place, 1e-9), ha="right", rotation=90, va="center",
-                          fontsize=8)
+        if place < len(names):
+            axes.axvline(place, color="C1", linestyle="--", linewidth=1)
+            axes.text(place + 0.5, 1e-9, self.located)
         return figure
 
     def __str__(self) -> str:
@@ -1986,7 +1989,10 @@ def _locate(comparison: _Comparison, outputs: _Outputs, attempt: _Attempt,
         line = _first_unknown(records, list(steps.values()), tolerance)
     if line is not None and line[1]:
         text = linecache.getline(*line).strip()
-        report.line = f"{Path(line[0]).name}:{line[1]}: {text}"
+        place = f"{Path(line[0]).name}:{line[1]}"
+        if "ipykernel" in line[0]:
+            place = f"line {line[1]} of the cell"
+        report.line = f"{place}: {text}"
 
 
 def _steps_of(comparison: _Comparison) -> dict[str, tuple[int, Tensor]]:
