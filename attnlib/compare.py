@@ -2342,7 +2342,7 @@ def _explain(comparison: _Comparison, outputs: _Outputs) -> None:
         return
     report.verdict = "different"
     matching = comparison.matching
-    unmatched = bool(matching.missing and matching.extra)
+    unmatched = _may_stand_for(comparison)
     explained = []
     if comparison.reference.steps and not unmatched:
         explained = _diagnose(comparison, outputs)
@@ -2378,6 +2378,16 @@ def _explain(comparison: _Comparison, outputs: _Outputs) -> None:
     if doubt and not explained:
         report.verdict = "not compared"
         report.reason = doubt
+
+
+def _may_stand_for(comparison: _Comparison) -> bool:
+    """Whether parameters that were left over may stand for roles that were left over."""
+    matching = comparison.matching
+    extra = [comparison.mine.parameters[name].numel() for name in matching.extra]
+    missing = [comparison.values[role].numel() for role in matching.missing]
+    if not extra or not missing:
+        return False
+    return bool(set(extra) & set(missing)) or sum(extra) >= sum(missing)
 
 
 def _doubt(comparison: _Comparison, unmatched: bool) -> str:
