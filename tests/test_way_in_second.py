@@ -1,0 +1,137 @@
+"""What a second fresh user ran into: the shell, checkpoints, messages."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import attnlib
+from attnlib import cli
+from attnlib.data import image_folder
+from attnlib.models import create_model, load_model, save_model
+from attnlib.train import fit
+
+ROOT = Path(__file__).parent.parent
+SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=2)
+RUN = ["--epochs", "1", "--batch-size", "4", "--workers", "0", "--lr", "1e-12"]
+
+
+def fill(folder, *names, count=5):
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (40, 40), name).save(folder / name / f"{i}.png")
+    return folder
+
+
+@pytest.fixture
+def colors(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return fill(tmp_path / "colors", "blue", "red")
+
+
+def small(classes=("blue", "red")):
+    torch.manual_seed(1)
+    model = create_model("vit_tiny_patch16_224", num_classes=len(classes), **SMALL)
+    model.label_names = list(classes)
+    return model
+
+
+def refused(*arguments):
+    with pytest.raises(SystemExit) as problem:
+        cli.main([str(x) for x in arguments])
+    assert isinstance(problem.value.code, str)
+    assert problem.value.code.startswith("attnlib: ") and "\n" not in problem.value.code
+    return problem.value.code
+
+
+# --- the README -------------------------------------------------------------------------------
+
+
+def test_the_two_recipes_of_the_readme_have_files_of_their_own():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    python, shell = readme.split("attnlib train flowers")[:2]
+    shell = shell.split("```")[0]
+    assert "--checkpoint shell.json" in shell and "run.json" not in shell
+    assert 'checkpoint="run.json"' in python
+
+
+# --- attnlib train ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["start", "start/model.safetensors", "start.json"])
+def test_the_classifier_of_the_same_classes_is_kept(colors, capsys, source):
+    start = small()
+    if source == "start.json":
+        train, valid = image_folder(colors)
+        fit(start, train, valid, epochs=1, batch_size=4, checkpoint=source)
+    else:
+        save_model(start, "start")
+    cli.main(["train", "colors", "--weights", source, "--checkpoint", "a.json", *RUN])
+    said = capsys.readouterr().out
+    assert "new classifier" not in said and "for validation: blue, red" in said
+    for name, x in load_model("a.json").state_dict().items():
+        torch.testing.assert_close(x, start.state_dict()[name], msg=name)
+
+
+def test_another_classifier_is_announced(colors, capsys):
+    save_model(small(("red", "blue")), "start")
+    cli.main(["train", "colors", "--weights", "start", "--checkpoint", "a.json", *RUN])
+    said = capsys.readouterr().out
+    assert "new classifier: the run had the classes red, blue\n" in said
+    model = load_model("a.json")
+    assert model.label_names == ["blue", "red"]
+    assert not torch.allclose(model.head.weight, small().head.weight, atol=1e-3)
+
+
+def test_without_names_the_number_decides(colors, capsys):
+    model = small()
+    model.label_names = None
+    save_model(model, "start")
+    cli.main(["train", "colors", "--weights", "start", "--checkpoint", "a.json", *RUN])
+    assert "new classifier" not in capsys.readouterr().out
+    torch.testing.assert_close(load_model("a.json").head.weight, model.head.weight)
+
+
+def test_a_run_goes_on_with_its_own_model(colors, capsys):
+    save_model(small(), "start")
+    cli.main(["train", "colors", "--weights", "start", *RUN])
+    capsys.readouterr()
+    cli.main(["train", "colors", *RUN])
+    said = capsys.readouterr().out
+    assert said.startswith("vit_tiny_patch16_224:") and "has ended" in said
+    assert "--weights" in refused("train", "colors", "--weights", "run.json", *RUN)
+
+
+def test_weights_alone_need_a_name(colors):
+    save_file(small().state_dict(), "model.safetensors")
+    problem = refused("train", "colors", "--weights", "model.safetensors", *RUN)
+    assert "--model must be given" in problem
+
+
+def test_names_that_cannot_be_trained(colors):
+    problem = refused("train", "colors", "--model", "detr_resnet50", *RUN)
+    assert "has no classifier" in problem and "nearest names: detr" not in problem
+    problem = refused("train", "colors", "--model", "detr_tiny_patch16_224", *RUN)
+    assert "deit_tiny_patch16_224" in problem and "detr_resnet" not in problem
+
+
+def test_numbers_out_of_range(colors):
+    assert "batch_size (0)" in refused("train", "colors", "--batch-size", "0")
+    problem = refused("train", "colors", "--model", "vit_collages", *RUN[:-1], "1e30")
+    assert "is nan" in problem or "is inf" in problem
+
+
+def test_an_interruption_is_one_line(colors, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(attnlib.train, "fit", interrupted)
+    assert "goes on" in refused("train", "colors", "--model", "vit_collages", *RUN)
+
+
+def test_what_the_models_of_the_library_have_seen(capsys):
+    cli.main(["show", "vit_collages"])
+    assert "trained on collages of digits" in capsys.readouterr().out
