@@ -41,6 +41,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 
 from ._renamed import former_arguments
 from .backbone import check_counts, check_naturals, describe_model, requires
+from .models import check_loadable
 
 with requires("train"):
     from accelerate import Accelerator
@@ -323,7 +324,10 @@ def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], state: dict) -
     for key, x in tensors.items():
         # clones, since tied weights share memory, which the format refuses
         copies[key] = x.detach().cpu().contiguous().clone()
+    part.touch()  # as anybody may read it who may read the JSON file; save_file's own mode is
+    mode = part.stat().st_mode  # for the owner alone
     save_file(copies, part)
+    part.chmod(mode)
     _put_in_place(part, path.with_name(name))
     _point_to(name, path, state)
 
@@ -1247,6 +1251,10 @@ def _checked_data(
     """
     if checkpoint is not None:
         checkpoint = _json_path(checkpoint)
+        try:
+            check_loadable(model)
+        except ValueError as error:  # the run itself needs no more than it has
+            warnings.warn(f"checkpoint ({str(checkpoint)!r}): {error}", stacklevel=4)
     classes = _class_names(train)
     outputs = getattr(model, "num_classes", None)
     if classes is not None and isinstance(outputs, int) and outputs != len(classes):
@@ -1710,7 +1718,8 @@ def fit(
         stops if it returns True.
     checkpoint : path, optional
         A JSON file; if it exists, the run goes on from there. `models.load_model` makes the
-        trained model from it. Each run needs a path of its own: two runs that write to one
+        trained model from it; of a model with adapters, merge them after the run and use
+        `models.save_model`. Each run needs a path of its own: two runs that write to one
         path at the same time remove each other's files. The processes of one run do not.
     stop_after : int, optional
         Stop after this step as if interrupted; a multiple of `log_every`.

@@ -1,5 +1,6 @@
 """What a second fresh user ran into: the shell, checkpoints, messages."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,61 @@ def test_an_interruption_is_one_line(colors, monkeypatch):
 def test_what_the_models_of_the_library_have_seen(capsys):
     cli.main(["show", "vit_collages"])
     assert "trained on collages of digits" in capsys.readouterr().out
+
+
+# --- models that were changed -----------------------------------------------------------------
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with low-rank weights beside its own, as LoRA's."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.down = torch.nn.Linear(linear.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, linear.out_features, bias=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.up(self.down(x))
+
+    def merged(self):
+        with torch.no_grad():
+            self.linear.weight += self.up.weight @ self.down.weight
+        return self.linear
+
+
+def test_adapters_must_be_merged_before_a_model_is_saved(tmp_path):
+    model = small().eval()
+    model.blocks[0].attn.qkv = Adapted(model.blocks[0].attn.qkv)
+    x = torch.randn(2, 3, 32, 32)
+    wanted = model(x)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match="no longer what create_model makes.*merge adapters"):
+        save_model(model, tmp_path / "model")
+    assert torch.equal(state, torch.get_rng_state()) and not list(tmp_path.iterdir())
+    model.blocks[0].attn.qkv = model.blocks[0].attn.qkv.merged()
+    save_model(model, tmp_path / "model")
+    torch.testing.assert_close(load_model(tmp_path / "model")(x), wanted)
+
+
+def test_a_run_of_a_changed_model_warns_and_its_checkpoint_says_why(tmp_path):
+    model = small()
+    model.blocks[0].attn.qkv = Adapted(model.blocks[0].attn.qkv)
+    data = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 0, 1])
+    with pytest.warns(UserWarning, match="load_model will not read this"):
+        fit(model, data, steps=1, batch_size=4, checkpoint=tmp_path / "run.json")
+    with pytest.raises(ValueError, match="modules were replaced, as by adapters"):
+        load_model(tmp_path / "run.json")
+
+
+def test_weights_may_be_read_by_those_who_may_read_their_json(tmp_path):
+    model = small()
+    data = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 0, 1])
+    before = os.umask(0o027)
+    try:
+        save_model(model, tmp_path)
+        fit(model, data, steps=1, batch_size=4, checkpoint=tmp_path / "run.json")
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    assert len(modes) == 4 and set(modes.values()) == {0o640}, modes
