@@ -220,6 +220,18 @@ class _Order(Sampler):
             first = 0
 
 
+@contextmanager
+def _without_workers_traceback() -> Iterator[None]:
+    """Raise the ValueError of a process that loads data with its own message alone."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        if not text.startswith("Caught ValueError in DataLoader worker"):
+            raise
+        raise ValueError(text.rpartition("\nValueError: ")[2].strip()) from error
+
+
 def _from_dataset(
     dataset: Dataset, batch_size: int, num_workers: int, *, seed: int, start: int, rank: int,
     processes: int,
@@ -230,8 +242,9 @@ def _from_dataset(
     # a generator of its own, since a loader draws the seeds of its workers
     loader = DataLoader(_Repeatable(dataset, seed), batch_sampler=order,
                         num_workers=num_workers, generator=torch.Generator())
-    for batch in loader:
-        yield _rows_of(batch, 0, 1)  # the order has left the other processes' rows out
+    with _without_workers_traceback():
+        for batch in loader:
+            yield _rows_of(batch, 0, 1)  # the order has left the other processes' rows out
 
 
 def _from_loader(
@@ -257,7 +270,7 @@ def _from_loader(
             with _seeded_draws(seed, epoch):
                 batches = iter(loader)
             for i in range(len(loader)):
-                with _seeded_draws(seed, epoch, i):
+                with _seeded_draws(seed, epoch, i), _without_workers_traceback():
                     batch = next(batches)
                 if i >= first:
                     yield _rows_of(batch, rank, processes)
@@ -1518,7 +1531,7 @@ def _validated(
     model.eval()
     sums = {}
     counts = {}
-    with torch.no_grad(), _seeded_draws(0):
+    with torch.no_grad(), _seeded_draws(0), _without_workers_traceback():
         for batch in valid:
             batch = _moved(_rows_of(batch, 0, 1), accelerator.device)
             with accelerator.autocast():

@@ -138,6 +138,34 @@ def test_what_the_models_of_the_library_have_seen(capsys):
     assert "trained on collages of digits" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("share", [0.2, 0.8])  # where the truncated one is for training or not
+def test_a_truncated_picture_is_one_line(colors, workers, share):
+    for file in colors.glob("red/*.png"):
+        picture = Image.effect_noise((40, 40), 80).convert("RGB")
+        picture.save(file.with_suffix(".jpg"))
+        file.unlink()
+    bad = image_folder(colors, share)[share > 0.5].samples[-1][0]
+    Path(bad).write_bytes(Path(bad).read_bytes()[:-300])
+    run = [*RUN, "--workers", workers, "--valid", share, "--model", "vit_collages"]
+    problem = refused("train", "colors", *run)
+    assert problem.startswith(f"attnlib: {Path(bad).relative_to(Path.cwd())} cannot be read")
+    assert "--check" in problem
+    with pytest.warns(UserWarning, match="cannot be read and are left out: 1"):
+        cli.main(["train", "colors", "--check", *map(str, run)])
+
+
+def test_hidden_folders_are_no_classes(colors):
+    wanted = image_folder(colors)[0].samples
+    for name in ("__MACOSX", ".thumbnails", "red/.thumbnails"):
+        (colors / name).mkdir()
+        (colors / name / "._0.png").write_bytes(b"no picture")
+        (colors / name / "0.png").write_bytes((colors / "red" / "0.png").read_bytes())
+    (colors / "red" / "._0.png").write_bytes(b"no picture")
+    train, _ = image_folder(colors)
+    assert train.classes == ["blue", "red"] and train.samples == wanted
+
+
 # --- models that were changed -----------------------------------------------------------------
 
 
