@@ -1,6 +1,7 @@
 """What a second fresh user ran into: the shell, checkpoints, messages."""
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 import attnlib
 from attnlib import cli
 from attnlib.data import image_folder
+from attnlib.deit import DistillationLoss
 from attnlib.models import create_model, load_model, save_model
 from attnlib.train import fit
 
@@ -164,6 +166,37 @@ def test_hidden_folders_are_no_classes(colors):
     (colors / "red" / "._0.png").write_bytes(b"no picture")
     train, _ = image_folder(colors)
     assert train.classes == ["blue", "red"] and train.samples == wanted
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+def test_a_refused_run_names_what_was_changed(colors, tmp_path):
+    train, valid = image_folder(colors)
+    options = dict(epochs=2, batch_size=4, checkpoint=tmp_path / "run.json")
+    fit(small(), train, valid, **options)
+    with pytest.raises(ValueError, match=r"^epochs \(3, or steps: 6\) must be 2, or steps: 4"):
+        fit(small(), train, valid, **options | dict(epochs=3))
+    with pytest.raises(ValueError, match="batch_size and train must make epochs of 2 steps"):
+        fit(small(), train, valid, **options | dict(batch_size=2))
+
+
+def test_a_loaded_model_of_other_classes_is_warned_of(colors):
+    train, _ = image_folder(colors)
+    with pytest.warns(UserWarning, match="model has the classes red, blue, and train has blue"):
+        fit(small(("red", "blue")), train, epochs=1, batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(small(), train, epochs=1, batch_size=4)
+        fit(small(), train, epochs=1, batch_size=4, loss_fn=DistillationLoss(small()))
+    with pytest.raises(ValueError, match="teacher has the classes red, blue"):
+        loss_fn = DistillationLoss(small(("red", "blue")))
+        fit(small(), train, epochs=1, batch_size=4, loss_fn=loss_fn)
+
+
+def test_a_rate_that_is_text():
+    with pytest.raises(ValueError, match="a number, not text"):
+        fit(small(), lambda step: None, steps=1, lr="1e-3")
 
 
 # --- models that were changed -----------------------------------------------------------------
