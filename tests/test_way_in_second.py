@@ -3,6 +3,7 @@
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import attnlib
 from attnlib import cli
 from attnlib.data import image_folder
 from attnlib.deit import DistillationLoss
+from attnlib.gpt import GPT, GPTConfig
 from attnlib.models import create_model, load_model, save_model
 from attnlib.train import fit
 
@@ -197,6 +199,45 @@ def test_a_loaded_model_of_other_classes_is_warned_of(colors):
 def test_a_rate_that_is_text():
     with pytest.raises(ValueError, match="a number, not text"):
         fit(small(), lambda step: None, steps=1, lr="1e-3")
+
+
+def test_a_mistyped_argument_of_fit_has_a_nearest_one():
+    with pytest.raises(TypeError, match="'epoch'; the nearest is 'epochs'"):
+        fit(small(), None, epoch=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'"):
+        fit(small(), None, zzz=3)
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+@pytest.mark.parametrize("length", [1, 5, 8, 12])
+def test_a_text_may_get_longer_than_the_block(position, length):
+    """As nanoGPT crops it: the most probable token after the last 8, each time."""
+    torch.manual_seed(0)
+    config = GPTConfig(40, block_size=8, n_layer=1, n_head=2, n_embd=16, position=position)
+    gpt = GPT(config).eval()
+    gpt.tokenizer = Numbers()
+    wanted = torch.randint(40, (1, length))
+    prompt = gpt.tokenizer.decode(wanted[0].tolist())
+    for _ in range(10):
+        with torch.no_grad():
+            logits = gpt(wanted[:, -8:])[:, -1]
+        wanted = torch.cat([wanted, logits.argmax(-1, keepdim=True)], dim=1)
+    written = gpt.write(prompt, 10, temperature=0)
+    assert written == gpt.tokenizer.decode(wanted[0].tolist())
+    end = wanted[0, length + 9].item()  # at the latest it ends here
+    first = length + wanted[0, length:].tolist().index(end) + 1
+    written = gpt.write(prompt, 100, temperature=0, eos_id=end)
+    assert written == gpt.tokenizer.decode(wanted[0, :first].tolist())
+
+
+class Numbers:
+    """A tokenizer whose tokens are numbers."""
+
+    def encode(self, text):
+        return SimpleNamespace(ids=[int(word) for word in text.split()])
+
+    def decode(self, tokens):
+        return " ".join(str(token) for token in tokens)
 
 
 # --- models that were changed -----------------------------------------------------------------
