@@ -324,6 +324,7 @@ KEPT = {  # "module.function": (what makes the model, the call)
     "inference.devices": (partial(build, "vit"), inference.devices),
     "mae.masked_loss": (make_mae, lambda m: mae.masked_loss(m, (image(),))),
     "models.check_classifies": (partial(build, "vit"), models.check_classifies),
+    "models.check_loadable": (partial(build, "vit"), models.check_loadable),
     "models.classify": (
         make_named,
         lambda m: models.classify(m, np.zeros((40, 40, 3), np.uint8), 2, list("abcde")),
