@@ -4,8 +4,10 @@ A renamed name still works and warns; a name that left the library says what to 
 Each module with such a name hands its `__getattr__` to `former_name`.
 """
 
+import difflib
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -509,11 +511,14 @@ def former_arguments(**names: str) -> Callable[[Function], Function]:
     Returns
     -------
     callable
-        A decorator; the function that it returns warns where a former name is used.
+        A decorator; the function that it returns warns where a former name is used, and its
+        TypeError for a name that it does not know has the nearest one.
     """
 
     def decorate(function):
         own_name = function.__qualname__.rpartition("<locals>.")[2].removesuffix(".__init__")
+        parameters = inspect.signature(function).parameters
+        takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
 
         @functools.wraps(function)
         def call(*args, **options):
@@ -523,6 +528,11 @@ def former_arguments(**names: str) -> Callable[[Function], Function]:
                         f"the argument {former} of {own_name} is called {name} since version "
                         "0.3", DeprecationWarning, stacklevel=2)
                     options[name] = options.pop(former)
+            for name in options:
+                near = difflib.get_close_matches(name, parameters, n=1)
+                if near and name not in parameters and not takes_any:
+                    raise TypeError(f"{own_name}() got an unexpected keyword argument "
+                                    f"{name!r}; the nearest is {near[0]!r}")
             return function(*args, **options)
 
         return call

@@ -8,6 +8,7 @@ __all__ = ['describe', 'predict', 'main']
 # %% ../nbs/97_cli.ipynb #imports
 import argparse
 import ast
+import difflib
 import importlib.util
 import inspect
 import json
@@ -26,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from . import __version__
-from .backbone import requires
+from .backbone import Backbone, check_counts, check_naturals, requires
 from .compare import compare, reference
 from .cost import count_operations, take_turns
 from .data import image_folder
@@ -126,6 +127,8 @@ def describe(name: str) -> dict[str, str]:
         weights = "none are published"
     elif hub.startswith("attnlib/"):
         weights = f"{hub}, with the library"
+        if name.endswith("_collages"):
+            weights += "; trained on collages of digits"
     else:
         weights = f"{hub} on the hub"
     license = _UNKNOWN
@@ -179,8 +182,7 @@ def _describe_stored(path: Path) -> dict[str, str]:
         facts["std"] = ", ".join(map(str, config["std"]))
     names = description.get("label_names")
     if names is not None:
-        shown = ", ".join(names[:10])
-        facts["classes"] = f"{len(names)}: {shown}" + (", …" if len(names) > 10 else "")
+        facts["classes"] = f"{len(names)}: {_listed(names)}"
     if hasattr(model, "tokenizer"):
         facts["tokenizer"] = f"{model.tokenizer.get_vocab_size():,} tokens"
     if "history" in state:
@@ -595,32 +597,54 @@ def _train(options: Any) -> None:
     ----------
     options : argparse.Namespace
         With `folder`, `model`, `scratch`, `weights`, `epochs`, `lr`, `batch_size`, `valid`,
-        `workers`, `checkpoint` and `seed`.
+        `check`, `workers`, `checkpoint` and `seed`.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of its range, the weights are those of the checkpoint, or the model
+        has no classifier.
     """
     with requires("train"):
         from attnlib.train import fit, seeded
-    train, valid = image_folder(options.folder, options.valid, seed=options.seed)
+    check_counts(epochs=options.epochs, batch_size=options.batch_size)
+    check_naturals(workers=options.workers)
+    if options.weights is not None and Path(options.weights) == Path(options.checkpoint):
+        raise ValueError(f"--checkpoint ({options.checkpoint}) must be another file than "
+                         "--weights; to go on with that run, leave --weights out")
+    train, valid = image_folder(options.folder, options.valid, seed=options.seed,
+                                check=options.check)
     with seeded(options.seed):
-        model = _model_to_train(options, num_classes=len(train.classes))
+        model = _model_to_train(options, train.classes)
     name = model.pretrained_cfg["architecture"]
     print(f"{name}: {len(train)} photographs of {len(train.classes)} classes, and "
-          f"{len(valid)} for validation")
+          f"{len(valid)} for validation: {_listed(train.classes)}")
     batch_size = min(options.batch_size, len(train))
     steps = options.epochs * (len(train) // batch_size)
-    fit(model, train, valid, epochs=options.epochs, batch_size=batch_size, lr=options.lr,
-        warmup=steps // 10, weight_decay=0.05, num_workers=options.workers,
-        checkpoint=options.checkpoint, seed=options.seed)
+    try:
+        fit(model, train, valid, epochs=options.epochs, batch_size=batch_size, lr=options.lr,
+            warmup=steps // 10, weight_decay=0.05, num_workers=options.workers,
+            checkpoint=options.checkpoint, seed=options.seed)
+    except KeyboardInterrupt:
+        raise ValueError("interrupted; the same command goes on after the last epoch that "
+                         f"{options.checkpoint} holds, if there is one") from None
     print(f"try: attnlib classify {options.checkpoint} IMAGE")
 
 
-def _model_to_train(options: Any, num_classes: int) -> torch.nn.Module:
-    """A model with published weights, those of a file, or random ones, and a new classifier.
+def _listed(names: Sequence[str]) -> str:
+    """The first ten of some names."""
+    return ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
+
+
+def _model_to_train(options: Any, classes: list[str]) -> torch.nn.Module:
+    """The model of a run, or one with published weights, those of a file, or random ones.
 
     Parameters
     ----------
     options : argparse.Namespace
-        With `model`, `scratch` and `weights`.
-    num_classes : int
+        With `model`, `scratch`, `weights` and `checkpoint`.
+    classes : list of str
+        A classifier of these classes is kept; one of others is replaced by a new one.
 
     Returns
     -------
@@ -629,23 +653,68 @@ def _model_to_train(options: Any, num_classes: int) -> torch.nn.Module:
     Raises
     ------
     ValueError
-        If the weights are a checkpoint of another model than the one that is named.
+        If the weights are of another model than the one that is named, nothing says of which
+        model they are, or the model has no classifier.
     """
+    named = options.model
+    if named is not None:
+        _check_trainable(named)
+    run = Path(options.checkpoint)
+    if run.is_file():  # the run goes on; `fit` compares its settings
+        return _of_name(load_model(run), named, run)
+    count = len(classes)
     if options.weights is None:
-        return create_model(options.model, pretrained=not options.scratch,
-                            num_classes=num_classes)
-    path = Path(options.weights)
-    if path.suffix != ".json" and not (path / "config.json").is_file():
-        return create_model(options.model, pretrained=path, num_classes=num_classes)
-    model = load_model(path)  # which knows its own name, size and preprocessing
-    check_classifies(model)
-    name = model.pretrained_cfg["architecture"]
-    if options.model not in (name, _DEFAULT_MODEL):
-        raise ValueError(f"--model ({options.model}) must be left out, or be {name}, of which "
-                         f"{path} is a checkpoint")
-    model.reset_classifier(num_classes)
-    model.label_names = None
+        return create_model(named or _DEFAULT_MODEL, pretrained=not options.scratch,
+                            num_classes=count)
+    path, stored = _described_weights(Path(options.weights))
+    if path.suffix != ".json" and "model_args" not in stored:
+        named = named or stored.get("architecture")  # as in a folder of timm's
+        if named is None:
+            raise ValueError(f"--model must be given: {path} does not say of which model its "
+                             "weights are")
+        return create_model(named, pretrained=path, num_classes=count)
+    model = _of_name(load_model(path), named, path)  # knows its size and its preprocessing
+    known = getattr(model, "label_names", None)
+    if known is None and model.num_classes == count:
+        return model
+    if known != classes:
+        print(f"new classifier: the run had the classes {_listed(known)}" if known else
+              f"new classifier: the run had {model.num_classes} classes")
+        model.reset_classifier(count)
+        model.label_names = None
     return model
+
+
+def _described_weights(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder that holds weights with their config.json, and that; else the path, and {}."""
+    folder = path if path.is_dir() else path.parent
+    config = folder / "config.json"
+    if not config.is_file() or not (path.is_dir() or path.name == "model.safetensors"):
+        return path, {}
+    return folder, json.loads(config.read_text(encoding="utf-8"))
+
+
+def _of_name(model: torch.nn.Module, name: str | None, path: Path) -> torch.nn.Module:
+    """The model of a path, if it classifies and is one of that name, where one is given."""
+    check_classifies(model)
+    own = model.pretrained_cfg["architecture"]
+    if name is not None and name.partition(".")[0] != own:
+        raise ValueError(f"--model ({name}) must be left out, or be {own}, of which {path} is "
+                         "a checkpoint")
+    return model
+
+
+def _check_trainable(name: str) -> None:
+    """Raise a ValueError, with the nearest names, unless this is the name of a classifier."""
+    names = [known for known, (cls, _, _) in MODELS.items()
+             if isinstance(cls, type) and issubclass(cls, Backbone)]
+    plain = name.partition(".")[0]
+    if plain in names:
+        return
+    what = "has no classifier" if plain in MODELS else "is not the name of a model"
+    near = difflib.get_close_matches(plain.lower(), names, n=3, cutoff=0.4)
+    hint = f"nearest names: {', '.join(near)}" if near else "`attnlib models` has all names"
+    raise ValueError(f"--model ({name}) {what}; {hint}")
 
 
 def _print_times(options: Any) -> None:
@@ -687,18 +756,24 @@ def _parser() -> argparse.ArgumentParser:
     train = part("train", _train, "train a classifier on a folder with a folder for each class")
     train.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     train.add_argument("folder", metavar="FOLDER")
-    train.add_argument("--model", default=_DEFAULT_MODEL, metavar="NAME", help=_NAME)
+    train.set_defaults(model=None)  # which the help does not show as a default
+    train.add_argument("--model", metavar="NAME", default=argparse.SUPPRESS,
+                       help=f"{_NAME} and classifies; that of --weights or of the checkpoint "
+                            f"if they tell it, else {_DEFAULT_MODEL}")
     start = train.add_mutually_exclusive_group()
     start.add_argument("--scratch", action="store_true",
                        help="start from random weights, and not from published ones")
     start.add_argument("--weights", metavar="PATH",
                        help="start from a file of weights, or from the model of an earlier "
-                            "run, whose name need not be given")
+                            "run, whose name need not be given; its classifier is kept if the "
+                            "classes are the same, else a new one starts at random")
     train.add_argument("--epochs", type=int, default=10, help="passes through the photographs")
     train.add_argument("--lr", type=float, default=3e-4, help="peak of the learning rate")
     train.add_argument("--batch-size", type=int, default=32, help="photographs at once")
     train.add_argument("--valid", type=float, default=0.2,
                        help="share of each class that is kept for validation")
+    train.add_argument("--check", action="store_true",
+                       help="decode every file first, and leave out those that are cut off")
     train.add_argument("--workers", type=int, default=2, help="processes that load photographs")
     train.add_argument("--checkpoint", default="run.json", metavar="FILE",
                        help="where the run is kept; if it is there, the run goes on from it")
@@ -739,8 +814,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, FloatingPointError) as error:
         sys.exit(f"attnlib: {error}")
+    except KeyboardInterrupt:
+        sys.exit("attnlib: interrupted")
 
 # %% ../nbs/97_cli.ipynb #former-names
 from typing import TYPE_CHECKING

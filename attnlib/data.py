@@ -1373,9 +1373,9 @@ class ImageFolder(Dataset):
         try:
             x = self.transform(open_picture(path))
         except (OSError, ValueError, SyntaxError) as error:  # Pillow raises all of them
-            raise ValueError(f"{path} cannot be read ({error}); remove it, or call "
-                             "image_folder(..., check=True), which leaves such files out "
-                             "from the start") from error
+            raise ValueError(f"{path} cannot be read ({error}); remove it, or leave such files "
+                             "out from the start: image_folder(..., check=True), or "
+                             "attnlib train --check") from error
         if isinstance(x, torch.Tensor):
             x = x.as_subclass(torch.Tensor)  # torchvision's own class of images
         return x, label
@@ -1412,7 +1412,8 @@ def image_folder(
     Parameters
     ----------
     path : path
-        PATH/CLASS/… holds the files of a class, as torchvision's ImageFolder wants them. If
+        PATH/CLASS/… holds the files of a class, as torchvision's ImageFolder wants them;
+        what is hidden, or in a folder __MACOSX, is left out. If
         there are PATH/train and one of PATH/valid, PATH/val, and PATH/validation, each with a
         folder for each class, those are taken and nothing is split. If there are PATH/train
         and PATH/test alone, PATH/train is split: test images are not for choosing weights.
@@ -1501,14 +1502,20 @@ def _labeled_files(path: Path, check: bool) -> tuple[list[tuple[str, int]], list
         from torchvision import datasets
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; it must hold a folder for each class")
-    if not any(entry.is_dir() for entry in path.iterdir()):
+    classes = sorted(entry.name for entry in path.iterdir()
+                     if entry.is_dir() and not _is_hidden(entry.name))
+    if not classes:
         raise FileNotFoundError(f"{path} has no folder in it; it must hold a folder for each "
                                 "class, such as daisy and rose, with the images of that class")
-    found = datasets.ImageFolder(path, allow_empty=True)  # an empty class is reported below
+    numbers = {name: number for number, name in enumerate(classes)}
+    found = datasets.folder.make_dataset(  # an empty class is reported below
+        str(path), numbers, datasets.folder.IMG_EXTENSIONS, allow_empty=True)
     broken = []
     animated = []
     samples = []
-    for file, label in found.samples:
+    for file, label in found:
+        if any(_is_hidden(part) for part in Path(file).relative_to(path).parts):
+            continue
         try:
             with Image.open(file) as image:
                 if getattr(image, "is_animated", False):
@@ -1521,11 +1528,16 @@ def _labeled_files(path: Path, check: bool) -> tuple[list[tuple[str, int]], list
             samples.append((file, label))
     _warn_of(broken, "cannot be read and are left out")
     _warn_of(animated, "are animated; the first picture of each is taken")
-    empty = set(range(len(found.classes))) - {label for _, label in samples}
+    empty = set(range(len(classes))) - {label for _, label in samples}
     if empty:
-        names = ", ".join(found.classes[label] for label in sorted(empty))
+        names = ", ".join(classes[label] for label in sorted(empty))
         raise FileNotFoundError(f"{path} has no image that can be read in {names}")
-    return samples, found.classes
+    return samples, classes
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a file or folder is not the user's, but a system's, such as .thumbnails."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def _warn_of(files: Sequence[str], what: str) -> None:

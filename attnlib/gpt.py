@@ -414,6 +414,9 @@ class GPT(nn.Module):
     def write(self, prompt: str, max_new_tokens: int = 100, **sampling: Any) -> str:
         """Continue a text, which the model's `tokenizer` turns into tokens and back.
 
+        Once the text has `block_size` tokens, the model reads only so many of the last ones
+        for the next, as in nanoGPT, which takes longer: it can keep no keys and values.
+
         Parameters
         ----------
         prompt : str
@@ -429,8 +432,8 @@ class GPT(nn.Module):
         Raises
         ------
         ValueError
-            If the model has no tokenizer, the prompt has no token, or the text gets longer than
-            `block_size`.
+            If the model has no tokenizer, the prompt has no token, or `max_new_tokens` is not
+            an integer of at least 1.
 
         Examples
         --------
@@ -446,8 +449,17 @@ class GPT(nn.Module):
         tokens = self.tokenizer.encode(prompt).ids
         if not tokens:
             raise ValueError(f"prompt ({prompt!r}) must have at least one token")
+        check_counts(max_new_tokens=max_new_tokens)
         tokens = torch.tensor([tokens], device=self.wte.weight.device)
-        tokens = self.generate(tokens, max_new_tokens, **sampling)
+        wanted = tokens.shape[1] + max_new_tokens
+        while tokens.shape[1] < wanted:
+            before = tokens[:, : -self.config.block_size]
+            context = tokens[:, -self.config.block_size :]
+            room = self.config.block_size - context.shape[1] + 1
+            more = min(room, wanted - tokens.shape[1])
+            tokens = torch.cat([before, self.generate(context, more, **sampling)], dim=1)
+            if tokens[0, -1].item() == sampling.get("eos_id"):
+                break
         return self.tokenizer.decode(tokens[0].tolist())
 
     @staticmethod

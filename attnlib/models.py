@@ -6,7 +6,8 @@
 __all__ = ['MODELS', 'BUILDERS', 'INCEPTION', 'CLIP', 'DATA_CONFIGS', 'NoClassifier', 'state_dict_of', 'adapt_channels',
            'register_model', 'list_models', 'data_config', 'pretrained_cfg', 'create_model', 'read_weights',
            'fetch_weights', 'shipped_models', 'unwrap_state_dict', 'adapt_input_conv', 'load_pretrained', 'preprocess',
-           'input_box', 'open_picture', 'class_names', 'check_classifies', 'classify', 'load_model', 'save_model']
+           'input_box', 'open_picture', 'class_names', 'check_classifies', 'classify', 'load_model', 'check_loadable',
+           'save_model']
 
 # %% ../nbs/93_models.ipynb #imports
 import argparse
@@ -1169,7 +1170,9 @@ def load_model(path: str | Path) -> nn.Module:
     except (TypeError, ValueError, RuntimeError) as error:
         version = description.get("attnlib", "unknown")
         raise ValueError(f"{file}, written by version {version} of the library, belongs to a "
-                         f"model that this version makes otherwise: {error}") from error
+                         "model that this version makes otherwise, or whose "
+                         "modules were replaced, as by adapters, before it was saved: "
+                         f"{error}") from error
     if "label_names" in description:
         model.label_names = description["label_names"]
     if "tokenizer" in description:
@@ -1189,8 +1192,41 @@ def _make_again(architecture: str, arguments: dict[str, Any]) -> nn.Module:
     return create_model(architecture, **arguments)
 
 
+def check_loadable(model: nn.Module) -> None:
+    """Raise a ValueError if `load_model` could not make a model again, since it was changed.
+
+    A model is loaded if a new one, made with the same arguments, has tensors of the same names
+    and shapes. Adapters must be merged into the weights first, as peft's `merge_and_unload`
+    does. Models that have no description are not looked at.
+
+    Parameters
+    ----------
+    model : Module
+
+    Raises
+    ------
+    ValueError
+        With the first tensors that differ.
+    """
+    description = describe_model(model)
+    if description is None:
+        return
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        again = _make_again(description["architecture"], description["model_args"])
+    wanted = {name: tuple(x.shape) for name, x in again.state_dict().items()}
+    found = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    names = [name for name in wanted | found if wanted.get(name) != found.get(name)]
+    if names:
+        raise ValueError(f"model ({type(model).__name__}) is no longer what create_model "
+                         f"makes: {', '.join(names[:3])} differ ({len(names)} in all); "
+                         "load_model will not read this: merge adapters into the weights first")
+
+
 def save_model(model: nn.Module, folder: str | Path) -> None:
     """Write a model for `load_model`: "model.safetensors", and "config.json" in timm's form.
+
+    A model with adapters, such as LoRA's, is saved after they are merged into its weights:
+    ``save_model(peft_model.merge_and_unload(), folder)``.
 
     Parameters
     ----------
@@ -1202,7 +1238,8 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
     Raises
     ------
     ValueError
-        If the model was made otherwise, or of arguments that JSON cannot hold.
+        If the model was made otherwise, or of arguments that JSON cannot hold, or modules of
+        it were replaced since.
     """
     with requires("hub"):
         from safetensors.torch import save_file
@@ -1210,6 +1247,7 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
     if description is None:
         raise ValueError(f"model ({type(model).__name__}) must be made by create_model, with "
                          "arguments that JSON can hold, or be a GPT")
+    check_loadable(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stored = model.state_dict()
@@ -1218,7 +1256,11 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
     if windows:  # for which a Swin Transformer V2 was trained
         description["trained_windows"] = windows
     tensors = {name: x.detach().cpu().contiguous().clone() for name, x in stored.items()}
-    save_file(tensors, folder / "model.safetensors")
+    path = folder / "model.safetensors"
+    path.touch()  # as anybody may read it who may read the JSON file beside it
+    mode = path.stat().st_mode
+    save_file(tensors, path)
+    path.chmod(mode)
     text = json.dumps(description, indent=1)
     (folder / "config.json").write_text(text, encoding="utf-8")
 

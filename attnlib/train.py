@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 
 from ._renamed import former_arguments
 from .backbone import check_counts, check_naturals, describe_model, requires
+from .models import check_loadable
 
 with requires("train"):
     from accelerate import Accelerator
@@ -219,6 +221,18 @@ class _Order(Sampler):
             first = 0
 
 
+@contextmanager
+def _without_workers_traceback() -> Iterator[None]:
+    """Raise the ValueError of a process that loads data with its own message alone."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        if not text.startswith("Caught ValueError in DataLoader worker"):
+            raise
+        raise ValueError(text.rpartition("\nValueError: ")[2].strip()) from error
+
+
 def _from_dataset(
     dataset: Dataset, batch_size: int, num_workers: int, *, seed: int, start: int, rank: int,
     processes: int,
@@ -229,8 +243,9 @@ def _from_dataset(
     # a generator of its own, since a loader draws the seeds of its workers
     loader = DataLoader(_Repeatable(dataset, seed), batch_sampler=order,
                         num_workers=num_workers, generator=torch.Generator())
-    for batch in loader:
-        yield _rows_of(batch, 0, 1)  # the order has left the other processes' rows out
+    with _without_workers_traceback():
+        for batch in loader:
+            yield _rows_of(batch, 0, 1)  # the order has left the other processes' rows out
 
 
 def _from_loader(
@@ -256,7 +271,7 @@ def _from_loader(
             with _seeded_draws(seed, epoch):
                 batches = iter(loader)
             for i in range(len(loader)):
-                with _seeded_draws(seed, epoch, i):
+                with _seeded_draws(seed, epoch, i), _without_workers_traceback():
                     batch = next(batches)
                 if i >= first:
                     yield _rows_of(batch, rank, processes)
@@ -323,7 +338,10 @@ def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], state: dict) -
     for key, x in tensors.items():
         # clones, since tied weights share memory, which the format refuses
         copies[key] = x.detach().cpu().contiguous().clone()
+    part.touch()  # as anybody may read it who may read the JSON file; save_file's own mode is
+    mode = part.stat().st_mode  # for the owner alone
     save_file(copies, part)
+    part.chmod(mode)
     _put_in_place(part, path.with_name(name))
     _point_to(name, path, state)
 
@@ -1006,7 +1024,7 @@ def _resume(
     stored = settings | written  # the file may be older than a setting
     for name, value in settings.items():
         if name != "trained" and stored[name] != value:
-            raise ValueError(f"{name} ({value!r}) must be {stored[name]!r}, "
+            raise ValueError(f"{_difference(name, settings, stored)}, "
                              f"as in the run that {checkpoint} belongs to; to train on from "
                              "its weights, load them (load_model, or attnlib train --weights) "
                              "and take another checkpoint path")
@@ -1034,6 +1052,20 @@ def _resume(
     elif announced:
         print(f"{checkpoint}: goes on after step {state['step']} of {settings['steps']}")
     return state["step"], state["history"]
+
+
+def _difference(name: str, settings: dict, stored: dict) -> str:
+    """What a setting of a run must be, in the words of the arguments that decide it."""
+    steps_of_epoch = settings["steps_of_epoch"]
+    before = stored["steps_of_epoch"]
+    if name in ("steps", "steps_of_epoch") and steps_of_epoch != before:
+        return (f"batch_size and train must make epochs of {before} steps and not of "
+                f"{steps_of_epoch}")
+    if name == "steps" and steps_of_epoch is not None:
+        epochs = settings["steps"] / steps_of_epoch
+        return (f"epochs ({epochs:g}, or steps: {settings['steps']}) must be "
+                f"{stored['steps'] / before:g}, or steps: {stored['steps']}")
+    return f"{name} ({settings[name]!r}) must be {stored[name]!r}"
 
 # %% ../nbs/91_train.ipynb #fit-data
 def _in_order(
@@ -1225,13 +1257,14 @@ def _class_names(train: object) -> list[str] | None:
 
 
 def _checked_data(
-    model: torch.nn.Module, train: Any, valid: Any, checkpoint: str | Path | None
+    model: torch.nn.Module, train: Any, valid: Any, checkpoint: str | Path | None,
+    loss_fn: Callable,
 ) -> tuple[Any, Any, Path | None]:
     """Training and validation data as a model wants them, and the path of a checkpoint.
 
     Parameters
     ----------
-    model, train, valid, checkpoint
+    model, train, valid, checkpoint, loss_fn
         As of `fit`.
 
     Returns
@@ -1242,20 +1275,56 @@ def _checked_data(
     ------
     ValueError
         If `checkpoint` does not end in ".json", a folder of images has other classes than the
-        model has outputs, a loader gives other images than the model wants, or a run with a
-        checkpoint cannot be resumed exactly.
+        model has outputs, or than its teacher has, a loader gives other images than the model
+        wants, or a run with a checkpoint cannot be resumed exactly.
     """
     if checkpoint is not None:
         checkpoint = _json_path(checkpoint)
+        try:
+            check_loadable(model)
+        except ValueError as error:  # the run itself needs no more than it has
+            warnings.warn(f"checkpoint ({str(checkpoint)!r}): {error}", stacklevel=4)
     classes = _class_names(train)
     outputs = getattr(model, "num_classes", None)
     if classes is not None and isinstance(outputs, int) and outputs != len(classes):
         raise ValueError(f"model has {outputs} classes, and train has {len(classes)}; "
                          f"create_model(..., num_classes={len(classes)}) makes one that fits")
+    _check_classes(model, classes, loss_fn)
     if checkpoint is not None and getattr(train, "persistent_workers", False):
         raise ValueError("train.persistent_workers (True) must be False for a run with a "
                          "checkpoint: such workers draw on from epoch to epoch")
     return _suited_to(model, train), _suited_to(model, valid), checkpoint
+
+
+def _check_classes(
+    model: torch.nn.Module, classes: list[str] | None, loss_fn: Callable
+) -> None:
+    """Compare the classes of a dataset with those that a model and its teacher have learned.
+
+    Parameters
+    ----------
+    model, loss_fn
+        As of `fit`.
+    classes : list of str or None
+        Of the data; None if they are unknown.
+
+    Raises
+    ------
+    ValueError
+        If the loss has a teacher of other classes. A model of others is only warned of.
+    """
+    if classes is None:
+        return
+    teachers = getattr(getattr(loss_fn, "teacher", None), "label_names", None)
+    if teachers is not None and list(teachers) != classes:
+        raise ValueError(f"loss_fn.teacher has the classes {', '.join(teachers[:10])}; they "
+                         f"must be those of train, in their order: {', '.join(classes[:10])}")
+    known = getattr(model, "label_names", None)
+    if known is not None and list(known) != classes:
+        warnings.warn(f"model has the classes {', '.join(known[:10])}, and train has "
+                      f"{', '.join(classes[:10])}: the classifier starts from weights for "
+                      f"others; model.reset_classifier({len(classes)}) makes a new one",
+                      stacklevel=5)
 
 # %% ../nbs/91_train.ipynb #fit-helpers
 def _check_run(
@@ -1276,6 +1345,8 @@ def _check_run(
             raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}")
     if warmup > steps:
         raise ValueError(f"warmup ({warmup}) must be at most steps ({steps})")
+    if isinstance(lr, str):
+        raise ValueError(f"lr ({lr!r}) must be a number, not text")
     is_number = isinstance(lr, Real) and not isinstance(lr, bool)
     if not is_number or not 0 < lr < math.inf:
         raise ValueError(f"lr ({lr!r}) must be positive, a finite number")
@@ -1510,7 +1581,7 @@ def _validated(
     model.eval()
     sums = {}
     counts = {}
-    with torch.no_grad(), _seeded_draws(0):
+    with torch.no_grad(), _seeded_draws(0), _without_workers_traceback():
         for batch in valid:
             batch = _moved(_rows_of(batch, 0, 1), accelerator.device)
             with accelerator.autocast():
@@ -1606,6 +1677,13 @@ def _add_record(
             kept.keep_as_best()
 
 
+def _is_verbose(verbose: bool | None, valid: Any) -> bool:
+    """Whether the records of a run are printed; see `fit`."""
+    if verbose is None:
+        return valid is not None or sys.stdout.isatty()
+    return bool(verbose)
+
+
 def _progress_bar(start: int, end: int, steps: int, accelerator: Accelerator) -> tqdm:
     """The steps from `start` to `end`, with a bar on the terminal of one process, if any."""
     silent = None  # where there is no terminal
@@ -1632,15 +1710,15 @@ def fit(
     betas: tuple[float, float] = (0.9, 0.98), weight_decay: float = 0.01,
     max_grad_norm: float | None = 1.0, lr_scale: dict[str, float] | None = None,
     ema: float | None = None, evaluate: Callable | None = None, log_every: int | None = None,
-    patience: int | None = None, callback: Callable | None = None,
+    patience: int | None = None, callback: Callable | None = None, verbose: bool | None = None,
     checkpoint: str | Path | None = None, stop_after: int | None = None, seed: int = 0,
     accelerator: Accelerator | None = None, parallel: Literal["ddp", "fsdp"] = "ddp",
 ) -> list[dict]:
     """Train a model with AdamW, from its last checkpoint if there is one.
 
-    With validation data, each record is printed, and at the end the model has the weights of
-    the best record: the one with the highest accuracy or, if the loss reports no accuracy, the
-    one with the lowest validation loss.
+    With validation data each record is printed, see `verbose`, and at the end the model has the
+    weights of the best record: the one with the highest accuracy or, if the loss reports no
+    accuracy, the one with the lowest validation loss.
 
     If the dataset has names of classes, the model gets them as `label_names`, for `classify`.
     Apart from this, a run leaves no trace but the trained weights and the device of the model.
@@ -1708,9 +1786,13 @@ def fit(
     callback : callable, optional
         ``callback(model, record)`` is called after each record, by all processes; the run
         stops if it returns True.
+    verbose : bool, optional
+        Print each record, such as the mean loss since the last one. By default if there is
+        validation data, or the output is a terminal.
     checkpoint : path, optional
         A JSON file; if it exists, the run goes on from there. `models.load_model` makes the
-        trained model from it. Each run needs a path of its own: two runs that write to one
+        trained model from it; of a model with adapters, merge them after the run and use
+        `models.save_model`. Each run needs a path of its own: two runs that write to one
         path at the same time remove each other's files. The processes of one run do not.
     stop_after : int, optional
         Stop after this step as if interrupted; a multiple of `log_every`.
@@ -1750,8 +1832,9 @@ def fit(
     _check_run(loss_fn, steps=steps, lr=lr, warmup=warmup, max_grad_norm=max_grad_norm, ema=ema,
                patience=patience, log_every=log_every, stop_after=stop_after,
                schedule=schedule, parallel=parallel)
-    train, valid, checkpoint = _checked_data(model, train, valid, checkpoint)
+    train, valid, checkpoint = _checked_data(model, train, valid, checkpoint, loss_fn)
     with _engine(accelerator, model) as accelerator, ExitStack() as stack:
+        verbose = accelerator.is_main_process and _is_verbose(verbose, valid)
         sharded = parallel == "fsdp" and accelerator.num_processes > 1
         plain = model
         kept = _Kept(plain, ema)
@@ -1764,8 +1847,7 @@ def fit(
             weight_decay=weight_decay, max_grad_norm=max_grad_norm, seed=seed,
             lr_scale=lr_scale, ema=ema, steps_of_epoch=steps_of_epoch, **_facts_of(train),
             trained=[name for name, p in plain.named_parameters() if p.requires_grad])
-        start, history = _resume(checkpoint, plain, optimizer, kept, settings,
-                                 announced=valid is not None and accelerator.is_main_process)
+        start, history = _resume(checkpoint, plain, optimizer, kept, settings, verbose)
 
         end = steps if stop_after is None else min(steps, stop_after)
         source |= dict(accelerator=accelerator)
@@ -1800,7 +1882,7 @@ def fit(
             entry = {"step": step + 1, "loss": mean.item(), "lr": rate}
             _add_record(history, entry, kept, valid, loss_fn, evaluate, **source)
             bar.set_postfix(loss=f"{mean.item():.3f}")
-            if valid is not None and accelerator.is_main_process:
+            if verbose:
                 tqdm.write(_line(entry, steps, steps_of_epoch))
             state = {"step": step + 1, "settings": settings, "history": history}
             _save_run(checkpoint, plain, optimizer, state, kept, train, accelerator, sharded)

@@ -381,7 +381,10 @@ def test_training_goes_on_from_weights_of_ones_own(capsys, tmp_path):
     torch.testing.assert_close(again.blocks[0].mlp.fc1.weight, model.blocks[0].mlp.fc1.weight)
     assert again.num_classes == 3 and again.label_names == ["blue", "green", "red"]
     assert again.data_config["input_size"] == (3, 32, 32)
-    problem = refused("train", folder, "--model", "vit_collages", "--weights", path, *run)
+    other = ("--checkpoint", tmp_path / "other.json")
+    problem = refused(
+        "train", folder, "--model", "vit_collages", "--weights", path, *run, *other
+    )
     assert "--model (vit_collages) must be left out, or be vit_tiny_patch16_224" in problem
     file = tmp_path / "weights.safetensors"
     save_file(create_model("vit_collages", pretrained=True).state_dict(), file)

@@ -1,6 +1,7 @@
 """`fit` with datasets, loaders and tensors: what it draws, reports, keeps, and goes on with."""
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -251,9 +252,16 @@ def test_a_loss_without_metrics_is_reported_itself():
     assert history[-1]["valid_loss"] < history[0]["valid_loss"]
 
 
-def test_records_are_printed_only_if_there_is_validation(capsys):
+def test_records_are_printed_if_there_is_validation_or_a_wish(capsys, monkeypatch):
     fit(network(), Noisy(), **RUN)
+    fit(network(), Noisy(), Noisy(), verbose=False, **RUN)
     assert capsys.readouterr().out == ""
+    history = fit(network(), Noisy(), verbose=True, **RUN)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(history) and lines[0].endswith(f"loss {history[0]['loss']:.4g}")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    fit(network(), Noisy(), **RUN)
+    assert capsys.readouterr().out.splitlines() == lines
     history = fit(network(), Noisy(), Noisy(), **dict(RUN, log_every=None))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 == len(history) and lines[1].startswith("epoch 2, loss 0.")
@@ -416,7 +424,7 @@ def test_what_a_loader_or_a_function_decides_is_not_given(name):
     fit(network(), loader, data, steps=1, batch_size=2)
 
 
-@pytest.mark.parametrize("lr", ["1e-3", float("nan"), float("inf"), 0, -1.0, True, None])
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), 0, -1.0, True, None])
 def test_a_rate_is_a_positive_number(lr):
     with pytest.raises(ValueError, match=r"lr \(.*\) must be positive, a finite number"):
         with unchecked():

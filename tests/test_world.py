@@ -335,6 +335,7 @@ KEPT = {  # "module.function": (what makes the model, the call)
         lambda m: attnlib.compare(m, nn.LayerNorm(8, eps=1e-6)),
     ),
     "mistakes.Reference": (make_torch_norm, lambda m: mistakes.REFERENCES_OF[nn.LayerNorm](m)),
+    "models.check_loadable": (partial(build, "vit"), models.check_loadable),
     "models.classify": (
         make_named,
         lambda m: models.classify(m, np.zeros((40, 40, 3), np.uint8), 2, list("abcde")),

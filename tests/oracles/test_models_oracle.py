@@ -297,6 +297,7 @@ ORACLES = {
 NOT_HERE = {
     "BUILDERS": "a registry",
     "load_model": "files: tests/test_way_in.py",
+    "check_loadable": "adapters: tests/test_way_in_second.py",
     "save_model": "files: tests/test_way_in.py",
     "shipped_models": "names: tests/test_way_in.py",
     "MODELS": "the registry",
