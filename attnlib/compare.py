@@ -2341,7 +2341,6 @@ def _explain(comparison: _Comparison, outputs: _Outputs) -> None:
         report.reason = reasons[0]
         return
     report.verdict = "different"
-    matching = comparison.matching
     unmatched = _may_stand_for(comparison)
     explained = []
     if comparison.reference.steps and not unmatched:
