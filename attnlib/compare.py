@@ -1504,70 +1504,6 @@ class _Comparison:
         with torch.no_grad():
             return self.reference.call(self.module, **probe.inputs).detach().double()
 
-    def attempts(self) -> Iterator[_Attempt]:
-        """All readings of the reader's code, the usual ones first."""
-        assignments = self.matching.assignments
-        packed = [one for one in assignments if len(one.roles) > 1]
-        slots = {role.slot for one in assignments for role in one.roles}
-        unknown = [one for one in assignments
-                   if one.unit.transposed is None and len(one.roles) == 1
-                   and len(one.roles[0].shape) == 2
-                   and one.roles[0].shape[0] == one.roles[0].shape[1]]
-        patches = any(len(role.shape) == 4 for one in assignments for role in one.roles)
-        choices: list[dict[str, Any]] = [{}]
-        if packed and self.heads > 1:
-            choices += [{"packing": name} for name in list(_PACKINGS)[1:]]
-        if "q" in slots and self.heads > 1:
-            if not packed:
-                choices.append({"split": "interleaved"})
-            choices += [{**choice, "merge": "interleaved"} for choice in choices]
-        if any(_order_in(one) != sorted(_order_in(one)) for one in packed):
-            choices += [{**choice, "order": "q, k, v"} for choice in choices]
-        if any(role.slot == "gate" for one in packed for role in one.roles):
-            choices += [{"gate": "second"}, {"gate": "first, interleaved"},
-                        {"gate": "second, interleaved"}]
-        if any(role.slot == "table" and len(one.unit.tensors["weight"].shape) == 3
-               for one in assignments for role in one.roles):
-            choices += [{**choice, "table": "negated"} for choice in choices]
-        if patches:
-            choices += [{**choice, "pixels": "channels last"} for choice in choices[:3]]
-        choices += [{**choice, "swap": swap} for swap in self._swaps()
-                    for choice in choices[: 6 if len(choices) < 8 else 2]]
-        if unknown:
-            choices = [{**choice, "in x out": turned} for turned in (True, False)
-                       for choice in choices]
-        inputs = self.reference.probes[0].inputs
-        tokens = [x for x in inputs.values() if isinstance(x, Tensor) and x.ndim in (2, 3)]
-        layouts = [False]
-        if tokens and self.values and not self.mine.is_batch_first():
-            layouts.append(True)
-        for sequence_first in layouts:
-            for choice in choices:
-                yield _Attempt(choice, sequence_first)
-
-    def _swaps(self) -> list[dict[str, str]]:
-        """Other orders of roles of one shape that names did not tell apart."""
-        shapes: dict[tuple, dict[str, None]] = {}
-        for role, _ in self.matching.by_order:
-            part = role.stem.rpartition(".")[0].rpartition(".")[2]
-            shapes.setdefault((role.shape, part), {})[role.slot] = None
-        found = []
-        for slots in shapes.values():
-            others = self._alike(list(slots))
-            if 2 <= len(others) <= 4:
-                for order in list(itertools.permutations(others))[1:]:
-                    found.append(dict(zip(others, order)))
-        return found
-
-    def _alike(self, slots: list[str]) -> list[str]:
-        """Add the roles that have been left over for the last of several layers."""
-        for group in (("q", "k", "v", "o"), ("norm1", "norm2"), ("norm1", "norm2", "norm3"),
-                      ("gate", "up")):
-            present = {role.slot for one in self.matching.assignments for role in one.roles}
-            if set(slots) <= set(group) and set(group) <= present:
-                return list(group)
-        return slots
-
     def load(self, attempt: _Attempt) -> None:
         """Give the reader's parameters the reference's values."""
         values = {}
@@ -1627,6 +1563,73 @@ class _Comparison:
         return _gradients(model.run(**inputs), {**weights, **_inputs_of(inputs)})
 
 # %% ../nbs/98_compare.ipynb #the-comparison-2
+def _attempts(comparison: _Comparison) -> Iterator[_Attempt]:
+    """All readings of the reader's code, the usual ones first."""
+    assignments = comparison.matching.assignments
+    packed = [one for one in assignments if len(one.roles) > 1]
+    slots = {role.slot for one in assignments for role in one.roles}
+    unknown = [one for one in assignments
+               if one.unit.transposed is None and len(one.roles) == 1
+               and len(one.roles[0].shape) == 2
+               and one.roles[0].shape[0] == one.roles[0].shape[1]]
+    patches = any(len(role.shape) == 4 for one in assignments for role in one.roles)
+    choices: list[dict[str, Any]] = [{}]
+    if packed and comparison.heads > 1:
+        choices += [{"packing": name} for name in list(_PACKINGS)[1:]]
+    if "q" in slots and comparison.heads > 1:
+        if not packed:
+            choices.append({"split": "interleaved"})
+        choices += [{**choice, "merge": "interleaved"} for choice in choices]
+    if any(_order_in(one) != sorted(_order_in(one)) for one in packed):
+        choices += [{**choice, "order": "q, k, v"} for choice in choices]
+    if any(role.slot == "gate" for one in packed for role in one.roles):
+        choices += [{"gate": "second"}, {"gate": "first, interleaved"},
+                    {"gate": "second, interleaved"}]
+    if any(role.slot == "table" and len(one.unit.tensors["weight"].shape) == 3
+           for one in assignments for role in one.roles):
+        choices += [{**choice, "table": "negated"} for choice in choices]
+    if patches:
+        choices += [{**choice, "pixels": "channels last"} for choice in choices[:3]]
+    choices += [{**choice, "swap": swap} for swap in _swaps(comparison.matching)
+                for choice in choices[: 6 if len(choices) < 8 else 2]]
+    if unknown:
+        choices = [{**choice, "in x out": turned} for turned in (True, False)
+                   for choice in choices]
+    inputs = comparison.reference.probes[0].inputs
+    tokens = [x for x in inputs.values() if isinstance(x, Tensor) and x.ndim in (2, 3)]
+    layouts = [False]
+    if tokens and comparison.values and not comparison.mine.is_batch_first():
+        layouts.append(True)
+    for sequence_first in layouts:
+        for choice in choices:
+            yield _Attempt(choice, sequence_first)
+
+
+def _swaps(matching: _Matching) -> list[dict[str, str]]:
+    """Other orders of roles of one shape that names did not tell apart."""
+    shapes: dict[tuple, dict[str, None]] = {}
+    for role, _ in matching.by_order:
+        part = role.stem.rpartition(".")[0].rpartition(".")[2]
+        shapes.setdefault((role.shape, part), {})[role.slot] = None
+    found = []
+    for slots in shapes.values():
+        others = _alike(matching, list(slots))
+        if 2 <= len(others) <= 4:
+            for order in list(itertools.permutations(others))[1:]:
+                found.append(dict(zip(others, order)))
+    return found
+
+
+def _alike(matching: _Matching, slots: list[str]) -> list[str]:
+    """Add the roles that have been left over for the last of several layers."""
+    for group in (("q", "k", "v", "o"), ("norm1", "norm2"), ("norm1", "norm2", "norm3"),
+                  ("gate", "up")):
+        present = {role.slot for one in matching.assignments for role in one.roles}
+        if set(slots) <= set(group) and set(group) <= present:
+            return list(group)
+    return slots
+
+
 def _shortened(probes: list[Probe]) -> list[Probe]:
     """Keep the first probe, with its first two rows."""
     first = probes[0]
@@ -1678,7 +1681,7 @@ class _Outputs:
 
     def __init__(self, comparison: _Comparison):
         self.comparison = comparison
-        self.attempts = list(comparison.attempts())
+        self.attempts = list(_attempts(comparison))
         self.found: dict[tuple, Tensor | str] = {}
         self.loaded: _Attempt | None = None
 

@@ -1963,12 +1963,12 @@ def _causal_mask_at_first_key(self, n, m):
     return torch.ones(n, m, dtype=torch.bool).tril(0)
 
 
-@mistake("is_causal", "causal mask in cross-attention, too",
+@mistake("is_causal", "causal mask in cross-attention, too", around=True,
          says="A causal mask hides a part of the memory in cross-attention; each token may "
               "attend to the whole memory.",
          right="no mask of the memory but its padding", wrong="tril(ones(N, M))", read=_CAUSAL)
-def _causal_cross_attention(self):
-    return not self.scope.startswith("encoder.")
+def _causal_cross_attention(self, usual):
+    return usual(self) or self.scope.endswith("cross.")
 
 
 @mistake("is_causal", "causal mask where all may be seen",

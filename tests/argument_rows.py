@@ -1772,7 +1772,10 @@ SPARED = {  # arguments without another value here, and why
     "flash.packed_ranges": dict(device="values are read, so it cannot be the device meta"),
     "models.create_model": dict(pretrained="downloads"),
     "data.encode": dict(tokenizer="has a test", prefix="has a test"),
-    "train.fit": dict.fromkeys(("checkpoint", "accelerator"), "tests/test_train.py"),
+    "train.fit": {
+        **dict.fromkeys(("checkpoint", "accelerator"), "tests/test_train.py"),
+        "verbose": "prints: tests/test_way_in_second.py",
+    },
     "translation.direction_batches": dict(tokenizer="all have the same tags"),
     "translation.number_table": dict(tokenizer="another one has other tokens"),
     "translation.translate": dict(tokenizer="another one has other tokens"),
@@ -1783,6 +1786,7 @@ SPARED = {  # arguments without another value here, and why
 NOT_YET = set(  # functions whose arguments have no other values here yet
     """
     backbone.is_plain
+    models.check_loadable
     backbone.is_unchanged
     cost.Diagnosis
     cost.Operator
