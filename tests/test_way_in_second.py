@@ -296,3 +296,16 @@ def test_weights_may_be_read_by_those_who_may_read_their_json(tmp_path):
         os.umask(before)
     modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
     assert len(modes) == 4 and set(modes.values()) == {0o640}, modes
+
+
+def test_a_warning_of_the_shell_is_one_line(colors, capsys):
+    (colors / "red" / "9.png").write_bytes(b"no picture")
+    usual = warnings.formatwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *what: print(warnings.formatwarning(*what[:4]), end="")
+        cli.main(["train", "colors", "--model", "vit_collages", *RUN])
+    said = capsys.readouterr().out
+    assert said.startswith("attnlib: files that cannot be read and are left out: 1 (")
+    assert said.splitlines()[1].startswith("vit_collages: ")
+    assert warnings.formatwarning is usual
