@@ -275,6 +275,13 @@ def test_adapters_must_be_merged_before_a_model_is_saved(tmp_path):
     torch.testing.assert_close(load_model(tmp_path / "model")(x), wanted)
 
 
+def test_a_compiled_model_is_refused_and_what_was_compiled_is_not(tmp_path):
+    model = small()
+    with pytest.raises(ValueError, match="save the one that was compiled"):
+        save_model(torch.compile(model), tmp_path)
+    save_model(model, tmp_path)
+
+
 def test_a_run_of_a_changed_model_warns_and_its_checkpoint_says_why(tmp_path):
     model = small()
     model.blocks[0].attn.qkv = Adapted(model.blocks[0].attn.qkv)
