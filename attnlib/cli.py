@@ -14,6 +14,7 @@ import inspect
 import json
 import statistics
 import sys
+import warnings
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from functools import partial
@@ -812,12 +813,21 @@ def main(arguments: list[str] | None = None) -> None:
     if not arguments:
         arguments = ["--help"]
     options = _parser().parse_args(arguments)
+    usual = warnings.formatwarning
+    warnings.formatwarning = _in_one_line
     try:
         options.run(options)
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
         sys.exit(f"attnlib: {error}")
     except KeyboardInterrupt:
         sys.exit("attnlib: interrupted")
+    finally:
+        warnings.formatwarning = usual
+
+
+def _in_one_line(message: Warning | str, *where: Any) -> str:
+    """A warning without the place in the code that it comes from."""
+    return f"attnlib: {message}\n"
 
 # %% ../nbs/97_cli.ipynb #former-names
 from typing import TYPE_CHECKING

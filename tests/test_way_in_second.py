@@ -275,6 +275,13 @@ def test_adapters_must_be_merged_before_a_model_is_saved(tmp_path):
     torch.testing.assert_close(load_model(tmp_path / "model")(x), wanted)
 
 
+def test_a_compiled_model_is_refused_and_what_was_compiled_is_not(tmp_path):
+    model = small()
+    with pytest.raises(ValueError, match="save the one that was compiled"):
+        save_model(torch.compile(model), tmp_path)
+    save_model(model, tmp_path)
+
+
 def test_a_run_of_a_changed_model_warns_and_its_checkpoint_says_why(tmp_path):
     model = small()
     model.blocks[0].attn.qkv = Adapted(model.blocks[0].attn.qkv)
@@ -296,3 +303,16 @@ def test_weights_may_be_read_by_those_who_may_read_their_json(tmp_path):
         os.umask(before)
     modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
     assert len(modes) == 4 and set(modes.values()) == {0o640}, modes
+
+
+def test_a_warning_of_the_shell_is_one_line(colors, capsys):
+    (colors / "red" / "9.png").write_bytes(b"no picture")
+    usual = warnings.formatwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *what: print(warnings.formatwarning(*what[:4]), end="")
+        cli.main(["train", "colors", "--model", "vit_collages", *RUN])
+    said = capsys.readouterr().out
+    assert said.startswith("attnlib: files that cannot be read and are left out: 1 (")
+    assert said.splitlines()[1].startswith("vit_collages: ")
+    assert warnings.formatwarning is usual

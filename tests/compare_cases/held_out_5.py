@@ -10,9 +10,9 @@ from einops.layers.torch import Rearrange
 try:
     import jax
     import jax.numpy as jnp
+    from jax import lax
 except ModuleNotFoundError:
     jax = None
-from jax import lax
 
 CASES = []
 
