@@ -1411,6 +1411,13 @@ def _lines_of(report: Report) -> list[str]:
     return lines
 
 # %% ../nbs/98_compare.ipynb #comparison-3
+def _address(read: str) -> str:
+    """Return the address of the section "10_attention: The softmax" in the book."""
+    chapter, _, heading = read.partition(": ")
+    label = re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-")
+    return f"https://attnlib.github.io/attnlib/nbs/{chapter}.html#{label}"
+
+
 def _lines_of_finding(finding: Finding) -> list[str]:
     """Return the lines about one finding."""
     lines = []
@@ -1418,7 +1425,7 @@ def _lines_of_finding(finding: Finding) -> list[str]:
                                         finding.read):
         chapter, _, heading = read.partition(": ")
         lines.append(f"{says} (reference: {right}; yours: {wrong})")
-        lines.append(f"  Read: \"{heading}\" (chapter {chapter[:2]}).")
+        lines.append(f"  Read: \"{heading}\" (chapter {chapter[:2]}), {_address(read)}")
     lines.append(f"  This reproduces your output to {max(finding.error, 1e-17):.0e}.")
     return lines
 
@@ -1694,7 +1701,11 @@ class _Outputs:
                 self.comparison.load(attempt)
                 self.loaded = attempt
             try:
-                self.found[key] = self.comparison.output(attempt, number, style)
+                out = self.comparison.output(attempt, number, style)
+                mask = self.comparison.reference.probes[number].inputs.get("mask")
+                if mask is not None and not mask.any(-1).all() and out.isnan().any():
+                    raise _NotCallable("a query that may attend to nothing gives NaN")
+                self.found[key] = out
             except _NotCallable as reason:
                 self.found[key] = str(reason)
         return self.found[key]

@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.nn as nn
@@ -95,7 +96,9 @@ def test_the_report_of_a_wrong_scale():
     text = str(report)
     assert "Parameters matched: 8 of 8." in text and "chapter 10" in text
     assert json.dumps(report.to_dict())
-    assert report.figure().axes
+    figure = report.figure()
+    assert figure.axes
+    plt.close(figure)
 
 
 def test_two_names_for_one_function_are_told_apart():

@@ -42,11 +42,11 @@ def test_the_installed_command_runs(site):
 
 
 def test_the_wheel_is_small(site):
-    """The library at most 1 MB; with records and trained weights 8 MB."""
+    """The library at most 1 MB; with records and trained weights 9 MB."""
     (wheel,) = (site.parent / "dist").glob("*.whl")
     sizes = {each.filename: each.compress_size for each in zipfile.ZipFile(wheel).infolist()}
     library = sum(size for name, size in sizes.items() if "attnlib/results/" not in name)
-    assert wheel.stat().st_size <= 8 * MB, f"{wheel.stat().st_size:,} bytes"
+    assert wheel.stat().st_size <= 9 * MB, f"{wheel.stat().st_size:,} bytes"
     assert library <= 1 * MB, f"{library:,} bytes"
     assert sum("results/" in name for name in sizes) > 60  # and the records are there
 
