@@ -327,7 +327,7 @@ def _roles(values: dict[str, Tensor]) -> list[_Role]:
 
 
 def _fits(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether values of a shape can be arranged as the target."""
+    """Return whether values of a shape can be arranged as the target."""
     if math.prod(shape) != math.prod(target):
         return False
     ours = sorted(n for n in shape if n > 1)
@@ -348,7 +348,7 @@ def _missing_rows(role: _Role, unit: _Unit) -> int:
 
 
 def _can_take(role: _Role, unit: _Unit) -> bool:
-    """Whether the shapes allow it."""
+    """Return whether the shapes let a layer have a role."""
     kinds = [kind for kind in role.tensors if kind in unit.tensors]
     for kind in kinds:
         if not _fits(tuple(role.tensors[kind].shape), tuple(unit.tensors[kind].shape)):
@@ -776,7 +776,7 @@ def _nested(like: Any, values: dict[str, Any], before: str = "") -> Any:
 
 
 def _refers_to_itself(module: nn.Module) -> bool:
-    """Whether a module keeps a function of its own parts, which a copy would not replace."""
+    """Return whether a module keeps a function of its own parts, which a copy would keep."""
     for part in module.modules():
         for value in vars(part).values():
             for cell in getattr(value, "__closure__", None) or ():
@@ -956,17 +956,17 @@ class _Implementation:
         return "\n".join(found)
 
     def is_sequence_first(self) -> bool:
-        """Whether the code, or a layer of PyTorch, has the sequence as the first axis."""
+        """Return whether the code, or PyTorch's layer, has the sequence as first axis."""
         own = type(self.function).__module__.startswith("torch")
         return own or re.search(_SEQUENCE_FIRST, self.sources()) is not None
 
     def is_batch_first(self) -> bool:
-        """Whether the code says that the batch comes first, as in ``B, N, C = x.shape``."""
+        """Return whether the batch comes first, as the code says in ``B, N, C = x.shape``."""
         source = self.sources()
         return re.search(_BATCH_FIRST, source) is not None
 
     def uses_tensors(self) -> bool:
-        """Whether operations of the implementation are PyTorch's, and so can be recorded."""
+        """Return whether operations are PyTorch's, so that they can be recorded."""
         if self.arrays is None:
             return not self.takes_arrays
         return isinstance(next(iter(_flat(self.arrays).values())), Tensor)
@@ -1044,7 +1044,7 @@ def _tensor_of(found: Any, shapes: list[tuple[int, ...]]) -> Tensor:
 
 
 def _is_mask(name: str) -> bool:
-    """Whether an argument is a mask of attention."""
+    """Return whether an argument is a mask of attention."""
     others = ("masked", "mask_token", "mask_tokens")
     return ("mask" in name and name not in others) or name in ("is_causal", "causal")
 
@@ -1167,7 +1167,7 @@ def _fingerprint(x: Tensor) -> tuple[int, Tensor]:
 
 
 def _same(first: tuple[int, Tensor], second: tuple[int, Tensor], tolerance: float) -> bool:
-    """Whether two fingerprints are those of the same elements."""
+    """Return whether two fingerprints are those of the same elements."""
     if first[0] != second[0]:
         return False
     scale = 1 + first[1][3]
@@ -1474,7 +1474,7 @@ class _Comparison:
                         matching.assignments.remove(one)
 
     def _is_large(self) -> bool:
-        """Whether one probe has to do."""
+        """Return whether the model is so large that one probe has to suffice."""
         if not isinstance(self.module, nn.Module):
             return False
         return sum(parameter.numel() for parameter in self.module.parameters()) > 3_000_000
@@ -1834,7 +1834,7 @@ class _Screen:
                                           if record.fingerprint[0] == size]))
 
     def passes(self, chosen: tuple[Mistake, ...]) -> bool:
-        """Whether the model with these mistakes may reproduce the reader's output."""
+        """Return whether the model with these mistakes may reproduce the reader's output."""
         comparison = self.comparison
         for step, allowed in self.tests:
             model = _model_with(comparison, chosen)
@@ -2310,7 +2310,7 @@ def _describe(comparison: _Comparison, attempt: _Attempt, values: str) -> None:
 
 
 def _is_convention(attempt: _Attempt, values: str) -> bool:
-    """Whether a reading differs from the reference by a convention."""
+    """Return whether a reading differs from the reference by a convention."""
     names = {"packing", "split", "merge", "pixels", "gate", "table", "order"}
     unusual = names & set(attempt.choice)
     return attempt.sequence_first or bool(unusual) or values in ("hide", "added")
@@ -2394,7 +2394,7 @@ def _explain(comparison: _Comparison, outputs: _Outputs) -> None:
 
 
 def _may_stand_for(comparison: _Comparison) -> bool:
-    """Whether parameters that were left over may stand for roles that were left over."""
+    """Return whether parameters that were left over may stand for roles that were left over."""
     matching = comparison.matching
     extra = [comparison.mine.parameters[name].numel() for name in matching.extra]
     missing = [comparison.values[role].numel() for role in matching.missing]

@@ -111,7 +111,7 @@ class NormSteps(Steps):
         return (variance + self.eps()).sqrt()
 
     def is_centered(self) -> bool:
-        """Whether the mean is subtracted."""
+        """Return whether the mean is subtracted."""
         return self.config.norm == "layer"
 
     def affine(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -234,7 +234,7 @@ class AttentionSteps(Steps):
         return q @ k.transpose(-2, -1) * self.scale(q, k)
 
     def is_causal(self) -> bool:
-        """Whether a causal mask is used."""
+        """Return whether a causal mask is used."""
         return self.config.causal
 
     def causal_mask(self, n: int, m: int) -> Tensor:
@@ -427,11 +427,11 @@ class BlockSteps(AttentionSteps, MlpSteps, NormSteps):
         return x + branch
 
     def norm_first(self) -> bool:
-        """Whether norms come before their branches."""
+        """Return whether norms come before their branches."""
         return self.config.norm_first
 
     def is_mlp(self, name: str) -> bool:
-        """Whether the norm of this name belongs to the MLP."""
+        """Return whether the norm of this name belongs to the MLP."""
         return name == "norm2"
 
     def sublayer(self, name: str, x: Tensor, branch: Callable) -> Tensor:
@@ -516,11 +516,11 @@ class DecoderSteps(BlockSteps):
     """A decoder layer: causal self-attention, attention to a memory, and an MLP."""
 
     def is_causal(self) -> bool:
-        """Whether this is self-attention of a decoder."""
+        """Return whether this is self-attention of a decoder."""
         return self.scope.endswith("attn.") and not self.scope.startswith("encoder.")
 
     def is_mlp(self, name: str) -> bool:
-        """Whether the norm of this name belongs to the MLP."""
+        """Return whether the norm of this name belongs to the MLP."""
         return name == ("norm2" if self.scope.startswith("encoder.") else "norm3")
 
     def cross_branch(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
@@ -608,7 +608,7 @@ class TransformerSteps(DecoderSteps, SinusoidSteps, GPTSteps):
         return states
 
     def memory_of(self, i: int, states: list[Tensor]) -> Tensor:
-        """What the decoder layer i attends to."""
+        """Return the memory to which decoder layer i attends."""
         return states[-1]
 
     def run(self, src: Tensor, tgt: Tensor) -> Tensor:
@@ -1624,7 +1624,7 @@ class Mistake:
     around: bool = False
 
     def applies_to(self, steps: type[Steps]) -> bool:
-        """Whether the model has the step."""
+        """Return whether the model has the step."""
         return hasattr(steps, self.step)
 
     def applied_to(self, steps: type[Steps]) -> type[Steps]:

@@ -611,7 +611,7 @@ class SwinSteps(PatchSteps, MergingSteps, SwinBlockSteps):
                "pretrained": (None, None), "pool": "avg"}
 
     def shifts(self, number: int) -> bool:
-        """Whether a block of a stage shifts its windows."""
+        """Return whether a block of a stage shifts its windows."""
         return number % 2 == 1
 
     def shift_length(self, window: int) -> int:
