@@ -11,6 +11,7 @@ __all__ = ['LANGUAGES', 'PAD', 'BOS', 'EOS', 'UNK', 'KINDS', 'CAPTION_WORDS', 'n
 # %% ../nbs/90_data.ipynb #imports
 import bz2
 import functools
+import gzip
 import hashlib
 import http.client
 import math
@@ -157,7 +158,8 @@ PAD, BOS, EOS, UNK = range(4)
 
 
 def train_bpe(
-    texts: Iterable[str], vocab_size: int, *, extra: Sequence[str] = ()
+    texts: Iterable[str], vocab_size: int, *, extra: Sequence[str] = (),
+    punctuation: bool = False,
 ) -> "tokenizers.Tokenizer":
     """Learn a byte-pair encoding.
 
@@ -168,6 +170,8 @@ def train_bpe(
         Number of tokens, the special ones included.
     extra : sequence of str
         Further special tokens, such as one for each target language; their numbers begin at 4.
+    punctuation : bool
+        Make every punctuation mark a token of its own, so that "dog" and "dog." share a token.
 
     Returns
     -------
@@ -186,6 +190,9 @@ def train_bpe(
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    if punctuation:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation()])
     tokenizer.decoder = decoders.Metaspace()
     special = ["<pad>", "<s>", "</s>", "<unk>", *extra]
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special,
@@ -340,17 +347,40 @@ def train_tokenizer(text: str | Iterable[str], vocab_size: int) -> "tokenizers.T
     return tokenizer
 
 # %% ../nbs/90_data.ipynb #multi30k-files
-_OFFICIAL = "http://www.quest.dcs.shef.ac.uk/wmt16_files_mmt/"
-_MIRROR = "https://raw.githubusercontent.com/neychev/small_DL_repo/master/datasets/Multi30k/"
-_TRAIN = "20140d013d05dd9a72dfde46478663ba05737ce983f478f960c1123c6671be5e"
-_VALID = "a7aa20e9ebd5ba5adce7909498b94410996040857154dab029851af3a866da8c"
-_MULTI30K = {  # split: name of the texts, name of the archive, its sources with their SHA-256
-    "train": ("train", "training.tar.gz", {_OFFICIAL: _TRAIN, _MIRROR: _TRAIN}),
-    "valid": ("val", "validation.tar.gz", {_OFFICIAL: _VALID, _MIRROR: _VALID}),
-    "test": ("test", "mmt16_task1_test.tar.gz", {  # the mirror has packed the same texts anew
-        _OFFICIAL: "0681be16a532912288a91ddd573594fbdd57c0fbb81486eff7c55247e35326c2",
-        _MIRROR: "6d1ca1dba99e2c5dd54cae1226ff11c2551e6ce63527ebb072a1f70f72a5cd36",
-    }),
+_MULTI30K = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
+_MULTI30K_SPLITS = {"train": "train", "valid": "val", "test": "test_2016_flickr",
+                    "test_2017": "test_2017_flickr"}
+_MULTI30K_FILES = {  # with the SHA-256 of each
+    "test_2016_flickr.cs.gz":
+        "200a4a74cc9560f051924abb9803be008d1908d77f747e9141aeb86dfd2797f1",
+    "test_2016_flickr.de.gz":
+        "9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8",
+    "test_2016_flickr.en.gz":
+        "611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9",
+    "test_2016_flickr.fr.gz":
+        "6d326e188d259fb1d04ac19eae3af956559b3a0b93d7635e56c90987c40c8b90",
+    "test_2017_flickr.de.gz":
+        "a2c89666db00c495cd8513b9d708d5a3acc205d7de312ef2bf5fb7ebc1540aee",
+    "test_2017_flickr.en.gz":
+        "76a444ee25172e72695cddb13ae4a3bda59430617be88e0bb46b60504f054074",
+    "test_2017_flickr.fr.gz":
+        "3ba671ceb2299f3304ffafefea7a833d08632fbaf0ba18546f8a2ec2391af496",
+    "train.cs.gz":
+        "a65adb8b32e3bc664f21ecba7a6e7f6950fd1f405e135f7c312faabdb6255077",
+    "train.de.gz":
+        "726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6",
+    "train.en.gz":
+        "d79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f",
+    "train.fr.gz":
+        "622e75069e9f4c577425c4f277116ce66e63a2401c0a2312d90073cb12379a3c",
+    "val.cs.gz":
+        "b63226e05c4bd5dd6a42897d74b86a1b9d2c31498252c572b1ea7f7996927fcc",
+    "val.de.gz":
+        "f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a",
+    "val.en.gz":
+        "14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28",
+    "val.fr.gz":
+        "ca3106f1a72390591d25f6c45cb4cd39dec4cd3f123e099748a3ce5256c160e9",
 }
 
 
@@ -395,44 +425,52 @@ def fetch(name: str, sources: dict[str, str], folder: Path) -> Path:
 
 # %% ../nbs/90_data.ipynb #multi30k
 def multi30k(
-    split: Literal["train", "valid", "test"], folder: str | Path | None = None
-) -> tuple[list[str], list[str]]:
-    """Parallel sentences of Multi30k.
+    split: Literal["train", "valid", "test", "test_2017"], folder: str | Path | None = None, *,
+    languages: Sequence[str] = ("en", "de"),
+) -> tuple[list[str], ...]:
+    """Parallel sentences of Multi30k: captions of photographs, translated one by one.
 
     Parameters
     ----------
-    split : {"train", "valid", "test"}
+    split : {"train", "valid", "test", "test_2017"}
+        29,000, 1,014, 1,000, and 1,000 sentences; "test" is the test set of 2016.
     folder : path, optional
-        Where the archives are kept; "multi30k" in `torch.hub`'s folder by default.
+        Where the files are kept; "multi30k" in `torch.hub`'s folder by default.
+    languages : sequence of str
+        Of "en", "de", "fr", and "cs"; the test set of 2017 has no Czech.
 
     Returns
     -------
-    english, german : list of str
-        Sentence i of one translates sentence i of the other.
+    tuple of list of str
+        A list for each language; sentences of the same index translate each other.
 
     Raises
     ------
     ValueError
-        If there is no such split, or a file is not the published one.
+        If there is no such split or language, or a file is not the published one.
     ConnectionError
         If a file is neither there nor can be fetched.
     """
-    if split not in _MULTI30K:
-        raise ValueError(f"split ({split!r}) must be one of {', '.join(map(repr, _MULTI30K))}")
-    stem, name, sources = _MULTI30K[split]
-    archive = fetch(name, sources, folder or Path(torch.hub.get_dir()) / "multi30k")
-    texts = {"en": [], "de": []}
-    with tarfile.open(archive) as tar:
-        for member in tar.getmembers():
-            if Path(member.name).name in (f"{stem}.en", f"{stem}.de"):
-                text = tar.extractfile(member).read().decode("utf-8")
-                texts[member.name[-2:]] = text.strip().split("\n")
-    english = texts["en"]
-    german = texts["de"]
-    if len(english) != len(german) or not english:
-        raise ValueError(f"{archive} has {len(english)} English and {len(german)} German "
-                         f"sentences of {stem}; it needs equally many")
-    return english, german
+    if split not in _MULTI30K_SPLITS:
+        splits = ", ".join(map(repr, _MULTI30K_SPLITS))
+        raise ValueError(f"split ({split!r}) must be one of {splits}")
+    stem = _MULTI30K_SPLITS[split]
+    folder = folder or Path(torch.hub.get_dir()) / "multi30k"
+    texts = []
+    for language in languages:
+        name = f"{stem}.{language}.gz"
+        if name not in _MULTI30K_FILES:
+            known = [file.split(".")[1] for file in _MULTI30K_FILES if file.startswith(stem)]
+            raise ValueError(f"languages ({language!r}) must be of {', '.join(known)} for the "
+                             f"split {split!r}")
+        path = fetch(name, {_MULTI30K: _MULTI30K_FILES[name]}, folder)
+        text = gzip.decompress(path.read_bytes()).decode("utf-8")
+        texts.append(text.strip().split("\n"))
+    counts = {len(sentences) for sentences in texts}
+    if len(counts) > 1:
+        raise ValueError(f"the languages of {folder} must have equally many sentences of "
+                         f"{split!r}, not {', '.join(map(str, sorted(counts)))}")
+    return tuple(texts)
 
 # %% ../nbs/90_data.ipynb #digits
 def digits(
