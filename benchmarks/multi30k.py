@@ -27,7 +27,7 @@ from benchmarks.records import write_record
 from benchmarks.runner import save_half
 
 SIZE = dict(
-    vocab_size=8000,
+    vocab_size=5000,
     d_model=128,
     nhead=4,
     num_encoder_layers=4,
@@ -243,7 +243,7 @@ def add_options(parser):
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--log-epochs", type=int, default=5)
     parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--schedule", default="inverse_sqrt")
+    parser.add_argument("--schedule", default="cosine")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tiny", action="store_true")
 

@@ -24,7 +24,7 @@ RECORD = "benchmarks/results/pages.json"
 NOTATION = (
     "\n\n**Notation**: {ref}`symbols <notation>` and {ref}`words <words>` of all chapters."
 )
-WORDS, LINES = 150, 30  # that a reader takes in within a minute: of text, of code
+WORDS, LINES = 200, 10  # that a reader takes in within a minute: of text, of code
 
 
 class Idea(NamedTuple):
@@ -57,21 +57,86 @@ def read(root=ROOT):
     return found
 
 
-def minutes(cells):
-    """Minutes to read a chapter, without its exercises and what is folded, to the next five."""
-    words = lines = 0
+def without_solutions(cells):
+    """The cells of a chapter without those between the marks of a solution."""
+    found = []
+    inside = False
     for cell in cells:
         text = "".join(cell["source"])
-        if cell["cell_type"] == "code":
-            if {"hide-input", "remove-cell"} & set(cell["metadata"].get("tags", ())):
-                continue
-            lines += sum(bool(line.strip()) for line in text.splitlines())
-            continue
-        before, mark, _ = text.partition("## Exercises")
-        words += len(before.split())
-        if mark:
-            break
-    return max(5, 5 * round((words / WORDS + lines / LINES) / 5))
+        if "{solution-start}" in text:
+            inside = True
+        if not inside:
+            found.append(cell)
+        if "{solution-end}" in text:
+            inside = False
+    return found
+
+
+def before(cells, heading):
+    """The cells before the first one with a heading, and that one up to the heading."""
+    found = []
+    for cell in cells:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            match = re.search(rf"(?m)^{heading}\b.*$", text)
+            if match:
+                return [*found, {**cell, "source": text[: match.start()]}]
+        found.append(cell)
+    return found
+
+
+def core_of(cells):
+    """The cells of the core: all before the heading "Going deeper"."""
+    return before(cells, "## Going deeper")
+
+
+def is_folded(cell):
+    """Whether a reader does not see the code of a cell at once."""
+    folds = {"hide-input", "hide-cell", "remove-cell"}
+    return bool(folds & set(cell["metadata"].get("tags", ())))
+
+
+def words_in(text):
+    """Words of a page's Markdown, without formulas, marks of directives, and pictures."""
+    text = re.sub(r"(?ms)^:::\{explorer\}.*?^:::$", "", text)  # captions do not count
+    text = re.sub(r"\{[\w:]+\}`([^`<]*)[^`]*`", r"\1", text)  # a link is as long as its text
+    text = re.sub(r"\$\$?.*?\$\$?", " ", text, flags=re.S)
+    text = re.sub(r"(?m)^(:::|```|:\w+:).*$", "", text)
+    return len(re.findall(r"\w+(?:['’-]\w+)*", text))
+
+
+def seconds_of(cell):
+    """Seconds to read a cell: 200 words, ten lines of code, or two pictures in a minute."""
+    text = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        formulas = len(re.findall(r"\$\$.*?\$\$", text, flags=re.S))
+        pictures = text.count(":::{explorer}")
+        return 60 * words_in(text) / WORDS + 30 * (formulas + pictures)
+    pictures = 0
+    for output in cell.get("outputs", ()):
+        if "image/png" in output.get("data", ()) or "image/svg+xml" in output.get("data", ()):
+            pictures += 1
+    lines = 0
+    if not is_folded(cell):
+        lines = sum(bool(line.strip()) for line in text.splitlines())
+    if "remove-cell" in cell["metadata"].get("tags", ()):
+        pictures = 0
+    return 60 * lines / LINES + 30 * pictures
+
+
+def minutes(cells):
+    """Minutes to read some cells of a chapter, without its exercises."""
+    cells = before(cells, "## Exercises")
+    return sum(seconds_of(cell) for cell in cells) / 60
+
+
+def time_to_read(cells):
+    """The sentence about a chapter's time: of its core, if it has one, and of the whole."""
+    whole = max(5, 5 * round(minutes(cells) / 5))
+    core = max(5, 5 * round(minutes(core_of(cells)) / 5))
+    if core == whole:
+        return f"about {whole} minutes to read, without the exercises"
+    return f"about {core} minutes for the core, about {whole} with all of Going deeper"
 
 
 def to_run(name, root=ROOT):
@@ -98,7 +163,7 @@ def box(name, found, cells):
     lines += [f"**You should know**: {known}."]
     if ahead := links(idea.ahead, found):
         lines[-1] += f" The code also uses a part of {ahead}, which need not be read before."
-    lines += ["", f"**Time**: about {minutes(cells)} minutes to read, without the exercises."]
+    lines += ["", f"**Time**: {time_to_read(cells)}."]
     return "\n".join(lines)
 
 
