@@ -892,7 +892,7 @@ def _parser() -> argparse.ArgumentParser:
                               help="safetensors in place of the hub's")
     name_picture.add_argument("--map", metavar="FILE",
                               help="write the picture with orange where the model looked")
-    translator = part("translate", _print_translations, "translate sentences, without a network")
+    translator = part("translate", _print_translations, "translate sentences; needs no network")
     translator.add_argument("sentences", metavar="SENTENCE", nargs="*",
                             help="one or more; else those on the standard input, one per line")
     translator.add_argument("--to", dest="target", metavar="LANGUAGE", required=True,
@@ -901,7 +901,7 @@ def _parser() -> argparse.ArgumentParser:
                             help="language of the sentences, by default en")
     translator.add_argument("--beam", type=int, default=5,
                             help="sentences that the search keeps, by default 5; 1 is greedy")
-    writer = part("generate", _print_text, "continue a text, without a network")
+    writer = part("generate", _print_text, "continue a text; needs no network")
     writer.add_argument("prompt", metavar="PROMPT")
     writer.add_argument("--model", default="shakespeare", metavar="NAME",
                         help="a GPT that comes with the library (by default shakespeare), or "

@@ -1,4 +1,4 @@
-"""The models that come with the library: `python -m benchmarks.ship NAME --run RUN --data DATA`.
+"""The models that come with the library: `python -m benchmarks.ship NAME --run RUN ...`.
 
     en-de         a translator from a run of benchmarks/multi30k.py
     shakespeare   a GPT from a checkpoint of `train.fit`, with its tokenizer
@@ -33,105 +33,12 @@ LANGUAGES = {"en": "English", "de": "German", "fr": "French", "cs": "Czech"}
 TESTS = {"test": "Multi30k, test 2016", "test_2017": "Multi30k, test 2017"}
 BEAM = 5  # as `attnlib translate`
 
-TRANSLATOR_CARD = """\
-# {source} to {target}: a Transformer of {millions} million parameters for captions of photographs
+CARDS = ROOT / "benchmarks" / "cards"  # their text, with names in braces for the numbers
 
-    attnlib translate "A dog runs on the beach." --to {to}
 
-```python
-model = attnlib.load_model("{name}")
-attnlib.translation.translate(model, model.tokenizer, ["A dog runs on the beach."])
-```
-
-## Data
-
-The training set of Multi30k (Elliott et al. 2016): 29,000 English captions of photographs from \
-Flickr with their translations by professional translators. The sentences do not come with the \
-library.
-
-## Training
-
-An encoder-decoder with {num_encoder_layers} + {num_decoder_layers} layers of width {d_model} and \
-one vocabulary of {vocab_size:,} byte pairs for both languages, trained from random weights for \
-{epochs} epochs with dropout {dropout} on two cores of a CPU. The weights are their exponential \
-moving average at the end of the run with the seed {seed}; no other run was looked at to choose \
-it. They are stored in half precision, and the model computes in single precision. The chapter \
-on translation describes the run, and `python -m benchmarks.multi30k train` repeats it.
-
-## Scores
-
-BLEU by sacrebleu on raw, cased text, of the weights in this folder, with beam search (beam \
-{beam}):
-
-| test set | sentences | BLEU |
-|---|---|---|
-{rows}
-
-The signature of the scores is `{signature}`. On the validation sentences the run ended with a \
-cross-entropy of {valid} nats per token.
-
-## What it cannot do
-
-- It knows what captions of photographs say: people, animals, clothes, sports, and streets, in \
-the present tense. Questions, news, conversations, and names are far from what it has read, and \
-it translates them badly or into something else.
-- Long sentences and several sentences at once are outside of its training data.
-- It has learned the prejudices of its captions, for example which jobs are done by men and \
-which by women, and it puts them into translations: English leaves open whether "a doctor" is a \
-woman, and German does not.
-- It may leave out or invent words. Do not rely on a translation that nobody has read.
-
-## License
-
-The weights are ours, under the license of the library (Apache-2.0). They were trained on \
-Multi30k, whose maintainers distribute it under the terms of Flickr30k \
-(<https://github.com/multi30k/dataset/issues/8>), which allow research and education without \
-commercial use. Read these terms before any other use of the weights.
-"""
-
-TEXT_CARD = """\
-# A GPT of {millions} million parameters that writes in the manner of Shakespeare's plays
-
-    attnlib generate "ROMEO:"
-
-```python
-model = attnlib.load_model("{name}")
-print(model.write("ROMEO:", 200, temperature=0.8))
-```
-
-## Data
-
-"Tiny Shakespeare": 1.1 million characters of Shakespeare's plays, collected by Andrej Karpathy \
-for char-rnn (2015). The first 90% of the characters were used for training and the last 10% for \
-validation, as in nanoGPT. The text is in the public domain, and it does not come with the \
-library.
-
-## Training
-
-A GPT with {n_layer} layers, {n_head} heads, width {n_embd}, a context of {block_size} tokens, and \
-a vocabulary of {vocab_size:,} tokens, trained from random weights{steps}. The weights are stored \
-in half precision, and the model computes in single precision. The chapter on GPT describes the \
-run.
-
-## Scores
-
-On the validation part, the weights in this folder need **{bits:.3f} bits per character** \
-({nats:.3f} nats), where each token is predicted from at least {least} tokens before it.
-
-## What it cannot do
-
-- It answers no questions and follows no instructions; it continues a text.
-- It knows the letters and the layout of plays from four centuries ago. Characters that are not \
-in its training data cannot be part of a prompt.
-- Its sentences sound like sentences, but they do not make sense, and no thought lasts longer \
-than its context.
-- The plays speak of people in the words of their time, and so does the model.
-
-## License
-
-The weights are ours, under the license of the library (Apache-2.0). The text is in the public \
-domain.
-"""
+def card(kind, **facts):
+    """The card of a kind of model, "translator" or "text", with its facts."""
+    return (CARDS / f"{kind}.md").read_text(encoding="utf-8").format(**facts)
 
 
 def millions(model):
@@ -205,7 +112,7 @@ def translator_card(name, model, record, scores):
         "signature": next(iter(scores.values()))["signature"],
         "valid": f"{record['history'][-1]['valid']:.3f}",
     }
-    return TRANSLATOR_CARD.format(**facts)
+    return card("translator", **facts)
 
 
 def ship_translator(arguments, name, folder):
@@ -258,7 +165,8 @@ def ship_text_model(arguments, name, folder):
         steps = f" for {state['step']:,} steps"
     sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
     facts = {size: getattr(config, size) for size in sizes}
-    return TEXT_CARD.format(
+    return card(
+        "text",
         name=name,
         millions=millions(model),
         steps=steps,
@@ -290,8 +198,8 @@ def main(arguments=None):
     arguments = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:  # a folder is shipped with its card
         folder = Path(temporary) / arguments.name
-        card = COMMANDS[arguments.name](arguments, arguments.name, folder)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        text = COMMANDS[arguments.name](arguments, arguments.name, folder)
+        (folder / "README.md").write_text(text, encoding="utf-8")
         target = arguments.out / arguments.name
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(folder, target)
