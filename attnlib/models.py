@@ -683,7 +683,23 @@ def _model_part(tensors: dict[str, Any]) -> dict[str, Any]:
         kind, _, name = key.partition(".")
         if kind in parts:
             parts[kind][name] = x
-    return parts["best"] or parts["model"] | parts["average"]
+    return parts["best"] or _averaged(parts["model"], parts["average"])
+
+
+def _averaged(weights: dict[str, Tensor], average: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace weights by their average where there is one.
+
+    The average holds a parameter once, although the weights hold it under each of its names,
+    such as those of an embedding and of the output that is tied to it.
+    """
+    found = weights | average
+    for name in weights.keys() - average.keys():
+        for other in average:
+            same = weights[other].shape == weights[name].shape
+            if same and torch.equal(weights[other], weights[name]):
+                found[name] = average[other]
+                break
+    return found
 
 
 def _path_of(source: str | Path) -> Path:
