@@ -487,7 +487,10 @@ def _print_translations(options: Any) -> None:
     sentences = [sentence.strip() for sentence in sentences if sentence.strip()]
     if not sentences:
         raise ValueError("SENTENCE must be given, as an argument or on the standard input")
-    print(*translate(model, model.tokenizer, sentences, beam_size=options.beam), sep="\n")
+    longest = min(200, model.max_length)
+    said = translate(model, model.tokenizer, sentences, beam_size=options.beam,
+                     max_length=longest)
+    print(*said, sep="\n")
 
 # %% ../nbs/97_cli.ipynb #generate
 def _print_text(options: Any) -> None:
