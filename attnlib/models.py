@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['MODELS', 'BUILDERS', 'INCEPTION', 'CLIP', 'DATA_CONFIGS', 'NoClassifier', 'state_dict_of', 'adapt_channels',
            'register_model', 'list_models', 'data_config', 'pretrained_cfg', 'create_model', 'read_weights',
-           'fetch_weights', 'shipped_models', 'unwrap_state_dict', 'adapt_input_conv', 'load_pretrained', 'preprocess',
-           'input_box', 'open_picture', 'class_names', 'check_classifies', 'classify', 'load_model', 'check_loadable',
-           'save_model']
+           'fetch_weights', 'unwrap_state_dict', 'adapt_input_conv', 'load_pretrained', 'preprocess', 'input_box',
+           'open_picture', 'class_names', 'check_classifies', 'classify', 'load_model', 'check_loadable', 'save_model',
+           'shipped_folder', 'shipped_models']
 
 # %% ../nbs/93_models.ipynb #imports
 import argparse
@@ -571,21 +571,11 @@ def _not_fetched(name: str, repository: str, error: Exception) -> ConnectionErro
         f"{name} of {repository} could not be fetched from huggingface.co ({reason}). With a "
         "copy, pass its path: create_model(name, pretrained=path) or "
         "load_pretrained(model, path). These come with the library and need no network: "
-        f"{', '.join(shipped_models())}")
+        f"{', '.join(_shipped_classifiers())}")
 
 
-def shipped_models() -> list[str]:
-    """The names of classifiers whose weights come with the library, and need no network.
-
-    Returns
-    -------
-    list of str
-
-    Examples
-    --------
-    >>> "vit_collages" in shipped_models()
-    True
-    """
+def _shipped_classifiers() -> list[str]:
+    """The names of classifiers whose weights come with the library."""
     return [name for name, (cls, hub, _) in sorted(MODELS.items())
             if str(hub).startswith("attnlib/") and issubclass(cls, Backbone)]
 
@@ -693,7 +683,23 @@ def _model_part(tensors: dict[str, Any]) -> dict[str, Any]:
         kind, _, name = key.partition(".")
         if kind in parts:
             parts[kind][name] = x
-    return parts["best"] or parts["model"] | parts["average"]
+    return parts["best"] or _averaged(parts["model"], parts["average"])
+
+
+def _averaged(weights: dict[str, Tensor], average: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace weights by their average where there is one.
+
+    The average holds a parameter once, although the weights hold it under each of its names,
+    such as those of an embedding and of the output that is tied to it.
+    """
+    found = weights | average
+    for name in weights.keys() - average.keys():
+        for other in average:
+            same = weights[other].shape == weights[name].shape
+            if same and torch.equal(weights[other], weights[name]):
+                found[name] = average[other]
+                break
+    return found
 
 
 def _path_of(source: str | Path) -> Path:
@@ -1114,27 +1120,30 @@ def classify(
 
 # %% ../nbs/93_models.ipynb #load-model
 def load_model(path: str | Path) -> nn.Module:
-    """Load a trained model from a checkpoint of `train.fit` or from a folder of `save_model`.
+    """Load a model from a checkpoint of `train.fit`, a folder of `save_model`, or by name.
 
     Parameters
     ----------
-    path : path
-        The JSON file of the run, or the folder.
+    path : path or str
+        The JSON file of the run, or the folder; where there is neither, one of
+        `shipped_models()`, which need no network.
 
     Returns
     -------
     torch.nn.Module
         In evaluation mode, with its best weights if the run was validated. Its `data_config`
         says what images it wants, and `label_names` holds the names of its classes if the
-        dataset had them. A `GPT` that had a `tokenizer` has it again.
+        dataset had them. A `GPT` or a `Transformer` that had a `tokenizer` has it again.
+        Weights have the dtype that they are stored in, or the "dtype" of "config.json".
 
     Raises
     ------
     FileNotFoundError
-        If there is no such file or folder.
+        If there is no such file or folder, and no shipped model of that name.
     ValueError
         If it is something else, holds a model that was not made by `create_model` and is no
-        `GPT`, or belongs to a version of the library that made its models otherwise.
+        `GPT` or `Transformer`, or belongs to a version of the library that made its models
+        otherwise.
 
     Examples
     --------
@@ -1143,11 +1152,14 @@ def load_model(path: str | Path) -> nn.Module:
         model = load_model("run.json")
         classify(model, "picture.jpg")
     """
-    path = Path(path)
+    if str(path) in _shipped_classifiers() and not Path(path).exists():
+        return create_model(str(path), pretrained=True).eval()
+    path = shipped_folder(path) or Path(path)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not a file; load_model reads what train.fit or "
-                                "save_model wrote")
+                                "save_model wrote, and these models, which come with the "
+                                f"library: {', '.join(shipped_models())}")
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
         description = stored if path.is_dir() else stored["model"]
@@ -1155,8 +1167,8 @@ def load_model(path: str | Path) -> nn.Module:
         arguments = description["model_args"]
     except (ValueError, LookupError, TypeError):
         raise ValueError(f"{file} does not say how its model was made: make it, and give the "
-                         "path to load_pretrained; create_model's models and GPT are "
-                         "described by train.fit") from None
+                         "path to load_pretrained; create_model's models, GPT, and "
+                         "Transformer are described by train.fit") from None
     if path.is_dir():
         weights = _with_windows(read_weights(path / "model.safetensors"),
                                 description.get("trained_windows", {}))
@@ -1164,9 +1176,8 @@ def load_model(path: str | Path) -> nn.Module:
         weights = read_weights(path)
     try:
         model = _make_again(architecture, arguments)
-        floating = [x.dtype for x in weights.values() if x.is_floating_point()]
-        model.to(floating[0])
-        model.load_state_dict(weights)
+        model.to(_dtype_of(description, weights))
+        model.load_state_dict(_with_shared(model, weights))
     except (TypeError, ValueError, RuntimeError) as error:
         version = description.get("attnlib", "unknown")
         raise ValueError(f"{file}, written by version {version} of the library, belongs to a "
@@ -1180,6 +1191,37 @@ def load_model(path: str | Path) -> nn.Module:
             from tokenizers import Tokenizer
         model.tokenizer = Tokenizer.from_str(description["tokenizer"])
     return model.eval()
+
+
+def _dtype_of(description: dict[str, Any], weights: dict[str, Tensor]) -> torch.dtype:
+    """The dtype that a description asks for, or else the one that the weights are stored in.
+
+    Weights can be stored in half precision, for a small file, of a model that computes in
+    float32.
+    """
+    name = description.get("dtype")
+    if name is None:
+        floating = [x.dtype for x in weights.values() if x.is_floating_point()]
+        return floating[0]
+    dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16,
+              "float32": torch.float32, "float64": torch.float64}
+    if name not in dtypes:
+        raise ValueError(f"dtype ({name!r}) must be one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def _with_shared(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a file under all names of a model that shares parameters.
+
+    A file may hold a matrix once that a model uses as its embedding and as its output.
+    """
+    found = dict(weights)
+    first_names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first_name = first_names.setdefault(parameter, name)
+        if name not in found and first_name in found:
+            found[name] = found[first_name]
+    return _with_tensors(weights, found)
 
 
 def _make_again(architecture: str, arguments: dict[str, Any]) -> nn.Module:
@@ -1235,7 +1277,8 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
     Parameters
     ----------
     model : Module
-        Made by `create_model`, or a `GPT`.
+        Made by `create_model`, a `GPT`, or a `Transformer`. A tokenizer that a `GPT` or a
+        `Transformer` has as its attribute `tokenizer` is stored as well.
     folder : path
         It is made if it is not there; the two files in it are overwritten.
 
@@ -1250,7 +1293,7 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
     description = describe_model(model)
     if description is None:
         raise ValueError(f"model ({type(model).__name__}) must be made by create_model, with "
-                         "arguments that JSON can hold, or be a GPT")
+                         "arguments that JSON can hold, or be a GPT or a Transformer")
     check_loadable(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -1267,6 +1310,61 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
     path.chmod(mode)
     text = json.dumps(description, indent=1)
     (folder / "config.json").write_text(text, encoding="utf-8")
+
+# %% ../nbs/93_models.ipynb #shipped
+def _shipped() -> dict[str, Path]:
+    """The folders of the models that come with the library, by name."""
+    folder = Path(files("attnlib")) / "shipped"
+    found = {}
+    for config in sorted(folder.glob("*/config.json")):
+        found[config.parent.name] = config.parent
+    return found
+
+
+def shipped_folder(name: str | Path) -> Path | None:
+    """Return the folder of a model that comes with the library, or None.
+
+    Parameters
+    ----------
+    name : str or path
+        As in `shipped_models`. A file or folder of this path comes first: then the result is
+        None.
+
+    Returns
+    -------
+    Path or None
+        The folder holds "config.json", "model.safetensors", and the model card, "README.md".
+
+    Examples
+    --------
+    >>> shipped_folder("no such model") is None
+    True
+    """
+    if Path(name).exists():
+        return None
+    return _shipped().get(str(name))
+
+
+def shipped_models() -> dict[str, str]:
+    """List the models whose weights come with the library and need no network.
+
+    Returns
+    -------
+    dict of str to str
+        A line about each model by its name, which `load_model` takes.
+
+    Examples
+    --------
+    >>> "vit_collages" in shipped_models()
+    True
+    """
+    found = {}
+    for name, folder in _shipped().items():
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        found[name] = card.splitlines()[0].lstrip("# ")
+    for name in _shipped_classifiers():
+        found[name] = f"{MODELS[name][0].__name__} that names the largest digit in an image"
+    return found
 
 # %% ../nbs/93_models.ipynb #former-names
 from typing import TYPE_CHECKING

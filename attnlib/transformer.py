@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .attention import attention, record_attention
 from .backbone import check_counts, check_naturals, check_rates, evaluation
+from .models import BUILDERS
 from .multihead import MultiHeadAttention, merge_heads
 from .position import (LearnedPositionalEmbedding, RelativePositionBias, alibi_bias,
                               apply_rotary, sinusoidal_encoding)
@@ -496,6 +497,8 @@ def _check_rows(tgt: Tensor, memory: Tensor) -> None:
 class Transformer(nn.Module):
     """The encoder-decoder of Vaswani et al. 2017, section 3.
 
+    A `tokenizer`, of the tokenizers library, may be set; a checkpoint keeps it.
+
     Parameters
     ----------
     src_vocab : int
@@ -525,6 +528,8 @@ class Transformer(nn.Module):
         If an argument is out of its range.
     """
 
+    tokenizer: Any
+
     def __init__(
         self, src_vocab: int, tgt_vocab: int | None = None, d_model: int = 512, nhead: int = 8,
         num_encoder_layers: int = 6, num_decoder_layers: int = 6, dim_feedforward: int = 2048,
@@ -535,6 +540,14 @@ class Transformer(nn.Module):
         position: str = "sinusoidal",
     ):
         super().__init__()
+        arguments = dict(
+            src_vocab=src_vocab, tgt_vocab=tgt_vocab, d_model=d_model, nhead=nhead,
+            num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers,
+            dim_feedforward=dim_feedforward, dropout=dropout, activation=activation,
+            norm_first=norm_first, final_norm=final_norm, max_length=max_length, pad_id=pad_id,
+            tie_weights=tie_weights, output_bias=output_bias, position=position)
+        # from which `models.load_model` makes such a model again
+        self.checkpoint_config = {"architecture": "Transformer", "model_args": arguments}
         shares_embedding = tgt_vocab is None and tie_weights
         if tgt_vocab is None:
             tgt_vocab = src_vocab
@@ -674,6 +687,9 @@ class Transformer(nn.Module):
         decoder_maps = maps[depth:]  # two of each layer: self-attention, then cross-attention
         return {"encoder": maps[:depth], "decoder": decoder_maps[0::2],
                 "cross": decoder_maps[1::2]}
+
+# %% ../nbs/21_transformer.ipynb #builder
+BUILDERS["Transformer"] = Transformer  # for load_model
 
 # %% ../nbs/21_transformer.ipynb #label-smoothing
 def label_smoothing_loss(
@@ -823,6 +839,7 @@ def from_torch(
         num_decoder_layers=0, dropout=dropout, **options)
     model.encoder = Encoder(encoder_layers, copy.deepcopy(module.encoder.norm))
     model.decoder = Decoder(decoder_layers, copy.deepcopy(module.decoder.norm))
+    model.checkpoint_config = None  # no arguments of `Transformer` make these layers again
     model = model.to(next(module.parameters()))  # its device and dtype
     return model.train(module.training)
 

@@ -423,8 +423,10 @@ def write(folder, name, device, record):
     print(f"recorded in {path}")
 
 
-def save_half(state, path, bits=11):
+def save_half(state, path, bits=11, exact=()):
     """Write weights in float16, rounded to `bits` significant bits of its eleven.
+
+    The tensors whose names are in `exact` are written as they are.
 
     The bits that are left are 0, so a wheel, which is a zip file, packs them well; the file is
     read like any other. With seven bits the error is 0.33% of the weights, root mean square.
@@ -433,7 +435,7 @@ def save_half(state, path, bits=11):
 
     small = {}
     for key, x in state.items():
-        if x.is_floating_point():
+        if x.is_floating_point() and key not in exact:
             share, exponent = torch.frexp(x.float())  # share · 2^exponent, 0.5 ≤ |share| < 1
             x = torch.ldexp((share * 2**bits).round() / 2**bits, exponent).half()
         small[key] = x.contiguous()

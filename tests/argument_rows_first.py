@@ -731,8 +731,8 @@ FIRST |= {
         str,
     ),
     "data.train_bpe": Row(
-        dict(texts=TEXTS, vocab_size=30),
-        dict(texts=TEXTS[1:], vocab_size=25, extra=["<de>"]),
+        dict(texts=[*TEXTS, "two, two, two, two,"], vocab_size=35),
+        dict(texts=TEXTS[1:], vocab_size=25, extra=["<de>"], punctuation=True),
         lambda tokenizer: tokenizer.get_vocab(),
     ),
     "data.train_tokenizer": Row(

@@ -94,6 +94,7 @@ THIRD = {
         split,
     ),
     "models.load_model": Row(dict(path=saved(0)), dict(path=saved(1)), weight),
+    "models.shipped_folder": Row(dict(name="none"), dict(name=Fails(3, "int", TypeError))),
     "models.save_model": Row(
         dict(model=small(), folder=FOLDER / "a"),
         dict(model=small(1), folder=Fails(saved(0) / "config.json", "exists", OSError)),

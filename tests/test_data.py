@@ -1,6 +1,7 @@
 """Text and images: right names, disjoint splits, texts restored exactly; scenes that
 ask what they should."""
 
+import gzip
 import hashlib
 import io
 import pickle
@@ -186,75 +187,145 @@ def test_prefixes_must_be_one_for_each_text(tokenizer):
         encode(tokenizer, ["one", "two"], prefix=["<2de>", "<2xx>"])
 
 
-# --- Multi30k, on a small archive of the same form --------------------------------------------
+@pytest.mark.parametrize("text", ["A dog runs.", "Two men (in red) cook, eat; rest.", "l'été"])
+def test_punctuation_stands_alone(text):
+    texts = ["A dog.", "A dog runs.", "The dog, a cat (red), l'été; it rests.", text] * 9
+    plain = train_bpe(texts, 200)
+    apart = train_bpe(texts, 200, punctuation=True)
+    assert "▁dog." in plain.get_vocab() and "▁dog." not in apart.get_vocab()
+    marks = [
+        token for token in apart.get_vocab() if token[0] != "<" and set(token) & set(".,;()'")
+    ]
+    assert set(marks) == set(".,;()'")  # none is a part of a longer token
+    for tokenizer in (plain, apart):
+        assert decode(tokenizer, encode(tokenizer, [text])) == [text]
+    first, second = (apart.encode(x).tokens for x in ("A dog.", "A dog"))
+    assert first == [*second, "."]
+
+
+# --- Multi30k, on small files of the same form ------------------------------------------------
+
+SENTENCES = {
+    "en": ["A dog runs.", "Two men cook."],
+    "de": ["Ein Hund rennt.", "Zwei Männer kochen."],
+    "fr": ["Un chien court.", "Deux hommes cuisinent."],
+    "cs": ["Pes běží.", "Dva muži vaří."],
+}
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch):
-    """A server folder with a small training.tar.gz; Multi30k's table points to it, after an
-    address that is dead."""
-    server = tmp_path / "server"
-    server.mkdir()
-    texts = {
-        "train.en": "A dog runs.\nTwo men cook.\n",
-        "train.de": "Ein Hund rennt.\nZwei Männer kochen.\n",
+def server(tmp_path, monkeypatch):
+    """A folder with two sentences per language in each split; Multi30k's table points to it."""
+    folder = tmp_path / "server"
+    folder.mkdir()
+    sums = {}
+    for name in data._MULTI30K_FILES:
+        text = "\n".join(SENTENCES[name.split(".")[1]]) + "\n"
+        (folder / name).write_bytes(gzip.compress(text.encode()))
+        sums[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    monkeypatch.setattr(data, "_MULTI30K", folder.as_uri() + "/")
+    monkeypatch.setattr(data, "_MULTI30K_FILES", sums)
+    return folder
+
+
+def test_multi30k_fetches_a_file_per_language_and_keeps_it(server, tmp_path):
+    kept = tmp_path / "kept"
+    assert data.multi30k("train", kept) == (SENTENCES["en"], SENTENCES["de"])
+    assert sorted(path.name for path in kept.iterdir()) == ["train.de.gz", "train.en.gz"]
+    for file in server.iterdir():
+        file.unlink()
+    assert data.multi30k("train", kept, languages=["de"]) == (SENTENCES["de"],)
+    with pytest.raises(ConnectionError, match=r"train\.fr\.gz could not be fetched"):
+        data.multi30k("train", kept, languages=("en", "fr"))
+
+
+@pytest.mark.parametrize(
+    "split, stem",
+    [
+        ("train", "train"),
+        ("valid", "val"),
+        ("test", "test_2016_flickr"),
+        ("test_2017", "test_2017_flickr"),
+    ],
+)
+def test_multi30k_has_four_splits_and_the_languages_in_the_order_asked(
+    server, tmp_path, split, stem
+):
+    languages = ["fr", "en", "de"] if split == "test_2017" else ["cs", "fr", "en", "de"]
+    found = data.multi30k(split, tmp_path / "kept", languages=languages)
+    assert found == tuple(SENTENCES[language] for language in languages)
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {
+        f"{stem}.{language}.gz" for language in languages
     }
-    archive = server / "training.tar.gz"
-    with tarfile.open(archive, "w:gz") as tar:
-        for name, text in texts.items():
-            info = tarfile.TarInfo(f"./{name}")
-            info.size = len(text.encode())
-            tar.addfile(info, io.BytesIO(text.encode()))
-    checksum = hashlib.sha256(archive.read_bytes()).hexdigest()
-    sources = {"http://127.0.0.1:9/": checksum, server.as_uri() + "/": checksum}
-    monkeypatch.setattr(data, "_MULTI30K", {"train": ("train", "training.tar.gz", sources)})
-    return archive
 
 
-def test_multi30k_takes_the_second_source_and_keeps_the_file(small, tmp_path):
-    english, german = data.multi30k("train", tmp_path / "kept")
-    assert english == ["A dog runs.", "Two men cook."] and german == [
-        "Ein Hund rennt.",
-        "Zwei Männer kochen.",
-    ]
-    small.unlink()
-    assert data.multi30k("train", tmp_path / "kept") == (english, german)
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["training.tar.gz"]
-
-
-def test_multi30k_refuses_a_file_that_is_not_the_published_one(small, tmp_path):
-    small.write_bytes(small.read_bytes() + b"x")
+def test_multi30k_refuses_a_file_that_is_not_the_published_one(server, tmp_path):
+    file = server / "train.en.gz"
+    file.write_bytes(file.read_bytes() + b"x")
+    kept = tmp_path / "kept"
     with pytest.raises(
-        ConnectionError,
-        match=r"could not be fetched.*invalid hash.*Put it at .*training.tar.gz",
+        ConnectionError, match=r"could not be fetched.*invalid hash.*Put it at .*train.en.gz"
     ):
-        data.multi30k("train", tmp_path / "kept")
-    assert not list((tmp_path / "kept").iterdir())  # nothing half-done stays
-    (tmp_path / "kept" / "training.tar.gz").write_bytes(b"something else")
+        data.multi30k("train", kept)
+    assert not list(kept.iterdir())  # nothing half-done stays
+    (kept / "train.en.gz").write_bytes(b"something else")
     with pytest.raises(
         ValueError, match="has another SHA-256 than the published file: delete it"
     ):
-        data.multi30k("train", tmp_path / "kept")
+        data.multi30k("train", kept)
 
 
-def test_multi30k_offline_says_what_was_wanted(tmp_path, small):
-    small.unlink()
-    with pytest.raises(
-        ConnectionError,
-        match=r"training.tar.gz could not be fetched from http://127.0.0.1:9/training",
-    ):
-        data.multi30k("train", tmp_path / "kept")
+def test_multi30k_refuses_languages_of_different_lengths(server, tmp_path, monkeypatch):
+    file = server / "val.de.gz"
+    file.write_bytes(gzip.compress(b"Ein Hund.\n"))
+    sums = data._MULTI30K_FILES | {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
+    monkeypatch.setattr(data, "_MULTI30K_FILES", sums)
+    with pytest.raises(ValueError, match=r"equally many sentences of 'valid', not 1, 2"):
+        data.multi30k("valid", tmp_path / "kept")
 
 
-def test_multi30k_unknown_split():
-    with pytest.raises(ValueError, match=r"split \('dev'\)"):
-        data.multi30k("dev")
+@pytest.mark.parametrize(
+    "split, languages, message",
+    [
+        (
+            "dev",
+            ("en", "de"),
+            r"split \('dev'\) must be one of 'train', 'valid', 'test', 'test_2",
+        ),
+        ("train", ("it",), r"languages \('it'\) must be of cs, de, en, fr for the split"),
+        (
+            "test_2017",
+            ("cs",),
+            r"languages \('cs'\) must be of de, en, fr for the split 'test_2",
+        ),
+    ],
+)
+def test_multi30k_refuses(tmp_path, split, languages, message):
+    with pytest.raises(ValueError, match=message):
+        data.multi30k(split, tmp_path, languages=languages)
 
 
 def test_multi30k_table_is_complete():
-    for _, name, sources in data._MULTI30K.values():
-        assert name.endswith(".tar.gz") and len(sources) == 2
-        assert all(len(checksum) == 64 and int(checksum, 16) for checksum in sources.values())
+    stems = set(data._MULTI30K_SPLITS.values())
+    wanted = {f"{stem}.{language}.gz" for stem in stems for language in SENTENCES}
+    assert set(data._MULTI30K_FILES) == wanted - {"test_2017_flickr.cs.gz"}
+    assert all(len(sum) == 64 and int(sum, 16) for sum in data._MULTI30K_FILES.values())
+    assert len(set(data._MULTI30K_FILES.values())) == 15
+
+
+# --- a file from one of several servers -------------------------------------------------------
+
+
+def test_a_file_comes_from_the_second_server_if_the_first_is_dead(server, tmp_path):
+    name = "train.en.gz"
+    checksum = data._MULTI30K_FILES[name]
+    sources = {"http://127.0.0.1:9/": checksum, server.as_uri() + "/": checksum}
+    path = data.fetch(name, sources, tmp_path / "kept")
+    assert path.read_bytes() == (server / name).read_bytes()
+    (server / name).unlink()
+    assert data.fetch(name, sources, tmp_path / "kept") == path
+    with pytest.raises(ConnectionError, match=rf"{name} could not be fetched from http://127"):
+        data.fetch(name, sources, tmp_path / "other")
 
 
 # --- digits -----------------------------------------------------------------------------------

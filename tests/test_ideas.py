@@ -91,13 +91,81 @@ def test_box_and_map_hold_every_idea():
             assert f'href="../{FOUND[other].page}.html"' in links[0]
 
 
+def markdown(source, **more):
+    return dict(cell_type="markdown", source=source, **more)
+
+
+def code(source, tags=(), images=0):
+    outputs = [dict(data={"image/png": ""}) for _ in range(images)]
+    return dict(
+        cell_type="code", source=source, metadata=dict(tags=list(tags)), outputs=outputs
+    )
+
+
 def test_minutes_leave_out_the_exercises():
-    text = dict(cell_type="markdown", source="word " * 1300 + "\n## Exercises\n" + "x " * 9000)
+    """200 words a minute, ten lines of visible code, two figures or displayed formulas."""
+    text = markdown("word " * 2000 + "\n## Exercises\n" + "x " * 9000)
     assert ideas.minutes([text]) == 10
-    assert ideas.minutes([text | dict(source="word " * 9000)]) == 60
-    code = dict(cell_type="code", source="x = 1\n" * 300, metadata={})
-    folded = code | dict(metadata=dict(tags=["hide-input"]))
-    assert ideas.minutes([code, text]) == 20 and ideas.minutes([folded, text]) == 10
+    assert ideas.minutes([markdown("word " * 9000)]) == 45
+    lines = code("x = 1\n\n" * 100)
+    assert ideas.minutes([lines, text]) == 20
+    assert ideas.minutes([code("x = 1\n" * 100, ["hide-input"]), text]) == 10
+    assert ideas.minutes([code("", images=4)]) == 2
+    assert ideas.minutes([code("x = 1", ["remove-cell"], images=4)]) == 0
+    assert ideas.minutes([markdown("$$ a + b $$ " * 6)]) == 3
+    explorer = ":::{explorer} name\n:alt: A picture.\nWhat to try.\n:::"
+    assert ideas.minutes([markdown(explorer)]) == 0.5
+
+
+@pytest.mark.parametrize(
+    "text, count",
+    [
+        ("one two three", 3),
+        ("the reader's well-kept book", 4),
+        ("{term}`tokens <token>` and {doc}`10_attention`", 3),
+        ("where $x^2 + y$ is", 2),
+        (":::{prf:theorem} A title\n:label: thm-a\nIt holds.\n:::", 2),
+    ],
+)
+def test_words_are_what_a_reader_reads(text, count):
+    assert ideas.words_in(text) == count
+
+
+def test_the_core_ends_before_going_deeper():
+    cells = [
+        markdown("## Idea\n\nfirst"),
+        code("## Going deeper"),  # a comment is no heading
+        markdown("last of the core\n\n## Going deeper\n\nmore"),
+        markdown("### Variants"),
+    ]
+    core = ideas.core_of(cells)
+    assert [cell["source"] for cell in core] == [
+        "## Idea\n\nfirst", "## Going deeper", "last of the core\n\n"
+    ]  # fmt: skip
+    assert ideas.core_of(cells[:2]) == cells[:2]
+    assert cells[2]["source"].endswith("more")  # the cells are as they were
+
+
+def test_solutions_are_left_out():
+    cells = [
+        markdown(":::{exercise} A\n:label: ex-a\nWhy?\n:::"),
+        markdown("```{solution-start} ex-a\n:class: dropdown\n```"),
+        markdown("Because."),
+        code("assert True"),
+        markdown("```{solution-end}\n```"),
+        markdown("## Further reading"),
+    ]
+    assert ideas.without_solutions(cells) == [cells[0], cells[5]]
+
+
+def test_the_time_tells_of_the_core_if_there_is_one():
+    core = markdown("word " * 4800)
+    deeper = markdown("## Going deeper\n\n" + "word " * 3000)
+    exercises = markdown("## Exercises\n\n" + "word " * 9000)
+    assert ideas.time_to_read([core, exercises]).startswith("about 25 minutes to read")
+    said = ideas.time_to_read([core, deeper, exercises])
+    assert said == "about 25 minutes for the core, about 40 with all of Going deeper"
+    assert ideas.time_to_read([markdown("word")]).startswith("about 5 minutes")
 
 
 def test_the_box_tells_what_the_code_takes_where_it_was_measured(tmp_path):
@@ -147,6 +215,6 @@ def test_a_chapter_closes_with_a_summary_of_its_own_numbers(name):
     cells = plain.read(chapters.ROOT / "nbs" / f"{name}.ipynb")["cells"]
     place = [cell["id"] for cell in cells].index("summary")
     summary = plain.source(cells[place])
-    assert plain.source(cells[place + 1]).startswith("## Exercises")
+    assert plain.source(cells[place + 1]).startswith(("## Going deeper", "## Exercises"))
     assert claimed(summary) - printed(cells) == set()
     assert claimed("99.123% of 7 in $x^3$, {eq}`eq-8`") == {"99.123", "7"}

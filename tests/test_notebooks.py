@@ -11,6 +11,7 @@ import nbformat
 import pytest
 
 import chapters
+import ideas
 from tools import notebooks
 
 ROOT = Path(__file__).parent.parent
@@ -245,19 +246,74 @@ def test_each_figure_has_a_caption(path):
     assert without_caption(nbformat.read(path, 4)) == []
 
 
+def prose_of(cells):
+    """The text of some cells, without the summary's."""
+    texts = [
+        cell["source"]
+        for cell in cells
+        if cell["cell_type"] == "markdown" and cell["id"] != "summary"
+    ]
+    return "\n".join(texts)
+
+
+def too_long(nb):
+    """What of a chapter is longer than the rules allow.
+
+    A chapter with a core has "## Going deeper": its core takes at most 40 minutes and has at
+    most 8 sections, and all of it has at most 4,500 words, without solutions. Another chapter
+    has at most 6,000 words.
+    """
+    core = ideas.core_of(nb.cells)
+    if not re.search(r"(?m)^## Going deeper\b", prose_of(nb.cells)):
+        prose = re.sub(r"(?ms)^:::\{explorer\}.*?^:::$", "", prose_of(nb.cells))
+        prose = re.sub(
+            r"\{term\}`([^`<]*)[^`]*`", r"\1", prose
+        )  # a link is as long as its text
+        words = len(re.findall(r"\w+", re.sub(r"\$\$?.*?\$\$?", "", prose, flags=re.S)))
+        return [] if words <= 6000 else [f"{words} words, more than 6,000"]
+    minutes = ideas.minutes(core)
+    texts = [cell["source"] for cell in core if cell["cell_type"] == "markdown"]
+    sections = len(re.findall(r"(?m)^## ", "\n".join(texts)))
+    words = ideas.words_in(prose_of(ideas.without_solutions(nb.cells)))
+    found = []
+    if minutes > 40:
+        found.append(f"core of {minutes:.0f} minutes, more than 40")
+    if sections > 8:
+        found.append(f"core of {sections} sections, more than 8")
+    if words > 4500:
+        found.append(f"{words} words without solutions, more than 4,500")
+    return found
+
+
 @pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
 def test_a_chapter_has_an_end(path):
-    """At most 6,000 words before the summary's, six to ten exercises with their solutions."""
+    """It is not too long, and closes with six to ten exercises with their solutions."""
     nb = nbformat.read(path, 4)
-    cells = [cell for cell in nb.cells if cell.cell_type == "markdown"]
-    prose = "\n".join(cell.source for cell in cells if cell.id != "summary")
-    prose = re.sub(r"(?ms)^:::\{explorer\}.*?^:::$", "", prose)  # captions do not count
-    prose = re.sub(r"\{term\}`([^`<]*)[^`]*`", r"\1", prose)  # a link is as long as its text
-    words = re.sub(r"\$\$?.*?\$\$?", "", prose, flags=re.S)
-    assert len(re.findall(r"\w+", words)) <= 6000
+    assert too_long(nb) == []
+    prose = prose_of(nb.cells)
     exercises = re.findall(r":::\{exercise\}.*\n:label: (\S+)", prose)
     solutions = re.findall(r"```\{solution-start\} (\S+)", prose)
     assert 6 <= len(exercises) <= 10 and sorted(exercises) == sorted(solutions)
+
+
+def test_a_chapter_that_is_too_long_is_found():
+    text = nbformat.v4.new_markdown_cell
+
+    def chapter(*sources):
+        return nbformat.v4.new_notebook(cells=[text(source) for source in sources])
+
+    deeper = "## Going deeper\n\n" + "word " * 2000
+    exercises = "## Exercises\n\n" + "word " * 1000
+    solution = ("```{solution-start} ex-a\n```", "word " * 9000, "```{solution-end}\n```")
+    assert too_long(chapter("word " * 5900)) == []
+    assert too_long(chapter("word " * 6100)) == ["6100 words, more than 6,000"]
+    assert too_long(chapter("## A\n\n" + "word " * 1400, deeper, exercises, *solution)) == []
+    (long,) = too_long(chapter("## A\n\n" + "word " * 1600, deeper, exercises, *solution))
+    assert "without solutions, more than 4,500" in long
+    core = "## A\n\n" + "$$ a $$ " * 81
+    assert too_long(chapter(core, deeper)) == ["core of 41 minutes, more than 40"]
+    assert too_long(chapter("## A\n\n" * 8, deeper)) == []
+    assert too_long(chapter("## A\n\n" * 9, deeper)) == ["core of 9 sections, more than 8"]
 
 
 def test_the_rules_for_chapters_find_what_breaks_them():
