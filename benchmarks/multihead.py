@@ -190,7 +190,7 @@ def digits(arguments):
 def baselines(train, valid, test):
     """Test accuracy of two models of scikit-learn, their one setting from the validation."""
     families = {
-        "logistic regression": lambda c: LogisticRegression(C=c, max_iter=2000),
+        "logistic regression": lambda c: LogisticRegression(C=c, max_iter=5000),
         "support vectors": lambda c: SVC(C=c),
     }
     (x, y), (x_valid, y_valid), (x_test, y_test) = (
@@ -198,7 +198,7 @@ def baselines(train, valid, test):
     )
     found = {}
     for name, make in families.items():
-        models = [make(c).fit(x, y) for c in (0.1, 1, 10, 100)]
+        models = [make(c).fit(x, y) for c in (0.01, 0.1, 1, 10, 100, 1000)]
         best = max(models, key=lambda model: model.score(x_valid, y_valid))
         found[name] = {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
     return found
