@@ -21,7 +21,7 @@ from .backbone import check_counts, check_rates
 def split_heads(
     x: Shaped[Tensor, "B N width"], num_heads: int
 ) -> Shaped[Tensor, "B num_heads N d"]:
-    """Cut the columns of tokens x into `num_heads` heads: (B, N, h·d) -> (B, h, N, d)."""
+    """Split the columns of tokens x into `num_heads` heads: (B, N, h·d) -> (B, h, N, d)."""
     x = x.unflatten(-1, (num_heads, -1))  # (B, N, h d) -> (B, N, h, d)
     return x.transpose(1, 2)  # -> (B, h, N, d)
 
@@ -39,12 +39,12 @@ def check_heads(num_heads: int, **widths: int) -> None:
     ----------
     num_heads : int
     **widths : int
-        Widths by the names that an error is to call them.
+        Widths, keyed by the name to print in errors.
 
     Raises
     ------
     ValueError
-        Names the number, and what it must be.
+        If a number is not allowed; the message names it and says what it must be.
     """
     check_counts(num_heads=num_heads, **widths)
     name = list(widths)[0]
@@ -92,9 +92,9 @@ class MultiHeadAttention(nn.Module):
     bias : bool
         Let each of the four projections add a bias.
     dropout : float
-        Probability with which a weight is dropped in training.
+        Probability with which an attention weight is dropped in training.
     **others
-        None: arguments of torch.nn.MultiheadAttention are refused with an explanation.
+        Refused: arguments of torch.nn.MultiheadAttention with an explanation.
 
     Raises
     ------
@@ -140,7 +140,7 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, layer: nn.MultiheadAttention) -> "MultiHeadAttention":
-        """Convert PyTorch's layer: the weights are copied, with their mode and what is frozen.
+        """Convert PyTorch's layer: copy its parameters, its mode, and what is frozen.
 
         The call differs: tensors are (B, N, width) whatever `batch_first` was, masks are True
         where a query may attend, and only the output is returned.
@@ -156,10 +156,10 @@ class MultiHeadAttention(nn.Module):
         Raises
         ------
         TypeError
-            If it is another layer.
+            If `layer` is another layer.
         ValueError
-            If it adds a key and value of its own, `add_bias_kv` or `add_zero_attn`, or has a
-            setting that a subclass does not have.
+            If `layer` adds a key and value of its own, `add_bias_kv` or `add_zero_attn`, or
+            has a setting that a subclass does not have.
         """
         if not isinstance(layer, nn.MultiheadAttention):
             raise TypeError(f"layer ({type(layer).__name__}) must be a "
@@ -238,7 +238,7 @@ class MultiHeadAttention(nn.Module):
         bias : float Tensor, broadcastable to (B, h, N, M), optional
             Added to the logits.
         **others
-            None: arguments of PyTorch's layer are refused with an explanation.
+            Refused: arguments of PyTorch's layer with an explanation.
         """
         _refuse(others)
         if key is None:
@@ -256,7 +256,7 @@ class MultiHeadAttention(nn.Module):
         key: Float[Tensor, "_ M kdim"] | None = None, *,
         mask: Tensor | Literal["causal"] | None = None, bias: Tensor | None = None,
     ) -> Float[Tensor, "_ h N _"]:
-        """The weights of every head for these inputs, without dropout: (B, h, N, M)."""
+        """Return the attention weights of each head, without dropout: (B, h, N, M)."""
         if key is None:
             key = query
         q, k = self.project(query, key)

@@ -1,8 +1,7 @@
 """What was run for 11_multihead: `python -m benchmarks.multihead COMMAND --out FOLDER`.
 
-    payloads   compare layers with 1 to 8 heads with the bound for four payloads
-    retrieval  compare attention, perceptrons, and convolutions at fetching by key
-    digits     train heads on scanned digits, and remove them again
+    payloads  compare layers with 1 to 8 heads with the bound for four payloads
+    digits    compare layers with 0 to 8 heads on scanned digits
 
 Each method gets its learning rate from a validation split, which no later number uses. The
 records are FOLDER/heads_COMMAND.json.
@@ -18,8 +17,8 @@ from sklearn.svm import SVC
 from attnlib.multihead import MultiHeadAttention
 from benchmarks.runner import Commands
 
-RATES = (1e-3, 3e-3, 1e-2, 3e-2)
-DIGIT_RATES = (1e-2, 3e-2, 1e-1)
+RATES = (3e-3, 1e-2, 3e-2)
+DIGIT_RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 
 
 def fit(model, batch, loss, steps, lr, evaluate, log_every):
@@ -104,81 +103,9 @@ def payloads(arguments):
         found[h], _ = tuned(
             lambda: MultiHeadAttention(32, h, kdim=8, vdim=8, bias=False),
             lambda: named_payloads(256),
-            *(valid, test, steps, RATES[1:], seeds),
+            *(valid, test, steps, RATES, seeds),
         )
     return {"steps": steps, "heads": found}
-
-
-# --- one payload, by its key ------------------------------------------------------------------
-def retrieval_batch(size, n=16):
-    """n tokens (key, payload) and a last one (key J, nothing); wanted: payload J."""
-    keys, values = torch.randn(2, size, n, 8)
-    keys = F.normalize(keys, dim=-1)
-    each = torch.arange(size)
-    wanted = torch.randint(n, (size,))
-    last = F.pad(keys[each, wanted], (0, 8))[:, None]  # (B, 1, 16)
-    return (torch.cat([torch.cat([keys, values], -1), last], 1),), values[each, wanted]
-
-
-class Retriever(MultiHeadAttention):
-    """The last token asks the others; the answer is the second half of what it receives."""
-
-    def forward(self, x):  # (B, n + 1, 16) -> (B, 8)
-        return super().forward(x[:, -1:], x[:, :-1])[:, 0, 8:]
-
-
-def perceptron(hidden):
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(17 * 16, hidden), nn.ReLU(), nn.Linear(hidden, 8)
-    )
-
-
-class ConvolutionStack(nn.Module):
-    """Three dilated convolutions, which together read all 17 tokens."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Conv1d(16 if i == 0 else width, width, 3, dilation=3**i) for i in range(3)
-        )
-        self.last = nn.Linear(width, 8)
-
-    def forward(self, x):  # (B, n + 1, 16) -> (B, 8)
-        x = F.pad(x.mT, (26, 0))  # three layers reach 26 tokens back
-        for layer in self.layers:
-            x = F.relu(layer(x))
-        return self.last(x[..., -1])
-
-
-CONTESTANTS = {
-    "attention, one head": lambda: Retriever(16, 1, bias=False),
-    "perceptron": lambda: perceptron(4),
-    "perceptron, larger": lambda: perceptron(256),
-    "convolutions": lambda: ConvolutionStack(9),
-    "convolutions, larger": lambda: ConvolutionStack(48),
-}
-
-
-def retrieval(arguments):
-    """Compare attention, perceptrons, and convolutions at fetching the payload of a key."""
-    tiny = arguments.tiny
-    if tiny:
-        steps = 4
-        seeds = 1
-    else:
-        steps = 4000
-        seeds = 3
-    valid = drawn(retrieval_batch, 100, 5000)
-    test = drawn(retrieval_batch, 101, 10_000)
-    longer = drawn(retrieval_batch, 102, 10_000, 64)
-    found = {}
-    for name, make in CONTESTANTS.items():
-        found[name], models = tuned(
-            make, lambda: retrieval_batch(128), valid, test, steps, RATES, seeds
-        )
-        if name.startswith("attention"):
-            found[name]["longer"] = [round(squared_error(m, longer), 4) for m in models]
-    return {"steps": steps, "contestants": found}
 
 
 # --- digits -----------------------------------------------------------------------------------
@@ -204,7 +131,7 @@ class RowClassifier(nn.Module):
 
 
 def digit_parts():
-    """1000 training images, 300 for validation and 497 for the test, with their labels."""
+    """1,000 training images, 300 for validation and 497 for the test, with their labels."""
     images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = images.float().unflatten(-1, (8, 8)) / 16  # (1797, 8, 8), from 0 to 1
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -216,37 +143,8 @@ def accuracy(model, part):
     return (model(part[0]).argmax(-1) == part[1]).float().mean().item()
 
 
-def without(model, heads):
-    """The state of a model in which some heads add nothing: their rows of W^O are zero."""
-    state = {name: x.clone() for name, x in model.state_dict().items()}
-    weight = state["attend.out_proj.weight"]  # (E, h d), the transpose of W^O
-    weight.unflatten(1, (model.attend.num_heads, -1))[:, list(heads)] = 0
-    return state
-
-
-def removals(model, valid, test):
-    """Test accuracy without each head, and as the heads go one by one, the least useful first.
-
-    Which one is the least useful is read from the validation images.
-    """
-    h = model.attend.num_heads
-    smaller = RowClassifier(model.attend.num_heads)
-
-    def score(heads, part):
-        smaller.load_state_dict(without(model, heads))
-        return round(accuracy(smaller, part), 4)
-
-    gone = []
-    path = [score([], test)]
-    while len(gone) < h:
-        left = [i for i in range(h) if i not in gone]
-        gone.append(max(left, key=lambda i: score([*gone, i], valid)))
-        path.append(score(gone, test))
-    return {"single": [score([i], test) for i in range(h)], "order": gone, "path": path}
-
-
 def digits(arguments):
-    """Train heads on scanned digits, and find out which of them can be removed again."""
+    """Compare layers with 0 to 8 heads, all of one width, on scanned digits."""
     tiny = arguments.tiny
     train, valid, test = digit_parts()
     if tiny:
@@ -282,8 +180,6 @@ def digits(arguments):
         kept = [runs.get((best, seed)) or run(h, best, seed) for seed in range(seeds)]
         for model, own in kept:
             own["test"] = round(accuracy(model, test), 4)
-            if h > 1:
-                own["removed"] = removals(model, valid, test)
         found[h] = {
             "rates": {str(lr): round(rate, 4) for lr, rate in rates.items()},
             "runs": [own for _, own in kept],
@@ -294,7 +190,7 @@ def digits(arguments):
 def baselines(train, valid, test):
     """Test accuracy of two models of scikit-learn, their one setting from the validation."""
     families = {
-        "logistic regression": lambda c: LogisticRegression(C=c, max_iter=2000),
+        "logistic regression": lambda c: LogisticRegression(C=c, max_iter=5000),
         "support vectors": lambda c: SVC(C=c),
     }
     (x, y), (x_valid, y_valid), (x_test, y_test) = (
@@ -302,7 +198,7 @@ def baselines(train, valid, test):
     )
     found = {}
     for name, make in families.items():
-        models = [make(c).fit(x, y) for c in (0.1, 1, 10, 100)]
+        models = [make(c).fit(x, y) for c in (0.01, 0.1, 1, 10, 100, 1000)]
         best = max(models, key=lambda model: model.score(x_valid, y_valid))
         found[name] = {"C": best.C, "test": round(best.score(x_test, y_test), 4)}
     return found
@@ -310,7 +206,7 @@ def baselines(train, valid, test):
 
 def main(arguments=None):
     commands = Commands(__doc__)
-    for function in (payloads, retrieval, digits):
+    for function in (payloads, digits):
         name = function.__name__
         commands.experiment(name, function, record=f"heads_{name}")
     commands.run(arguments)
