@@ -70,13 +70,14 @@ class Schemes(Runs):
 
     def scheme(self, task, name, steps, seeds, times):
         """Tune one scheme, and train it with every seed, `times` as long."""
-        tried = [self.run(task, name, setting, steps, seeds[0]) for setting in settings(name)]
+        grid = settings(name)
+        tried = [self.run(task, name, setting, steps, seeds[0]) for setting in grid]
         best = min(tried, key=lambda run: run["valid"])["setting"]
         for seed in seeds:
             self.run(task, name, best, times * steps, seed)
 
     def exercise(self, task, name, steps, seeds, times):
-        """Train one scheme with nine settings and every seed, to see what the choice decides."""
+        """Train one scheme with nine settings and every seed, for an exercise of the chapter."""
         for setting, seed in itertools.product(OF_THE_EXERCISE, seeds):
             self.run(task, name, setting, times * steps, seed)
 
@@ -87,12 +88,13 @@ def schemes(arguments):
     The networks, their training, and their tests are cells of the chapter's notebook, which are
     run here as they stand. For each scheme, every setting of a small grid trains one network;
     the setting with the lowest loss on validation data is trained with three seeds, and again
-    with four times the steps. The record, FOLDER/positions.json, is written after every network.
-    With --minutes the command stops after that time, and continues when it is given again. With
-    --tiny a few networks take a few steps, to see that all runs; such a record means nothing.
+    with four times the steps. The record, FOLDER/positions.json, is written after every
+    network. With --minutes the command stops after that time, and continues when it is given
+    again. With --tiny a few networks take a few steps, to see that everything runs; the numbers
+    of such a record mean nothing.
     """
     bench = Schemes(arguments.out / "positions.json", arguments.minutes)
-    names = {task: SCHEMES for task in arguments.tasks}
+    names = dict.fromkeys(arguments.tasks, SCHEMES)
     if arguments.tiny:
         names = {"three back": ["ALiBi, 8 heads"], "the first": ["learned"]}
     work = [
