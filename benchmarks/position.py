@@ -77,7 +77,7 @@ class Schemes(Runs):
             self.run(task, name, best, times * steps, seed)
 
     def exercise(self, task, name, steps, seeds, times):
-        """Train one scheme with nine settings and every seed, for an exercise of the chapter."""
+        """Train one scheme with nine settings and every seed, for an exercise of the page."""
         for setting, seed in itertools.product(OF_THE_EXERCISE, seeds):
             self.run(task, name, setting, times * steps, seed)
 
