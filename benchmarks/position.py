@@ -1,6 +1,6 @@
-"""What was run for 12_position: `python -m benchmarks.position COMMAND --out FOLDER`.
+"""The experiment of 12_position: `python -m benchmarks.position COMMAND --out FOLDER`.
 
-    schemes  train each scheme of position embeddings on three tasks
+    schemes  train each scheme of position embeddings on two tasks
 
 The networks, their training, and their tests are cells of the chapter's notebook, which are run
 here as they stand.
@@ -14,11 +14,13 @@ from attnlib import position
 from benchmarks.runner import Commands, Runs
 from tools.notebooks import NBS, code_of
 
-CELLS = ("imports", "setup", "grid", "layer", "network", "fit", "tasks", "digits")
-RATES = (1e-3, 3e-3, 1e-2)
-TABLE_RATES = (3e-3, 3e-2, 1e-1)
-BASES = (10.0, 100.0, 10000.0)
-SEQUENCES = {  # scheme and number of heads
+CELLS = ("imports", "setup", "layer", "network", "fit", "tasks")
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+TABLE_RATES = (1e-3, 3e-3, 3e-2, 1e-1, 3e-1, 1.0, 3.0)
+OF_THE_EXERCISE = [  # settings of the relative bias that exercise ex-optimizer compares
+    {"lr": lr, "table_lr": table_lr} for lr in RATES[:3] for table_lr in TABLE_RATES[1:4]
+]
+SCHEMES = {  # scheme and number of heads
     "none": ("none", 2),
     "sinusoidal": ("sinusoidal", 2),
     "learned": ("learned", 2),
@@ -27,12 +29,12 @@ SEQUENCES = {  # scheme and number of heads
     "ALiBi, 8 heads": ("ALiBi", 8),
     "rotary": ("rotary", 2),
 }
-TASKS = {"three back": 400, "the first": 400, "digits": 300}  # and the steps of a short run
-GRIDS = ("none", "sinusoidal", "row and column", "learned", "2-D bias", "2-D rotary")
+TASKS = ("three back", "the first")
+STEPS = 400  # of a short run
 
 
 def chapter():
-    """The names that the chapter's cells define."""
+    """Return the names that the chapter's cells define."""
     names = {name: getattr(position, name) for name in position.__all__}
     cells = {cell.id: cell for cell in nbformat.read(NBS / "12_position.ipynb", 4).cells}
     for cell in CELLS:
@@ -40,13 +42,11 @@ def chapter():
     return names
 
 
-def settings(task, name):
-    """The grid of settings from which the validation data choose."""
-    axes = {"lr": RATES[1:] if task == "digits" else RATES}
-    if "bias" in name:
+def settings(name):
+    """Return the grid of settings from which the validation data choose."""
+    axes = {"lr": RATES}
+    if name == "relative bias":
         axes["table_lr"] = TABLE_RATES
-    if task == "digits" and name in ("sinusoidal", "row and column", "2-D rotary"):
-        axes["base"] = BASES
     return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
 
 
@@ -59,55 +59,44 @@ class Schemes(Runs):
 
     def run(self, task, name, setting, steps, seed):
         settings = dict(task=task, scheme=name, setting=setting, steps=steps, seed=seed)
-        train = self.digits if task == "digits" else self.sequences
-        return self.once(settings, lambda: train(task, name, steps=steps, seed=seed, **setting))
+        return self.once(settings, lambda: self.train(task, name, steps, seed, setting))
 
-    def sequences(self, task, name, **options):
-        scheme, heads = SEQUENCES[name]
+    def train(self, task, name, steps, seed, setting):
+        scheme, heads = SCHEMES[name]
         run = self.names["extrapolation_run"]
-        _, valid, right = run(task, scheme, heads=heads, **options)
+        _, valid, right = run(task, scheme, heads=heads, steps=steps, seed=seed, **setting)
         bins = [round(x, 4) for x in right.unflatten(0, (-1, 16)).nanmean(-1).tolist()]
         return {"valid": round(valid, 5), "accuracy": [x for x in bins if x == x]}
 
-    def digits(self, task, name, **options):
-        loss, right = self.names["digits_run"](name, **options)
-        accuracy = {part: round(x, 4) for part, x in right.items()}
-        return {"valid": round(loss["valid"], 5), "accuracy": accuracy}
-
     def scheme(self, task, name, steps, seeds, times):
         """Tune one scheme, and train it with every seed, `times` as long."""
-        grid = settings(task, name)
+        grid = settings(name)
         tried = [self.run(task, name, setting, steps, seeds[0]) for setting in grid]
-        if min(run["valid"] for run in tried) > 1:  # who fails gets one more chance
-            tried.append(self.run(task, name, {**grid[-1], "lr": 0.03}, steps, seeds[0]))
         best = min(tried, key=lambda run: run["valid"])["setting"]
         for seed in seeds:
             self.run(task, name, best, times * steps, seed)
 
-    def every_setting(self, task, name, steps, seeds, times):
-        """Train one scheme with every setting and every seed: does the choice matter?"""
-        for setting, seed in itertools.product(settings(task, name), seeds):
-            self.run(task, name, setting, steps, seed)
+    def exercise(self, task, name, steps, seeds, times):
+        """Train one scheme with nine settings and every seed, for an exercise of the page."""
+        for setting, seed in itertools.product(OF_THE_EXERCISE, seeds):
+            self.run(task, name, setting, times * steps, seed)
 
 
 def schemes(arguments):
-    """Train each scheme of position embeddings on three tasks.
+    """Train each scheme of position embeddings on two tasks.
 
-    The networks, their training and their tests are cells of the chapter's notebook, which are
-    run here as they stand. For each scheme every setting of a small grid trains one network;
-    the one with the lowest loss on validation data is trained with three seeds, and again with
-    four times the steps. The record, FOLDER/positions.json, is written after every network.
-    With --minutes the command stops after that time, and goes on when it is given again. With
-    --tiny a few networks take a few steps, to see that all runs; such a record means nothing.
+    The networks, their training, and their tests are cells of the chapter's notebook, which are
+    run here as they stand. For each scheme, every setting of a small grid trains one network;
+    the setting with the lowest loss on validation data is trained with three seeds, and again
+    with four times the steps. The record, FOLDER/positions.json, is written after every
+    network. With --minutes the command stops after that time, and continues when it is given
+    again. With --tiny a few networks take a few steps, to see that everything runs; the numbers
+    of such a record mean nothing.
     """
     bench = Schemes(arguments.out / "positions.json", arguments.minutes)
-    names = {task: GRIDS if task == "digits" else SEQUENCES for task in arguments.tasks}
+    names = dict.fromkeys(arguments.tasks, SCHEMES)
     if arguments.tiny:
-        names = {
-            "three back": ["ALiBi, 8 heads"],
-            "the first": ["learned"],
-            "digits": ["2-D bias"],
-        }
+        names = {"three back": ["ALiBi, 8 heads"], "the first": ["learned"]}
     work = [
         (bench.scheme, task, name, times)
         for task in names
@@ -116,7 +105,7 @@ def schemes(arguments):
         if name in (arguments.schemes or names[task])
     ]
     if "the first" in names and not arguments.tiny:
-        work.append((bench.every_setting, "the first", "relative bias", 1))
+        work.append((bench.exercise, "the first", "relative bias", 1))
 
     def go():
         for do, task, name, times in work:
@@ -124,7 +113,7 @@ def schemes(arguments):
                 steps = 2
                 seeds = (0,)
             else:
-                steps = TASKS[task]
+                steps = STEPS
                 seeds = (0, 1, 2)
             do(task, name, steps, seeds, times)
 
