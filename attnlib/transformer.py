@@ -284,7 +284,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(Encoder):
-    """Decoder layers one after the other, and a last norm if there is one (Vaswani et al. 2017, section 3.1)."""
+    """Decoder layers, and a last norm if there is one (Vaswani et al. 2017, section 3.1)."""
 
     def forward(
         self, x: Float[Tensor, "B N d_model"], memory: Float[Tensor, "B M d_model"],
@@ -665,7 +665,7 @@ class Transformer(nn.Module):
     ) -> dict[str, list[Tensor]]:
         """Return the attention weights of all layers in evaluation mode.
 
-        The result is a dict of lists with a Tensor (B, h, N, M) for each layer: "encoder", "decoder"
+        They are a dict of lists with a Tensor (B, h, N, M) for each layer: "encoder", "decoder"
         and "cross".
         """
         modules = {
@@ -694,7 +694,7 @@ class Transformer(nn.Module):
 def _layer_from_torch(
     layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, rotary: bool = False
 ) -> EncoderLayer | DecoderLayer:
-    """Return an `EncoderLayer` or `DecoderLayer` with the settings and the weights of PyTorch's layer.
+    """Return a layer of this module with the settings and the weights of PyTorch's layer.
 
     It is in the mode of that layer, and what is frozen there stays frozen.
 
@@ -760,7 +760,9 @@ def _layer_from_torch(
 def from_torch(
     module: nn.Transformer, src_vocab: int, tgt_vocab: int | None = None, **options: Any
 ) -> Transformer:
-    """Return a `Transformer` with the layers of a torch.nn.Transformer, which has no embeddings.
+    """Return a `Transformer` with the layers of a torch.nn.Transformer.
+
+    A torch.nn.Transformer has no embeddings.
 
     Every layer keeps its own activation, order of norms, epsilon, and dropout probability. The
     model is in the mode (training or evaluation) of the module.
