@@ -232,7 +232,7 @@ def load_translator(stem):
     return model.float().eval(), tokenizer, record
 
 
-def translated(model, src, beam_size, length_penalty, rows=2048):
+def translated(model, src, beam_size, length_penalty, rows=256):
     """Search all rows of a table of sources, in batches of similar length."""
     lengths = (src != 0).sum(1)
     tokens = torch.zeros(len(src), MOST, dtype=torch.int64)
@@ -256,15 +256,18 @@ def log_probability(model, src, tokens, rows=128):
     return torch.cat(parts)
 
 
-def search_row(model, tokenizer, src, references, target, length_penalty, beam_size):
+def search_row(model, tokenizer, texts, plain, length_penalty, beam_size):
     """Return one row of the record: BLEU, log-probabilities, and what is proved."""
     import sacrebleu
 
-    tokens = translated(model, src, beam_size, length_penalty)
+    src, target, references = texts
+    tokens = plain
+    if (length_penalty, beam_size) != (0.0, 1):
+        tokens = translated(model, src, beam_size, length_penalty)
     log_p = log_probability(model, src, tokens)
     reference = log_probability(model, src, target)
+    greedy = log_probability(model, src, plain)
     said = decode(tokenizer, tokens)
-    plain = translated(model, src, 1, 0.0)
     return {
         "bleu": round(sacrebleu.corpus_bleu(said, [references]).score, 2),
         "log_p": round(log_p.mean().item(), 3),
@@ -272,7 +275,7 @@ def search_row(model, tokenizer, src, references, target, length_penalty, beam_s
         "proved": int((log_p.exp() * (beam_size + 1) > 1 + 1e-4).sum()),
         "missed": int((reference > log_p + 1e-3).sum()),  # the reference is more probable
         "differ": int((tokens != plain).any(1).sum()),  # from greedy decoding
-        "better": int((log_p > log_probability(model, src, plain) + 1e-3).sum()),
+        "better": int((log_p > greedy + 1e-3).sum()),
         "empty": int((tokens[:, 0] == EOS).sum()),
     }
 
@@ -323,12 +326,12 @@ def sentences(arguments):
     torch.set_num_threads(1)
     model, tokenizer, trained = load_translator(arguments.run)
     english, german = multi30k("test", arguments.data)
-    settings = SETTINGS
-    if arguments.tiny:
-        english, german = english[:4], german[:4]
-        settings = [(0.0, 1), (0.0, 2)]
+    count = 4 if arguments.tiny else arguments.sentences
+    settings = [(0.0, 1), (0.0, 2)] if arguments.tiny else SETTINGS
+    english, german = english[:count], german[:count]
     src = encode(tokenizer, english)
     target = encode(tokenizer, german)[:, 1:]
+    texts = (src, target, german)
     path = arguments.out / "decoding_sentences.json"
     about = {key: trained.get(key) for key in ("seed", "epochs", "languages")}
     bench = Runs(path, arguments.minutes, rows=[], sentences=len(english), translator=about)
@@ -336,8 +339,9 @@ def sentences(arguments):
     def go():
         bench.record["steps"] = next_tokens(model, tokenizer, STEPS_OF)
         bench.record["own"] = own_sentences(model, tokenizer)
+        plain = translated(model, src, 1, 0.0)
         for alpha, k in settings:
-            work = partial(search_row, model, tokenizer, src, german, target, alpha, k)
+            work = partial(search_row, model, tokenizer, texts, plain, alpha, k)
             bench.once(dict(penalty=alpha, beams=k), work, "rows")
 
     bench.work(go)
@@ -348,6 +352,7 @@ def main(arguments=None):
     parser = commands.experiment("sentences", sentences)
     parser.add_argument("--run", required=True, help="a run, without the end .json")
     parser.add_argument("--data", type=Path, help="the folder of Multi30k's files")
+    parser.add_argument("--sentences", type=int, default=1000, help="the first of the test set")
     parser = commands.experiment("search", search)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     commands.run(arguments)
