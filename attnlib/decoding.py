@@ -36,7 +36,7 @@ class KVCache:
     A layer that is called by itself needs only `update`.
 
     `copy.copy` and `copy.deepcopy` return an independent cache. A cache that began in
-    `torch.inference_mode` may be continued outside of it, although PyTorch allows no gradient for an
+    `torch.inference_mode` may be continued outside of it, but PyTorch allows no gradient for an
     encoder's output from that mode. Where gradients are computed, each call copies all keys and
     values, because they need those of the earlier calls.
 
@@ -65,7 +65,7 @@ class KVCache:
         return self.length
 
     def __copy__(self):
-        """Copy the cache with its own room; the tensors of the memory never change and are shared."""
+        """Copy the cache with its own room; the tensors of the memory are shared."""
         other = type(self).__new__(type(self))
         vars(other).update(vars(self))
         other.room = {layer: room.clone() for layer, room in self.room.items()}
@@ -253,7 +253,7 @@ def greedy(
 
 # %% ../nbs/22_decoding.ipynb #checks
 def _vocabulary_size(model: Any) -> int:
-    """Return the number of tokens of a `model`: its `vocab_size`, or the rows of ``output.weight``."""
+    """Return the vocabulary size of a `model`: its `vocab_size`, or the rows of ``output.weight``."""
     size = getattr(model, "vocab_size", None)
     return len(model.output.weight) if size is None else size
 
@@ -500,7 +500,7 @@ def top_p_filter(
     Returns
     -------
     Tensor
-        The same logits, with −inf for tokens that are not kept. The most probable token is always kept.
+        The same logits, with −inf for what is not kept. The most probable token is always kept.
 
     Raises
     ------
