@@ -253,7 +253,7 @@ def greedy(
 
 # %% ../nbs/22_decoding.ipynb #checks
 def _vocabulary_size(model: Any) -> int:
-    """Return the vocabulary size of a `model`: its `vocab_size`, or the rows of ``output.weight``."""
+    """Return a model's `vocab_size`, or else the number of rows of ``output.weight``."""
     size = getattr(model, "vocab_size", None)
     return len(model.output.weight) if size is None else size
 
