@@ -1,18 +1,24 @@
 """What was run for 22_decoding: `python -m benchmarks.decoding COMMAND --out FOLDER`.
 
-    search  measure what a better search gains
+    search     measure what a better search gains, on names of numbers
+    sentences  compare greedy decoding with beam search, on real sentences
 
 `benchmarks.runner` says how runs are resumed and recorded.
 """
 
 import itertools
+import json
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from attnlib import recipes
-from attnlib.data import decode, number_words
+from attnlib.backbone import evaluation
+from attnlib.data import BOS, EOS, decode, encode, multi30k, number_words
 from attnlib.decoding import beam_search
+from attnlib.models import read_weights
+from benchmarks.multi30k import make_model
 from benchmarks.runner import Commands, Runs
 
 LIMIT = 24  # tokens of a result; the longest right name has 13
@@ -185,8 +191,168 @@ def search(arguments):
     bench.work(go)
 
 
+# --- real sentences ---------------------------------------------------------------------------
+
+MOST = 80  # tokens of a translation
+SETTINGS = [
+    *((0.0, k) for k in (1, 2, 4, 5, 8, 16)),
+    *((1.0, k) for k in (1, 2, 4, 5, 8, 16)),
+    (0.5, 5),
+    (1.5, 5),
+]
+STEPS_OF = "A dog runs on the beach."
+OWN = (  # written for this book; no captions of Multi30k
+    "A dog runs along the beach with a ball in its mouth.",
+    "Two women in red coats are waiting for the bus in the rain.",
+    "A little boy is building a sand castle while his father takes a picture.",
+    "An old man plays the accordion on the steps of a church.",
+    "A girl in a blue dress feeds the ducks at the edge of a pond.",
+    "Three children are sitting on a wall and eating ice cream.",
+    "A man with a beard repairs a bicycle in front of his shop.",
+    "Several people are standing around a fire on a cold night.",
+    "A woman reads a newspaper while she waits for her train.",
+    "A brown horse jumps over a fence in a green field.",
+    "Two boys are throwing snowballs at each other in a park.",
+    "A cook cuts vegetables in the kitchen of a small restaurant.",
+    "A young couple is dancing in the street at night.",
+    "The goalkeeper catches the ball and falls to the ground.",
+    "A band is playing music on a stage in front of a large crowd.",
+    "A cat sleeps on the roof of an old car.",
+)
+
+
+def load_translator(stem):
+    """Load a run of `benchmarks.multi30k train`: model, tokenizer, and record."""
+    import tokenizers
+
+    record = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
+    tokenizer = tokenizers.Tokenizer.from_file(f"{stem}.tokenizer.json")
+    model = make_model(tokenizer, record["size"])
+    model.load_state_dict(read_weights(Path(f"{stem}.safetensors")))
+    return model.float().eval(), tokenizer, record
+
+
+def translated(model, src, beam_size, length_penalty, rows=256):
+    """Search all rows of a table of sources, in batches of similar length."""
+    lengths = (src != 0).sum(1)
+    tokens = torch.zeros(len(src), MOST, dtype=torch.int64)
+    for part in lengths.argsort(stable=True).split(max(1, rows // beam_size)):
+        own = src[part, : lengths[part].max()]
+        found, _ = beam_search(model, own, MOST, beam_size, length_penalty=length_penalty)
+        tokens[part, : found.shape[1]] = found
+    return tokens
+
+
+@torch.no_grad()
+def log_probability(model, src, tokens, rows=128):
+    """Return log P of each row of `tokens` given its source."""
+    parts = []
+    for first in range(0, len(src), rows):
+        own = tokens[first : first + rows]
+        own = own[:, : (own != 0).sum(1).max()]
+        source = src[first : first + rows]
+        source = source[:, : (source != 0).sum(1).max()]
+        parts.append(token_log_probs(model, source, own).sum(1))
+    return torch.cat(parts)
+
+
+def search_row(model, tokenizer, texts, plain, length_penalty, beam_size):
+    """Return one row of the record: BLEU, log-probabilities, and what is proved."""
+    import sacrebleu
+
+    src, target, references = texts
+    tokens = plain
+    if (length_penalty, beam_size) != (0.0, 1):
+        tokens = translated(model, src, beam_size, length_penalty)
+    log_p = log_probability(model, src, tokens)
+    reference = log_probability(model, src, target)
+    greedy = log_probability(model, src, plain)
+    said = decode(tokenizer, tokens)
+    return {
+        "bleu": round(sacrebleu.corpus_bleu(said, [references]).score, 2),
+        "log_p": round(log_p.mean().item(), 3),
+        "tokens": round((tokens != 0).sum(1).float().mean().item(), 3),
+        "proved": int((log_p.exp() * (beam_size + 1) > 1 + 1e-4).sum()),
+        "missed": int((reference > log_p + 1e-3).sum()),  # the reference is more probable
+        "differ": int((tokens != plain).any(1).sum()),  # from greedy decoding
+        "better": int((log_p > greedy + 1e-3).sum()),
+        "empty": int((tokens[:, 0] == EOS).sum()),
+    }
+
+
+def next_tokens(model, tokenizer, sentence, count=3):
+    """Return the most probable tokens of each step of greedy decoding, and their chances."""
+    steps = []
+    tokens = [BOS]
+    src = encode(tokenizer, [sentence])
+    with torch.no_grad(), evaluation(model):
+        while tokens[-1] != EOS and len(tokens) < MOST:
+            p = model(src, torch.tensor([tokens]))[0, -1].softmax(-1)
+            best = p.topk(count)
+            words = [tokenizer.id_to_token(i) for i in best.indices.tolist()]
+            steps.append({"tokens": words, "p": [round(x, 4) for x in best.values.tolist()]})
+            tokens.append(best.indices[0].item())
+    return {
+        "sentence": sentence,
+        "steps": steps,
+        "said": decode(tokenizer, torch.tensor([tokens]))[0],
+    }
+
+
+def own_sentences(model, tokenizer):
+    """Translate each sentence of `OWN` by greedy decoding and with five beams."""
+    src = encode(tokenizer, OWN)
+    outputs = {
+        "greedy": translated(model, src, 1, 0.0),
+        "beams": translated(model, src, 5, 0.0),
+    }
+    said = {name: decode(tokenizer, tokens) for name, tokens in outputs.items()}
+    log_p = {name: log_probability(model, src, tokens) for name, tokens in outputs.items()}
+    found = []
+    for i, sentence in enumerate(OWN):
+        row = {"sentence": sentence}
+        for name in outputs:
+            row[name] = {"text": said[name][i], "log_p": round(log_p[name][i].item(), 3)}
+        found.append(row)
+    return found
+
+
+def sentences(arguments):
+    """Compare greedy decoding with beam search, on real sentences.
+
+    The translator is a run of `benchmarks.multi30k train`; the sentences are the test set of
+    2016. Each setting of beams and length penalty is a row of FOLDER/decoding_sentences.json.
+    """
+    torch.set_num_threads(1)
+    model, tokenizer, trained = load_translator(arguments.run)
+    english, german = multi30k("test", arguments.data)
+    count = 4 if arguments.tiny else arguments.sentences
+    settings = [(0.0, 1), (0.0, 2)] if arguments.tiny else SETTINGS
+    english, german = english[:count], german[:count]
+    src = encode(tokenizer, english)
+    target = encode(tokenizer, german)[:, 1:]
+    texts = (src, target, german)
+    path = arguments.out / "decoding_sentences.json"
+    about = {key: trained.get(key) for key in ("seed", "epochs", "languages")}
+    bench = Runs(path, arguments.minutes, rows=[], sentences=len(english), translator=about)
+
+    def go():
+        bench.record["steps"] = next_tokens(model, tokenizer, STEPS_OF)
+        bench.record["own"] = own_sentences(model, tokenizer)
+        plain = translated(model, src, 1, 0.0)
+        for alpha, k in settings:
+            work = partial(search_row, model, tokenizer, texts, plain, alpha, k)
+            bench.once(dict(penalty=alpha, beams=k), work, "rows")
+
+    bench.work(go)
+
+
 def main(arguments=None):
     commands = Commands(__doc__)
+    parser = commands.experiment("sentences", sentences)
+    parser.add_argument("--run", required=True, help="a run, without the end .json")
+    parser.add_argument("--data", type=Path, help="the folder of Multi30k's files")
+    parser.add_argument("--sentences", type=int, default=1000, help="the first of the test set")
     parser = commands.experiment("search", search)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     commands.run(arguments)

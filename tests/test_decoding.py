@@ -609,3 +609,24 @@ def test_the_recorded_runs_run(tmp_path):
         assert run["valid"]["chosen"] in run["valid"]["rows"]
         for row in run["test"]["rows"]:
             assert row["right"] + row["missed"] <= run["test"]["numbers"] == 6
+
+
+def test_rows_of_real_sentences():
+    """What `benchmarks.decoding sentences` records, with an untrained model."""
+    pytest.importorskip("sacrebleu")
+    from attnlib.data import decode, encode, train_bpe
+    from benchmarks import decoding as runs
+
+    texts = ["A dog runs.", "A cat sleeps on the roof of a car."]
+    tokenizer = train_bpe(texts, 60)
+    torch.manual_seed(0)
+    model = Transformer(tokenizer.get_vocab_size(), None, 16, 2, 1, 1, 24, max_length=96).eval()
+    src = encode(tokenizer, texts)
+    plain = runs.translated(model, src, 1, 0.0)
+    row = runs.search_row(model, tokenizer, (src, src[:, 1:], texts), plain, 0.0, 1)
+    assert row["differ"] == row["better"] == 0 and row["log_p"] < 0
+    wide = runs.search_row(model, tokenizer, (src, src[:, 1:], texts), plain, 0.0, 3)
+    assert wide["log_p"] >= row["log_p"] - 1e-3
+    steps = runs.next_tokens(model, tokenizer, texts[0])
+    said = decode(tokenizer, plain[:1])[0]
+    assert said.startswith(steps["said"]) and len(steps["steps"][0]["p"]) == 3
