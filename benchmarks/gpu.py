@@ -48,9 +48,9 @@ VISION = {  # record: model; in bfloat16 only, because compilation dominates
     "tnt": "tnt_s_patch16_224",
     "vit": "vit_small_patch16_224",
 }
-RUNS = ("numbers", "translator", "lengths", "digits", "detr", "supernet", "captions", "gpt")
+RUNS = ("translator", "lengths", "digits", "detr", "supernet", "captions", "gpt")
 # runs that fetch their data: by name only
-NETWORK = ("cifar10", "mae_cifar", "supernet_cifar10", "multi30k", "gpt_tinystories")
+NETWORK = ("cifar10", "mae_cifar", "supernet_cifar10", "gpt_tinystories")
 TRAIN = "accelerate", "safetensors", "tqdm"  # attnlib.train cannot do without
 NEEDS = {  # packages without which nothing of a part runs; peers that lack are left out
     **dict.fromkeys(
@@ -67,7 +67,6 @@ NEEDS = {  # packages without which nothing of a part runs; peers that lack are 
     **dict.fromkeys(
         ("run_numbers", "run_translator", "run_lengths"), ("num2words", "tokenizers")
     ),
-    "run_multi30k": ("tokenizers",),
     "run_digits": ("sklearn",),
     **dict.fromkeys(("run_gpt", "run_gpt_tinystories"), ("tokenizers",)),
     **dict.fromkeys(("run_detr", "run_captions"), ("sklearn", "scipy", "pycocotools")),
@@ -170,7 +169,7 @@ MINUTES = {  # what a part takes on an H100, estimated; more than 8 need the com
     **dict(autoformer_speed=2, gpt_speed=4, efficient=3, run_numbers=8, run_translator=5),
     **dict(run_lengths=6, run_digits=12, run_detr=10, run_supernet=10, run_captions=12),
     **dict(run_gpt=12, run_cifar10=60, run_mae_cifar=40, run_supernet_cifar10=40),
-    **dict(run_multi30k=30, run_gpt_tinystories=60),
+    **dict(run_gpt_tinystories=60),
 }
 
 
