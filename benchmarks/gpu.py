@@ -64,9 +64,7 @@ NEEDS = {  # packages without which nothing of a part runs; peers that lack are 
     **dict.fromkeys(
         ("detr_speed", "panoptic_speed"), ("transformers", "timm", "torchvision", "scipy")
     ),
-    **dict.fromkeys(
-        ("run_numbers", "run_translator", "run_lengths"), ("num2words", "tokenizers")
-    ),
+    **dict.fromkeys(("run_translator", "run_lengths"), ("num2words", "tokenizers")),
     "run_digits": ("sklearn",),
     **dict.fromkeys(("run_gpt", "run_gpt_tinystories"), ("tokenizers",)),
     **dict.fromkeys(("run_detr", "run_captions"), ("sklearn", "scipy", "pycocotools")),
@@ -166,7 +164,7 @@ MINUTES = {  # what a part takes on an H100, estimated; more than 8 need the com
     **dict(compile=8, kernels=8, checks=3, sanitize=6, roof=1, flash=7, windows=5),
     **dict(compile_models=8, fused=2, swin=7, swinv2=8, tnt=8, vit=6, flash_wide=7),
     **dict(attention=1, translation=6, mae_speed=2, detr_speed=2, panoptic_speed=2),
-    **dict(autoformer_speed=2, gpt_speed=4, efficient=3, run_numbers=8, run_translator=5),
+    **dict(autoformer_speed=2, gpt_speed=4, efficient=3, run_translator=5),
     **dict(run_lengths=6, run_digits=12, run_detr=10, run_supernet=10, run_captions=12),
     **dict(run_gpt=12, run_cifar10=60, run_mae_cifar=40, run_supernet_cifar10=40),
     **dict(run_gpt_tinystories=60),
