@@ -291,7 +291,7 @@ def score_pair(model, tokenizer, folder, count):
     scores = {}
     for split, year in TESTS.items():
         english, german = (own[:count] for own in multi30k(split, folder))
-        said = translate(model, tokenizer, english, beam_size=BEAMS, max_length=100)
+        said = translate(model, tokenizer, english, beam_size=BEAMS, max_length=80)
         raw, signature = raw_bleu(said, german)
         scores[year] = {
             "bleu": round(raw, 2),
@@ -302,7 +302,7 @@ def score_pair(model, tokenizer, folder, count):
         }
         if year == "2016":
             examples = ranked_examples(english, said, german)
-    own = translate(model, tokenizer, OWN, beam_size=BEAMS, max_length=100)
+    own = translate(model, tokenizer, OWN, beam_size=BEAMS, max_length=80)
     return {
         "scores": scores,
         "signature": signature,
@@ -329,7 +329,7 @@ def score_four(model, tokenizer, folder, count, trained):
 
     def ask(sentences, target):
         return translate(
-            model, tokenizer, sentences, language=target, beam_size=BEAMS, max_length=100
+            model, tokenizer, sentences, language=target, beam_size=BEAMS, max_length=80
         )
 
     english = {a: ask(test[a], "en") for a in OTHERS}
