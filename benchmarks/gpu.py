@@ -48,9 +48,9 @@ VISION = {  # record: model; in bfloat16 only, because compilation dominates
     "tnt": "tnt_s_patch16_224",
     "vit": "vit_small_patch16_224",
 }
-RUNS = ("numbers", "translator", "lengths", "digits", "detr", "supernet", "captions", "gpt")
+RUNS = ("translator", "lengths", "digits", "detr", "supernet", "captions", "gpt")
 # runs that fetch their data: by name only
-NETWORK = ("cifar10", "mae_cifar", "supernet_cifar10", "multi30k", "gpt_tinystories")
+NETWORK = ("cifar10", "mae_cifar", "supernet_cifar10", "gpt_tinystories")
 TRAIN = "accelerate", "safetensors", "tqdm"  # attnlib.train cannot do without
 NEEDS = {  # packages without which nothing of a part runs; peers that lack are left out
     **dict.fromkeys(
@@ -64,10 +64,8 @@ NEEDS = {  # packages without which nothing of a part runs; peers that lack are 
     **dict.fromkeys(
         ("detr_speed", "panoptic_speed"), ("transformers", "timm", "torchvision", "scipy")
     ),
-    **dict.fromkeys(
-        ("run_numbers", "run_translator", "run_lengths"), ("num2words", "tokenizers")
-    ),
-    "run_multi30k": ("tokenizers",),
+    **dict.fromkeys(("run_translator", "run_lengths"), ("num2words", "tokenizers")),
+    "run_multi30k": ("tokenizers", "sacrebleu"),
     "run_digits": ("sklearn",),
     **dict.fromkeys(("run_gpt", "run_gpt_tinystories"), ("tokenizers",)),
     **dict.fromkeys(("run_detr", "run_captions"), ("sklearn", "scipy", "pycocotools")),
@@ -138,6 +136,12 @@ def run(name):
     return lambda device, tiny: [script("runs", name)]
 
 
+def multi30k(device, tiny):
+    """Translate English to German, with three seeds."""
+    seeds = range(1 if tiny else 3)
+    return [script("multi30k", "train", "--seed", str(seed)) for seed in seeds]
+
+
 PARTS = {  # the most important first
     "compile": lambda device, tiny: [script("compile")],
     "kernels": kernels,
@@ -160,14 +164,16 @@ PARTS = {  # the most important first
     },
     "efficient": lambda device, tiny: [script("efficient", "crossover")],
     **{f"run_{name}": run(name) for name in RUNS + NETWORK},
+    "run_multi30k": multi30k,
 }
 
 
+FETCHING = {"run_multi30k", *(f"run_{name}" for name in NETWORK)}
 MINUTES = {  # what a part takes on an H100, estimated; more than 8 need the command again
     **dict(compile=8, kernels=8, checks=3, sanitize=6, roof=1, flash=7, windows=5),
     **dict(compile_models=8, fused=2, swin=7, swinv2=8, tnt=8, vit=6, flash_wide=7),
     **dict(attention=1, translation=6, mae_speed=2, detr_speed=2, panoptic_speed=2),
-    **dict(autoformer_speed=2, gpt_speed=4, efficient=3, run_numbers=8, run_translator=5),
+    **dict(autoformer_speed=2, gpt_speed=4, efficient=3, run_translator=5),
     **dict(run_lengths=6, run_digits=12, run_detr=10, run_supernet=10, run_captions=12),
     **dict(run_gpt=12, run_cifar10=60, run_mae_cifar=40, run_supernet_cifar10=40),
     **dict(run_multi30k=30, run_gpt_tinystories=60),
@@ -321,7 +327,7 @@ def options():
         choices=PARTS,
         metavar="PART",
         help="one or several; by default all but those that fetch their data",
-        default=[name for name in PARTS if name not in {f"run_{run}" for run in NETWORK}],
+        default=[name for name in PARTS if name not in FETCHING],
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the records")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")

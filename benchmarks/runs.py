@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from attnlib import recipes, translation
+from attnlib import recipes
 from attnlib.transformer import POSITIONS
 from benchmarks.records import write_record
 from benchmarks.runner import save_half
-from benchmarks.translation import length_run, multi30k_run, page
+from benchmarks.translation import length_run
 
 
 def half_precision():
@@ -29,18 +29,6 @@ def half_precision():
     cuda = torch.cuda
     lacks = cuda.is_available() and not cuda.is_bf16_supported(including_emulation=False)
     return Accelerator(mixed_precision="fp16" if lacks else "bf16")
-
-
-def numbers(directions, steps, folder, tiny):
-    size = dict(steps=steps)
-    if tiny:
-        size = dict(
-            steps=8, numbers=200, tests=132, vocab_size=500, d_model=32, layers=1, batch_size=16
-        )
-    _, _, record = page.number_run(
-        directions, **size, checkpoint=folder / "numbers.json", accelerator=half_precision()
-    )
-    return record
 
 
 def kept(path, make):
@@ -88,16 +76,6 @@ def lengths(folder, tiny):
         for seed in range(1 if tiny else 3)
     ]
     return {"runs": runs}
-
-
-def multi30k(folder, tiny):
-    small = dict(steps=4, vocab_size=200, d_model=32, layers=1, batch_size=2, beam_size=2)
-    _, _, record = multi30k_run(
-        **(small if tiny else {}),
-        checkpoint=folder / "multi30k.json",
-        accelerator=half_precision(),
-    )
-    return record
 
 
 def small(data, folder, tiny):
@@ -163,9 +141,7 @@ def gpt(data, folder, tiny):
 
 
 BACKBONES = ("vit", "deit", "swin", "swinv2", "tnt")
-ALL = [pair for pair in translation.DIRECTIONS if pair not in translation.HELD_OUT]
 PARTS = {
-    "numbers": functools.partial(numbers, ALL, 6000),
     "translator": translator,
     "lengths": lengths,
     "digits": functools.partial(small, "digits"),
@@ -177,7 +153,6 @@ PARTS = {
     "cifar10": functools.partial(small, "cifar10"),
     "mae_cifar": mae_cifar,
     "supernet_cifar10": functools.partial(supernet, "cifar10"),
-    "multi30k": multi30k,
     "gpt_tinystories": functools.partial(gpt, "tinystories"),
 }
 

@@ -2,11 +2,11 @@
 
     zero_shot  find out why directions fail that were not trained
 
-The chapter's long runs are those of `benchmarks.runs`: numbers, lengths, and multi30k.
+The run "lengths" is a part of `benchmarks.runs`, and the translators of sentences are in
+`benchmarks.multi30k`.
 """
 
 import json
-import math
 import re
 import tempfile
 import time
@@ -16,22 +16,18 @@ from pathlib import Path
 
 import torch
 
-from attnlib import translation
-from attnlib.backbone import requires
+from attnlib.data import LANGUAGES as ALL_LANGUAGES
 from attnlib.data import (
     PAD,
     decode,
     draw_numbers,
     encode,
-    multi30k,
     number_words,
     train_bpe,
 )
 from attnlib.decoding import greedy
 from attnlib.train import (
     fit,
-    load_checkpoint,
-    save_checkpoint,
     seeded,
     shuffled_batches,
 )
@@ -41,20 +37,12 @@ from attnlib.translation import (
     number_table,
     number_tokenizer,
     tag,
-    translate,
     translate_numbers,
     translation_loss,
     trim,
 )
-from benchmarks.chapter import run_cells
 from benchmarks.records import write_record
 from benchmarks.runner import Commands
-
-page = run_cells(
-    *("23_translation", "accuracy", "number-run", "kinds"),
-    modules=[translation],
-    names=dict(re=re, cache=cache, draw_numbers=draw_numbers, fit=fit, seeded=seeded),
-)
 
 LANGUAGES = ("en", "de", "es", "fi", "tr")
 RING = LANGUAGES[1:]
@@ -123,6 +111,76 @@ def share_right(model, tokenizer, numbers, pairs, tag_on):
     return sum(right) / len(right)
 
 
+# --- in which language an answer is ----------------------------------------------------------
+
+
+@cache
+def number_pieces(language):
+    """Return the set of pieces from which a language puts its names of numbers below 10⁹."""
+    thousands = range(1000, 10**6, 1000)
+    counts = [*range(1, 102), *range(200, 1000, 100)]  # the others are compounds of these
+    millions = [count * 10**6 for count in counts]
+    numbers = [*range(1000)]
+    for large in (*thousands, *millions):
+        numbers += [large, large + 1]
+    pieces = set()
+    for name in number_words(numbers, language):
+        pieces.update(re.split("[ ,-]+", name))
+    return pieces
+
+
+def is_in(text, language):
+    """Return whether each word of a text is made of pieces of a language's numbers."""
+    pieces = number_pieces(language)
+    longest = max(len(piece) for piece in pieces)
+
+    def spelled(word):
+        ends = [0]  # where the beginnings end that are put together from pieces
+        for end in range(1, len(word) + 1):
+            if any(word[start:end] in pieces for start in ends[-longest:]):
+                ends.append(end)
+        return ends[-1] == len(word)
+
+    words = [word for word in re.split("[ ,-]+", text) if word]
+    return len(words) > 0 and all(spelled(word) for word in words)
+
+
+@cache
+def own_tokens(tokenizer, languages):
+    """Return, for each language, the tokens of its names that none of the others uses."""
+    numbers = [*range(1000), *range(1000, 10**6, 4321)]
+    used = {}
+    for language in languages:
+        tokens = encode(tokenizer, number_words(numbers, language))  # (numbers, longest)
+        used[language] = set(tokens.flatten().tolist())
+    own = {}
+    for language in languages:
+        others = [used[other] for other in languages if other != language]
+        own[language] = used[language].difference(*others)
+    return own
+
+
+def answer_kind(tokenizer, text, number, source, target, languages=ALL_LANGUAGES):
+    """Return the kind of an answer to a number's name in `source`, asked for in `target`.
+
+    "right"; "named in xx", if it is the number's name in another language; "in xx", if it is
+    another text in that language; "mixed", in several of them; or "none".
+    """
+    order = dict.fromkeys((target, "en", source, *languages))
+    for language in order:
+        if text == number_words([number], language)[0]:
+            return "right" if language == target else f"named in {language}"
+    for language in order:
+        if is_in(text, language):
+            return f"in {language}"
+    tokens = set(encode(tokenizer, [text])[0].tolist())
+    mixed = 0  # languages of which the text has tokens
+    for own in own_tokens(tokenizer, tuple(languages)).values():
+        if own & tokens:
+            mixed += 1
+    return "mixed" if mixed > 1 else "none"
+
+
 def unseen_direction(model, tokenizer, numbers, source, target, tag_on):
     """What the model says in a direction that it was not trained in, and its encoder's part."""
     names = number_words(numbers, source)
@@ -130,7 +188,7 @@ def unseen_direction(model, tokenizer, numbers, source, target, tag_on):
     said = translate_numbers(model, tokenizer, names, target, **options)
     english = translate_numbers(model, tokenizer, names, "en", **options)
     kinds = [
-        page.answer_kind(tokenizer, text, n, source, target, LANGUAGES)
+        answer_kind(tokenizer, text, n, source, target, LANGUAGES)
         for text, n in zip(said, numbers)
     ]
     shown = Counter()
@@ -283,7 +341,7 @@ def zero_shot(arguments):
             write_record(arguments.out / "zero_shot.json", record)
 
 
-# --- longer than in training, and sentences ---------------------------------------------------
+# --- longer than in training ----------------------------------------------------------------
 
 
 def sparse_numbers(count, nonzero, *, seed=0):
@@ -421,201 +479,6 @@ def length_run(
         seed=seed,
         accuracy=accuracy,
     )
-
-
-def multi30k_run(
-    folder=None,
-    *,
-    steps=20_000,
-    vocab_size=8000,
-    d_model=256,
-    layers=3,
-    dropout=0.3,
-    batch_size=128,
-    lr=1e-3,
-    beam_size=4,
-    log_every=500,
-    seed=0,
-    checkpoint=None,
-    accelerator=None,
-):
-    """Train English to German on Multi30k and score the test set by BLEU (sacrebleu).
-
-    The weights that are scored are those of the lowest loss on the validation sentences. With a
-    `checkpoint` such as "run.json" they are kept beside it, in "run-best.json".
-
-    Parameters
-    ----------
-    folder : path, optional
-        Of the archives, see `attnlib.data.multi30k`.
-    log_every : int
-        Steps between two looks at the validation sentences.
-    steps, batch_size, seed : int
-    lr : float
-        Of `train.fit`, with a warm-up over a tenth of the steps.
-    vocab_size, d_model, layers : int
-        Of the model: tokens, width, and layers of the encoder and of the decoder.
-    dropout : float
-    beam_size : int
-        Of the search that translates the test set.
-    checkpoint, accelerator
-        As in `train.fit`.
-
-    Returns
-    -------
-    model : Transformer
-        In evaluation mode.
-    tokenizer : tokenizers.Tokenizer
-    record : dict
-        "bleu", the "signature" sacrebleu asks to be quoted with it, "best_step", settings,
-        history and some translations.
-
-    Raises
-    ------
-    ImportError
-        If sacrebleu is missing.
-    ValueError
-        If the checkpoint, or the weights beside it, belong to another run.
-    """
-    with requires("notebooks"):
-        import sacrebleu
-    texts = {split: multi30k(split, folder) for split in ("train", "valid", "test")}
-    tokenizer = train_bpe([*texts["train"][0], *texts["train"][1]], vocab_size)
-    pairs = {}  # sources and targets
-    for split in ("train", "valid"):
-        english, german = texts[split]
-        pairs[split] = (encode(tokenizer, english), encode(tokenizer, german))
-    settings = dict(
-        steps=steps,
-        vocab_size=tokenizer.get_vocab_size(),
-        d_model=d_model,
-        layers=layers,
-        dropout=dropout,
-        batch_size=batch_size,
-        lr=lr,
-        seed=seed,
-    )
-    with seeded(seed):
-        model = Transformer(
-            settings["vocab_size"],
-            d_model=d_model,
-            nhead=max(1, d_model // 64),
-            num_encoder_layers=layers,
-            num_decoder_layers=layers,
-            dim_feedforward=4 * d_model,
-            dropout=dropout,
-            norm_first=True,
-            max_length=256,
-        )
-    untrimmed = shuffled_batches(*pairs["train"], batch_size=batch_size, seed=seed)
-
-    def batches(step):
-        src, tgt = untrimmed(step)
-        return trim(src), trim(tgt)
-
-    with tempfile.TemporaryDirectory() as temporary:
-        path = Path(checkpoint or Path(temporary) / "run.json")
-        best = path.with_name(f"{path.stem}-best.json")
-        if not path.exists():  # this run is new, and what lies there belongs to another run
-            best.unlink(missing_ok=True)
-        history = fit(
-            model,
-            batches,
-            loss_fn=translation_loss,
-            steps=steps,
-            lr=lr,
-            warmup=steps // 10,
-            log_every=min(log_every, steps),
-            evaluate=keep_best(best, *pairs["valid"]),
-            checkpoint=checkpoint,
-            seed=seed,
-            accelerator=accelerator,
-        )
-        lowest = lowest_row(history)
-        weights, state = load_checkpoint(best)
-        if state["loss"] > lowest["valid"]:
-            raise ValueError(
-                f"{best} has weights of the loss {state['loss']}, and the history "
-                f"of {path} has a loss of {lowest['valid']}; the two files must "
-                "belong to one run"
-            )
-        model.load_state_dict(weights)
-    english, german = texts["test"]
-    said = translate(model, tokenizer, english, beam_size=beam_size)
-    metric = sacrebleu.BLEU()
-    bleu = metric.corpus_score(said, [german]).score
-    examples = []
-    for source, answer, reference in zip(english[:5], said, german):
-        examples.append([source, answer, reference])
-    record = {
-        "settings": settings | dict(beam_size=beam_size),
-        "history": history,
-        "best_step": lowest["step"],
-        "bleu": bleu,
-        "signature": str(metric.get_signature()),
-        "examples": examples,
-    }
-    return model.eval(), tokenizer, record
-
-
-def lowest_row(history):
-    """The row of a history with the lowest validation loss, the first of equal ones.
-
-    Parameters
-    ----------
-    history : list of dict
-        From `train.fit`, with "valid" in each row; a loss that is NaN is above all others.
-
-    Returns
-    -------
-    dict
-    """
-
-    def rank(row):
-        loss = row["valid"]
-        return math.isnan(loss), loss  # False comes before True
-
-    return min(history, key=rank)
-
-
-def keep_best(path, src, tgt, batch_size=256):
-    """What `train.fit` is to evaluate: the validation loss; the weights of the lowest go to a
-    file.
-
-    Parameters
-    ----------
-    path : Path
-        Of the checkpoint, ending in ".json"; a better one that is there already stays.
-    src, tgt : int64 Tensor, shapes (n, M) and (n, N)
-        Sentences for validation.
-    batch_size : int
-        Sentences at a time.
-
-    Returns
-    -------
-    function
-        From a model to {"valid": loss}.
-    """
-
-    def evaluate(model):
-        device = next(model.parameters()).device
-        total = 0
-        count = 0
-        for some_src, some_tgt in zip(src.split(batch_size), tgt.split(batch_size)):
-            batch = (trim(some_src).to(device), trim(some_tgt).to(device))
-            batch_loss, batch_count = translation_loss(model, batch)
-            total = total + batch_loss
-            count = count + batch_count
-        loss = (total / count).item()
-        before = math.nan
-        if path.exists():
-            _, state = load_checkpoint(path)
-            before = state["loss"]
-        if math.isnan(before) or loss < before:
-            save_checkpoint(path, model.state_dict(), {"step": 0, "loss": loss})
-        return {"valid": loss}
-
-    return evaluate
 
 
 def main(arguments=None):

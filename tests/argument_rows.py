@@ -1692,6 +1692,7 @@ FUNCTIONS |= {
         dict(
             model=words()[1][1],
             texts=["three", "four", "six"],
+            language="de",
             beam_size=1,
             length_penalty=Fails("1", "length_penalty", TypeError),
             max_length=4,

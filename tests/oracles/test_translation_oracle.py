@@ -1,9 +1,6 @@
 """Translation: batches, answers, scores, and Marian's weights, over unusual calls and texts."""
 
-import math
 import re
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from hypothesis import strategies as st
 from attnlib import translation
 from attnlib.data import BOS, EOS, LANGUAGES, PAD, decode, encode, number_words
 from attnlib.decoding import beam_search, greedy
-from attnlib.train import load_checkpoint
 from attnlib.transformer import Transformer
 from attnlib.translation import (
     DIRECTIONS,
@@ -31,7 +27,8 @@ from attnlib.translation import (
     translation_loss,
     trim,
 )
-from benchmarks.translation import keep_best, lowest_row, page, sparse_numbers
+from benchmarks import translation as runs
+from benchmarks.translation import sparse_numbers
 from helpers import tiny_marian
 
 torch.set_num_threads(1)
@@ -70,7 +67,9 @@ def small(seed=0, vocab=300):
 
 @drawn(st.one_of(st.sampled_from(LANGUAGES), st.text(max_size=3)))
 def test_tags(language):
-    if language in LANGUAGES:
+    if language in translation.SENTENCE_LANGUAGES and language not in LANGUAGES:
+        assert tag(language) == "<" + language + ">"
+    elif language in LANGUAGES:
         assert tag(language) == "<" + language + ">"
         assert TOKENIZER.id_to_token(4 + LANGUAGES.index(language)) == tag(language)
     else:
@@ -206,55 +205,6 @@ def test_names_are_translated_as_each_alone(pairs, side, seed):
     assert one == found[:1]
 
 
-@drawn(
-    st.lists(st.integers(0, 40), max_size=9),
-    st.lists(st.sampled_from(DIRECTIONS[:30]), min_size=1, max_size=4, unique=True),
-    st.integers(1, 5),
-    seeds,
-)
-def test_accuracies_are_counts(numbers, pairs, size, seed):
-    """Of answers that are right, right in another language, or another number's name."""
-    generator = torch.Generator().manual_seed(seed)
-    answers = []
-
-    def answer(model, tokenizer, texts, languages, tag_on):
-        said = []
-        for _ in texts:
-            kind = int(torch.randint(4, (), generator=generator))
-            number = numbers[len(answers) % len(numbers)]
-            language = languages[len(said)] if kind == 0 else LANGUAGES[kind]
-            said.append(number_words([number + (kind == 3)], language)[0])
-            answers.append((number, said[-1]))
-        return said
-
-    of_page = page.direction_accuracy.__globals__  # the names that the page's functions use
-    before, of_page["translate_numbers"] = of_page["translate_numbers"], answer
-    try:
-        found = page.direction_accuracy(None, None, numbers, pairs, batch_size=size)
-        asked, answers = answers, []
-        scores = page.number_scores(None, None, numbers, pairs)
-    finally:
-        of_page["translate_numbers"] = before
-    wanted = {}
-    for i, (number, text) in enumerate(asked):
-        pair = pairs[i % len(pairs)]
-        names = [number_words([number], b)[0] for b in LANGUAGES]
-        right = text == number_words([number], pair[1])[0]
-        wanted.setdefault(pair, []).append((right, not right and text in names))
-    assert set(found) == set(wanted)
-    for pair, rows in wanted.items():
-        assert found[pair] == tuple(sum(column) / len(rows) for column in zip(*rows))
-    known = {b for pair in pairs for b in pair}
-    for name, part in scores.items():
-        each = {tuple(key.split("-")) for key in part["directions"]}
-        assert all((pair in pairs) == (name == "supervised") for pair in each)
-        assert all(known.issuperset(pair) for pair in each)
-        for i, key in enumerate(("right", "elsewhere")):
-            mean = sum(row[i] for row in part["directions"].values()) / len(each)
-            assert abs(part[key] - mean) < 1e-3  # the parts are rounded
-    assert bool(scores) == bool(numbers)
-
-
 def test_nothing_to_translate():
     for side in ("source", "target"):
         assert translate_numbers(small(), TOKENIZER, [], "de", tag_on=side) == []
@@ -271,7 +221,7 @@ def test_nothing_to_translate():
 @example("de", [], "hundert" * 1000 + "x")
 def test_words_are_put_together_from_pieces(language, picks, more):
     """As by a regular expression; words may be as long as a model makes them."""
-    pieces = page.number_pieces(language) - {""}
+    pieces = runs.number_pieces(language) - {""}
     ordered = sorted(pieces)
     text = "".join(ordered[i % len(ordered)] for i in picks) + more
     words = [word for word in re.split("[ ,-]+", text) if word]
@@ -279,7 +229,7 @@ def test_words_are_put_together_from_pieces(language, picks, more):
     wanted = bool(words)
     for word in words:
         wanted = wanted and pattern.fullmatch(word) is not None
-    assert page.is_in(text, language) == wanted
+    assert runs.is_in(text, language) == wanted
 
 
 @drawn(st.lists(st.sampled_from(FEW), min_size=1, unique=True))
@@ -290,7 +240,7 @@ def test_tokens_of_one_language_only(languages):
         used[language] = set()
         for name in number_words(numbers, language):
             used[language].update(TOKENIZER.encode(name).ids)
-    found = page.own_tokens(TOKENIZER, tuple(languages))
+    found = runs.own_tokens(TOKENIZER, tuple(languages))
     for language in languages:
         rest = set().union({BOS, EOS, PAD}, *(used[b] for b in languages if b != language))
         own = found[language] if len(languages) > 1 else found[language] - {BOS, EOS, PAD}
@@ -302,18 +252,18 @@ def test_answers_that_are_names(number, pair, language, same):
     (text,) = number_words([number if same else (number + 1) % 10**9], language)
     names = {b: number_words([number], b)[0] for b in FEW}
     order = dict.fromkeys((pair[1], "en", pair[0], *FEW))
-    kind = page.answer_kind(TOKENIZER, text, number, *pair, FEW)
+    kind = runs.answer_kind(TOKENIZER, text, number, *pair, FEW)
     if text == names[pair[1]]:
         assert kind == "right"
     elif text in names.values():
         assert kind == "named in " + next(b for b in order if names[b] == text)
     else:
-        assert kind == "in " + next(b for b in order if page.is_in(text, b))
+        assert kind == "in " + next(b for b in order if runs.is_in(text, b))
 
 
 @drawn(texts, st.integers(0, LIMIT), st.sampled_from(PAIRS))
 def test_answers_that_may_be_anything(text, number, pair):
-    kind = page.answer_kind(TOKENIZER, text, number, *pair, FEW)
+    kind = runs.answer_kind(TOKENIZER, text, number, *pair, FEW)
     assert re.fullmatch("right|mixed|none|(named )?in [a-z]{2}", kind)
 
 
@@ -327,41 +277,6 @@ def test_numbers_of_few_digits(count, nonzero, seed):
     assert len(found) == count and found == sparse_numbers(count, nonzero, seed=seed)
     for number in found:
         assert len(str(number).replace("0", "")) == nonzero and 0 < number < 10**9
-
-
-# --- the lowest loss --------------------------------------------------------------------------
-
-
-@drawn(st.lists(st.sampled_from((1.0, 2.0, 0.5, math.inf, math.nan)), min_size=1, max_size=6))
-def test_the_lowest_row_is_the_first_of_the_least(losses):
-    history = [dict(step=i, valid=loss) for i, loss in enumerate(losses)]
-    best = history[0]
-    for row in history[1:]:
-        if row["valid"] < best["valid"] or math.isnan(best["valid"]) > math.isnan(row["valid"]):
-            best = row
-    assert lowest_row(history) is best
-
-
-@drawn(
-    st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 9)
-)
-def test_the_best_weights_are_kept(models, rows, size):
-    """Whatever the size of a batch, the loss is that of all sentences at once."""
-    generator = torch.Generator().manual_seed(rows)
-    src, tgt = torch.randint(1, 9, (2, rows, 5), generator=generator)
-    src[1:, 3:], tgt[1:, 4:] = PAD, PAD
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "best.json"
-        evaluate, losses = keep_best(path, src, tgt, size), []
-        for seed in models:
-            model = small(seed, 9)
-            loss, count = translation_loss(model, (src, tgt))
-            losses.append((loss / count).item())
-            assert abs(evaluate(model)["valid"] - losses[-1]) < 1e-9
-        weights, state = load_checkpoint(path)
-        best = small(models[losses.index(min(losses))], 9).state_dict()
-        assert abs(state["loss"] - min(losses)) < 1e-9
-        assert all(torch.equal(x, best[key]) for key, x in weights.items())
 
 
 # --- Marian -----------------------------------------------------------------------------------
@@ -436,6 +351,7 @@ ORACLES = {
 NOT_HERE = {
     "DIRECTIONS": "a table of pairs",
     "HELD_OUT": "a table of pairs",
+    "SENTENCE_LANGUAGES": "a table of languages",
     "load_marian": "reads files, which tests/test_translation.py writes",
 }
 
