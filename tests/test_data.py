@@ -257,7 +257,7 @@ def test_multi30k_table_is_complete():
         assert all(len(checksum) == 64 and int(checksum, 16) for checksum in sources.values())
 
 
-# --- tiny Shakespeare, on a small file ----------------------------------------------------------
+# --- tiny Shakespeare, on a small file -------------------------------------------------------
 
 
 @pytest.fixture
