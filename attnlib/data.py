@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LANGUAGES', 'PAD', 'BOS', 'EOS', 'UNK', 'KINDS', 'CAPTION_WORDS', 'number_words', 'draw_numbers', 'train_bpe',
-           'encode', 'decode', 'book_text', 'train_tokenizer', 'fetch', 'multi30k', 'digits', 'describe_scenes',
-           'draw_scenes', 'scenes', 'collages', 'detection_scenes', 'box_targets', 'decode_captions', 'caption_scenes',
-           'context_scenes', 'cifar', 'ImageFolder', 'image_folder', 'standardize', 'small_images']
+           'encode', 'decode', 'book_text', 'train_tokenizer', 'fetch', 'multi30k', 'shakespeare', 'digits',
+           'describe_scenes', 'draw_scenes', 'scenes', 'collages', 'detection_scenes', 'box_targets', 'decode_captions',
+           'caption_scenes', 'context_scenes', 'cifar', 'ImageFolder', 'image_folder', 'standardize', 'small_images']
 
 # %% ../nbs/90_data.ipynb #imports
 import bz2
@@ -471,6 +471,52 @@ def multi30k(
         raise ValueError(f"the languages of {folder} must have equally many sentences of "
                          f"{split!r}, not {', '.join(map(str, sorted(counts)))}")
     return tuple(texts)
+
+# %% ../nbs/90_data.ipynb #shakespeare
+_SHAKESPEARE = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
+    "tinyshakespeare/"
+)
+_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+def shakespeare(split: Literal["train", "valid"], folder: str | Path | None = None) -> str:
+    """Return the training or validation text of tiny Shakespeare.
+
+    Parameters
+    ----------
+    split : {"train", "valid"}
+        The first 90% or the last 10% of the characters, which is nanoGPT's split.
+    folder : path, optional
+        Folder in which the file `input.txt` is kept; "shakespeare" in `torch.hub`'s folder by
+        default.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    ValueError
+        If there is no such split, or the file in the folder is not the published one.
+    ConnectionError
+        If the file is not in the folder and cannot be downloaded.
+
+    Examples
+    --------
+    >>> text = shakespeare("train")  # doctest: +SKIP
+    >>> text[:14]  # doctest: +SKIP
+    'First Citizen:'
+    """
+    if split not in ("train", "valid"):
+        raise ValueError(f"split ({split!r}) must be one of 'train', 'valid'")
+    folder = folder or Path(torch.hub.get_dir()) / "shakespeare"
+    path = fetch("input.txt", {_SHAKESPEARE: _SHAKESPEARE_SHA256}, folder)
+    text = path.read_bytes().decode("utf-8")
+    boundary = int(0.9 * len(text))
+    if split == "train":
+        return text[:boundary]
+    return text[boundary:]
 
 # %% ../nbs/90_data.ipynb #digits
 def digits(

@@ -328,6 +328,53 @@ def test_a_file_comes_from_the_second_server_if_the_first_is_dead(server, tmp_pa
         data.fetch(name, sources, tmp_path / "other")
 
 
+# --- tiny Shakespeare, on a small file -------------------------------------------------------
+
+
+@pytest.fixture
+def play(tmp_path, monkeypatch):
+    """A server folder with a short `input.txt`, to which the loader's address points."""
+    server = tmp_path / "server"
+    server.mkdir()
+    file = server / "input.txt"
+    file.write_bytes(b"First Citizen:\nSpeak, speak.\n" * 3)
+    checksum = hashlib.sha256(file.read_bytes()).hexdigest()
+    monkeypatch.setattr(data, "_SHAKESPEARE", server.as_uri() + "/")
+    monkeypatch.setattr(data, "_SHAKESPEARE_SHA256", checksum)
+    return file
+
+
+def test_shakespeare_splits_at_ninety_percent_and_keeps_the_file(play, tmp_path):
+    text = play.read_text(encoding="utf-8")
+    kept = tmp_path / "kept"
+    train = data.shakespeare("train", kept)
+    play.unlink()
+    assert train == text[: int(0.9 * len(text))]
+    assert train + data.shakespeare("valid", kept) == text
+
+
+def test_shakespeare_refuses_a_file_that_is_not_the_published_one(play, tmp_path):
+    kept = tmp_path / "kept"
+    play.write_bytes(play.read_bytes() + b"x")
+    with pytest.raises(ConnectionError, match=r"could not be fetched.*invalid hash"):
+        data.shakespeare("train", kept)
+    assert not list(kept.iterdir())
+    (kept / "input.txt").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="has another SHA-256 than the published file"):
+        data.shakespeare("train", kept)
+
+
+def test_shakespeare_offline_says_what_was_wanted(play, tmp_path):
+    play.unlink()
+    with pytest.raises(ConnectionError, match="input.txt could not be fetched from"):
+        data.shakespeare("train", tmp_path / "kept")
+
+
+def test_shakespeare_unknown_split():
+    with pytest.raises(ValueError, match=r"split \('test'\)"):
+        data.shakespeare("test")
+
+
 # --- digits -----------------------------------------------------------------------------------
 
 
