@@ -29,7 +29,7 @@ SENTENCE_LANGUAGES = ("en", "de", "fr", "cs")  # of Multi30k
 
 
 def tag(language: str) -> str:
-    """Return the special token that asks for a target language, such as "<de>".
+    """Return the special token that requests a target language, such as "<de>".
 
     Parameters
     ----------
@@ -52,8 +52,8 @@ def tag(language: str) -> str:
 
 # %% ../nbs/23_translation.ipynb #loss
 def trim(tokens: Tensor) -> Tensor:
-    """Remove the columns at the end of `tokens` (B, N) that are padding in every row."""
-    used = (tokens != PAD).any(0).nonzero()  # columns with a token
+    """Remove trailing columns of `tokens` (B, N) that are padding in every row."""
+    used = (tokens != PAD).any(0).nonzero()  # columns with at least one token
     length = 0
     if len(used) > 0:
         length = int(used.max()) + 1
@@ -63,18 +63,19 @@ def trim(tokens: Tensor) -> Tensor:
 def translation_loss(
     model: Transformer, batch: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss for `train.fit`: each target position predicts the next token.
+    """Compute the next-token loss on the target sequence, for `train.fit`.
 
     Parameters
     ----------
     model : Transformer
+        The translator.
     batch : (Tensor, Tensor)
         Source tokens (B, M) and target tokens (B, N).
 
     Returns
     -------
     loss, count : Tensor, scalar
-        As from `label_smoothing_loss`.
+        The two values that `label_smoothing_loss` returns.
     """
     src, tgt = batch
     logits = model(src, tgt[:, :-1])  # (B, N - 1, vocab)
@@ -92,16 +93,16 @@ for place, language in enumerate(LANGUAGES):
 def number_tokenizer(
     numbers: Sequence[int], vocab_size: int, languages: Sequence[str] = LANGUAGES
 ) -> "tokenizers.Tokenizer":
-    """Learn a byte-pair encoding of the names of some numbers, with all tags.
+    """Train a byte-pair encoding on the names of numbers, with a tag for each language.
 
     Parameters
     ----------
     numbers : sequence of int
-        The numbers whose names are learned.
+        The numbers whose names are the training text.
     vocab_size : int
-        The number of tokens, special ones included.
+        The number of tokens, including special tokens.
     languages : sequence of str
-        The languages of the names. All languages have a tag.
+        The languages of the names. Tags are added for all of `LANGUAGES`.
 
     Returns
     -------
@@ -125,8 +126,9 @@ def number_table(
     tokenizer : tokenizers.Tokenizer
         From `number_tokenizer`.
     numbers : sequence of int
+        The numbers whose names are encoded.
     languages : sequence of str
-        The languages to encode; the rows of all others are padding.
+        The languages to encode; the entries of all others are padding.
 
     Returns
     -------
@@ -145,7 +147,7 @@ def direction_batches(
     directions: Sequence[tuple[str, str]], *, batch_size: int, seed: int = 0,
     shared: bool = True, tag_on: Literal["source", "target"] = "source",
 ) -> Callable:
-    """Draw random numbers in random directions, as the function of the step for `train.fit`.
+    """Return the batch function of random numbers in random directions.
 
     Parameters
     ----------
@@ -154,27 +156,27 @@ def direction_batches(
     table : int64 Tensor
         From `number_table`.
     directions : sequence of (str, str)
-        The pairs of source and target language that are drawn, equally often.
+        The pairs of source and target language, which are drawn with equal probability.
     shared : bool
-        Let all directions draw from all numbers. Otherwise each direction draws from its own
-        share, so that no number occurs in two directions if the numbers of the table differ.
+        If True, all directions draw from all numbers. Otherwise, each direction draws from its
+        own share, so that no number of the table is used in two directions.
     tag_on : {"source", "target"}
-        Put the tag after the start token of the source, or in place of the target's start
-        token.
+        With "source", the tag follows the start token of the source; with "target", it
+        replaces the start token of the target.
     batch_size : int
         The number of pairs in a batch.
     seed : int
-        Determines all batches; the same seed and step give the same batch.
+        The random seed; the same seed and step give the same batch.
 
     Returns
     -------
     function
-        `batches(step)` returns sources (B, M) and targets (B, N).
+        `batches(step)`, as `train.fit` requires, returns sources (B, M) and targets (B, N).
 
     Raises
     ------
     ValueError
-        If there is no direction, or not a number for each.
+        If `directions` is empty, `table` has too few numbers, or `tag_on` is unknown.
     """
     _check_side(tag_on)
     count = table.shape[1]
@@ -184,7 +186,7 @@ def direction_batches(
                          "directions; there must be one direction or more, and a number for "
                          f"{'all' if shared else 'each'}")
     if not shared:
-        count = count // len(directions)  # of each direction
+        count = count // len(directions)  # per direction
     source = torch.tensor([LANGUAGES.index(a) for a, _ in directions])
     target = torch.tensor([LANGUAGES.index(b) for _, b in directions])
     tags = torch.tensor([tokenizer.token_to_id(tag(b)) for _, b in directions])
@@ -207,7 +209,7 @@ def direction_batches(
 
 
 def _check_side(tag_on: str) -> None:
-    """Raise a ValueError unless `tag_on` is a side on which the tag can stand."""
+    """Raise a ValueError unless `tag_on` is "source" or "target"."""
     if tag_on not in ("source", "target"):
         raise ValueError(f"tag_on ({tag_on!r}) must be 'source' or 'target'")
 
@@ -217,11 +219,12 @@ def translate_numbers(
     language: str | Sequence[str], *, max_length: int = 100,
     tag_on: Literal["source", "target"] = "source",
 ) -> list[str]:
-    """Translate names of numbers from any of the languages into a given language.
+    """Translate names of numbers from any language into given target languages.
 
     Parameters
     ----------
     model : Transformer
+        The translator.
     tokenizer : tokenizers.Tokenizer
         From `number_tokenizer`.
     texts : sequence of str
@@ -229,9 +232,9 @@ def translate_numbers(
     language : str or sequence of str
         The target language, or one target language for each text.
     max_length : int
-        The number of tokens after which an unfinished translation ends.
+        The maximal number of tokens; a longer translation is cut off.
     tag_on : {"source", "target"}
-        The side on which the tag stood in training; see `direction_batches`.
+        The position of the tag in training; see `direction_batches`.
 
     Returns
     -------
@@ -242,7 +245,7 @@ def translate_numbers(
     TypeError
         If `texts` is a single str.
     ValueError
-        If a language is not known, or there is not one for each text.
+        If a language or `tag_on` is unknown, or `language` and `texts` differ in length.
     """
     _check_side(tag_on)
     if isinstance(texts, str):
@@ -287,6 +290,7 @@ def translate(
     Parameters
     ----------
     model : Transformer
+        The translator.
     tokenizer : tokenizers.Tokenizer or transformers.MarianTokenizer
         From `train_bpe` or `load_marian`.
     texts : sequence of str
@@ -296,7 +300,7 @@ def translate(
     beam_size, length_penalty
         See `attnlib.decoding.beam_search`.
     max_length : int
-        The number of tokens after which an unfinished translation ends.
+        The maximal number of tokens; a longer translation is cut off.
     batch_size : int
         The number of sentences that are translated together.
 
@@ -352,14 +356,14 @@ def translate(
 
 # %% ../nbs/23_translation.ipynb #from-marian
 def from_marian(config: Any, state_dict: dict[str, Tensor]) -> Transformer:
-    """Make a `Transformer` with the weights of a MarianMTModel of transformers.
+    """Build a `Transformer` with the parameters of a `transformers.MarianMTModel`.
 
     Parameters
     ----------
     config : transformers.MarianConfig
         The configuration of the model.
     state_dict : dict of str to Tensor
-        Its weights, under the names of the transformers library.
+        The parameters of the model, under the names of the transformers library.
 
     Returns
     -------
@@ -370,7 +374,7 @@ def from_marian(config: Any, state_dict: dict[str, Tensor]) -> Transformer:
     ValueError
         If the configuration has an option that `Transformer` lacks.
     RuntimeError
-        If weights are missing, unexpected or of another shape; the message lists them.
+        If parameters are missing, unexpected, or of another shape; the message lists them.
     """
     wanted = dict(scale_embedding=True, normalize_before=False, add_final_layer_norm=False,
                   normalize_embedding=False, encoder_ffn_dim=config.decoder_ffn_dim,
@@ -398,12 +402,12 @@ def from_marian(config: Any, state_dict: dict[str, Tensor]) -> Transformer:
 
 
 def _marian_weights(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the weights of a MarianMTModel, and repeat a shared matrix under its three names.
+    """Rename the parameters of a MarianMTModel, and repeat a shared matrix.
 
     Parameters
     ----------
     state_dict : dict of str to Tensor
-        Under the names of the transformers library.
+        The parameters, under the names of the transformers library.
 
     Returns
     -------
@@ -425,8 +429,8 @@ def load_marian(source: str | Path) -> tuple[Transformer, Any]:
     Parameters
     ----------
     source : str or Path
-        A folder with config.json, the weights, vocab.json, source.spm, and target.spm, or the
-        name of a repository of the Hugging Face hub that has these files, such as
+        A folder with config.json, the parameters, vocab.json, source.spm, and target.spm, or
+        the name of a repository on the Hugging Face Hub that has these files, such as
         "Helsinki-NLP/opus-mt-en-de".
 
     Returns
@@ -439,7 +443,7 @@ def load_marian(source: str | Path) -> tuple[Transformer, Any]:
     ImportError
         If transformers or huggingface_hub is missing.
     OSError
-        If the files are missing and cannot be fetched.
+        If files are missing and cannot be downloaded.
     """
     with requires("notebooks"):
         from huggingface_hub import snapshot_download
