@@ -111,3 +111,18 @@ def same_world():
     before = world()
     yield
     assert not changes(before, world())
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """Accelerate's state of a process that has not used it."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    states = (PartialState, AcceleratorState, GradientState)
+    before = [dict(state._shared_state) for state in states]
+    for state in states:
+        state._shared_state.clear()
+    yield
+    for state, values in zip(states, before):
+        state._shared_state.clear()
+        state._shared_state.update(values)

@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, DistributedType
 from small_models import small_supernet
 
@@ -753,19 +752,6 @@ def test_frozen_parts_stay_in_evaluation_mode():
     fit(model.train(), batches, loss_fn=looks, **run)
     assert modes[8:] == [[True] * len(expected)] * 4
     assert not torch.equal(frozen[0].running_mean, before["0.running_mean"])
-
-
-@pytest.fixture
-def fresh_accelerate():
-    """Accelerate's state of a process that has not used it."""
-    states = (PartialState, AcceleratorState, GradientState)
-    before = [dict(state._shared_state) for state in states]
-    for state in states:
-        state._shared_state.clear()
-    yield
-    for state, values in zip(states, before):
-        state._shared_state.clear()
-        state._shared_state.update(values)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

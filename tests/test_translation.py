@@ -419,6 +419,7 @@ def test_the_tokens_of_the_references_are_the_published_ones():
     assert all(row["lines_that_differ"] == 0 for row in rows.values())
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("languages", ["pair", "four"])
 def test_a_translator_is_trained_and_scored(languages, tmp_path, monkeypatch):
     numbers = {"train": range(30), "valid": range(30, 40), "test": range(40, 46)}
