@@ -613,13 +613,13 @@ def test_a_docstring_unfolds(site, browser):
     """Shut it has its first lines, on paper too; all of its lines once it is opened."""
     page = browser.new_page()
     page.goto(f"{site}nbs/10_attention.html")
-    box = page.locator("pre", has_text="def masked_softmax")
+    box = page.locator("pre", has_text="def attention_weights")
     box.scroll_into_view_if_needed()
     fold, height = box.locator("details.docstring"), box.bounding_box()["height"]
-    assert "Softmax over the last axis" in box.inner_text()
-    assert "broadcastable" not in box.inner_text()
+    assert "The weights softmax(QKᵀ/√d_k" in box.inner_text()
+    assert "As `attention` does" not in box.inner_text()
     fold.locator("summary").press("Enter")
-    assert "broadcastable" in box.inner_text()
+    assert "As `attention` does" in box.inner_text()
     assert box.bounding_box()["height"] > height + 100
     page.emulate_media(media="print")
     assert not fold.is_visible()
