@@ -613,7 +613,7 @@ def test_a_docstring_unfolds(site, browser):
     """Shut it has its first lines, on paper too; all of its lines once it is opened."""
     page = browser.new_page()
     page.goto(f"{site}nbs/10_attention.html")
-    box = page.locator("pre", has_text="def attention_weights")
+    box = page.locator("pre", has_text="def attention_weights").last
     box.scroll_into_view_if_needed()
     fold, height = box.locator("details.docstring"), box.bounding_box()["height"]
     assert "The weights softmax(QKᵀ/√d_k" in box.inner_text()
