@@ -8,9 +8,10 @@
     groups     time a step of decoding with grouped queries, with and without copies of keys
     speed      time GPT next to GPT-2 and Llama of the transformers library
     nanogpt    compare GPT with nanoGPT, and time both
+    shakespeare  train on tiny Shakespeare, in nanoGPT's published setting or a better one
 
-The text is the book's own prose: models are trained on its training part, settings are chosen
-on its validation part, and the test part judges. Each experiment writes
+The text of most commands is the book's own prose: models are trained on its training part,
+settings are chosen on its validation part, and the test part judges. Each experiment writes
 FOLDER/gpt_COMMAND.json.
 `longer` trains a larger model on a GPU (`python -m benchmarks.runs gpt`).
 """
@@ -28,13 +29,15 @@ from functools import partial
 from math import log2
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from accelerate import Accelerator
 
-from attnlib import gpt
+from attnlib import data, gpt
+from attnlib import train as train_module
 from attnlib.attention import attention, record_attention
 from attnlib.data import book_text, train_tokenizer
 from attnlib.gpt import (
@@ -924,8 +927,137 @@ def nanogpt(arguments):
     write(arguments.out, "nanogpt", device, record | {"rows": rows})
 
 
+# --- tiny Shakespeare ------------------------------------------------------------------------
+
+NANO_MODEL = GPT2_STYLE | dict(bias=False, block_size=64, n_layer=4, n_head=4, n_embd=128)
+SHAKESPEARE = {
+    "nanogpt": dict(model=NANO_MODEL, batch=12, steps=2000, log_every=250),
+    "best": dict(
+        model=dict(block_size=256, n_layer=6, n_head=5, n_embd=160, dropout=0.2),
+        batch=32,
+        steps=5000,
+        log_every=250,
+    ),
+}
+TINY_SHAKESPEARE = dict(
+    model=dict(block_size=16, n_layer=1, n_head=2, n_embd=16), batch=2, steps=4, log_every=2
+)
+PEAK_RATE = 1e-3
+LEAST_RATE = 0.1  # of the peak
+SHAKESPEARE_WARMUP = 100
+
+
+def learning_rate_with_floor(step, *, steps, warmup, schedule):
+    """Return the factor of nanoGPT's schedule: half a cosine down to a tenth of the peak."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    share = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def character_tokenizer(text):
+    """Return a tokenizer whose tokens are the characters of a text, in sorted order."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {character: i for i, character in enumerate(sorted(set(text)))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=min(vocab)))
+    each = Regex(r"[\s\S]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(each, behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def shakespeare_run(texts, name, seed, folder, setting):
+    """Train once, from its checkpoint if there is one, and measure the whole validation text.
+
+    The loss in nats is nanoGPT's: windows of `block_size` characters that do not overlap, in
+    which a character is predicted from those before it in its window. "bits_overlapping" gives
+    each character at least half a window.
+    """
+    tokenizer = character_tokenizer(texts["train"] + texts["valid"])
+    ids = {part: torch.tensor(tokenizer.encode(text).ids) for part, text in texts.items()}
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(tokenizer.get_vocab_size(), **setting["model"]))
+    model.tokenizer = tokenizer
+    length = setting["model"]["block_size"]
+    count = len(ids["valid"]) - 1
+
+    def evaluate(model):
+        return dict(valid=text_bits(model, ids["valid"], length, length) / count * math.log(2))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with mock.patch.object(train_module, "learning_rate", learning_rate_with_floor):
+        history = fit(
+            model,
+            text_batches(ids["train"], length, setting["batch"], seed),
+            loss_fn=text_loss,
+            steps=setting["steps"],
+            lr=PEAK_RATE,
+            warmup=min(SHAKESPEARE_WARMUP, setting["steps"]),
+            betas=(0.9, 0.99),
+            weight_decay=0.1,
+            evaluate=evaluate,
+            log_every=setting["log_every"],
+            verbose=True,
+            checkpoint=folder / f"shakespeare_{name}_{seed}.json",
+            seed=seed,
+            accelerator=Accelerator(cpu=True),
+        )
+    nats = history[-1]["valid"]
+    return dict(
+        parameters=sum(p.numel() for p in model.parameters()),
+        steps=setting["steps"],
+        nats=round(nats, 4),
+        bits=round(nats / math.log(2), 4),
+        bits_overlapping=round(text_bits(model, ids["valid"], length) / count, 4),
+        curve=[[row["step"], round(row["loss"], 4), round(row["valid"], 4)] for row in history],
+        sample=model.write(
+            "ROMEO:", 24 if setting is TINY_SHAKESPEARE else 400, temperature=0.8,
+            generator=torch.Generator().manual_seed(seed),
+        ),
+    )  # fmt: skip
+
+
+def shakespeare(arguments):
+    """Train on tiny Shakespeare with nanoGPT's split, the first 90% and the last 10%.
+
+    "nanogpt" is the CPU setting of nanoGPT's README, whose validation loss is 1.88: 4 layers, 4
+    heads, width 128, windows of 64, batches of 12, 2,000 steps, no dropout, a learning rate
+    from 1e-3 to 1e-4. "best" is a larger model with today's options for about 150 minutes. A
+    run goes on from its checkpoint in --checkpoints, from which benchmarks/ship.py makes the
+    model that ships. All runs are in FOLDER/gpt_shakespeare.json.
+    """
+    setting = TINY_SHAKESPEARE if arguments.tiny else SHAKESPEARE[arguments.setting]
+    if arguments.steps is not None:
+        setting = setting | dict(steps=arguments.steps)
+    if arguments.data is None:
+        texts = {part: data.shakespeare(part) for part in ("train", "valid")}
+    else:
+        text = arguments.data.read_text(encoding="utf-8")
+        boundary = int(0.9 * len(text))
+        texts = dict(train=text[:boundary], valid=text[boundary:])
+    if arguments.tiny:
+        texts = {part: text[:2000] for part, text in texts.items()}
+    record = start("gpt", arguments, tiny=arguments.tiny, settings=SHAKESPEARE, runs=[])
+    torch.set_num_threads(arguments.threads)
+    known = dict(setting=arguments.setting, seed=arguments.seed, steps=setting["steps"])
+    record.once(
+        known,
+        lambda: shakespeare_run(
+            texts, arguments.setting, arguments.seed, arguments.checkpoints, setting
+        ),
+    )
+
+
 def main(arguments=None):
     commands = Commands(__doc__)
+    parser = commands.experiment("shakespeare", shakespeare)
+    parser.add_argument("--data", type=Path, help="the text's file; by default it is fetched")
+    parser.add_argument("--setting", choices=SHAKESPEARE, default="nanogpt")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="instead of the setting's own number")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
     commands.experiment("book", book)
     for function in (options, scaling, induction, sampling, groups):
         commands.experiment(function.__name__, function)
