@@ -9,6 +9,8 @@
     speed      time GPT next to GPT-2 and Llama of the transformers library
     nanogpt    compare GPT with nanoGPT, and time both
     shakespeare  train on tiny Shakespeare, in nanoGPT's published setting or a better one
+    growth     train each stage of the page's GPT on tiny Shakespeare
+    drawn      write with a model of Shakespeare; keep logits that an explorer shows
 
 The text of most commands is the book's own prose: models are trained on its training part,
 settings are chosen on its validation part, and the test part judges. Each experiment writes
@@ -50,9 +52,12 @@ from attnlib.gpt import (
     text_loss,
 )
 from attnlib.inference import optimize_for_inference
+from attnlib.models import load_model
 from attnlib.train import fit
 from benchmarks import runner, timing
+from benchmarks.chapter import run_cells
 from benchmarks.corpora import text_corpus
+from benchmarks.records import write_record
 from benchmarks.runner import RESULTS, Commands, start, write
 from benchmarks.timing import OPTIMIZED, OURS, ratio, take_turns
 
@@ -1030,12 +1035,7 @@ def shakespeare(arguments):
     setting = TINY_SHAKESPEARE if arguments.tiny else SHAKESPEARE[arguments.setting]
     if arguments.steps is not None:
         setting = setting | dict(steps=arguments.steps)
-    if arguments.data is None:
-        texts = {part: data.shakespeare(part) for part in ("train", "valid")}
-    else:
-        text = arguments.data.read_text(encoding="utf-8")
-        boundary = int(0.9 * len(text))
-        texts = dict(train=text[:boundary], valid=text[boundary:])
+    texts = read_shakespeare(arguments)
     if arguments.tiny:
         texts = {part: text[:2000] for part, text in texts.items()}
     record = start("gpt", arguments, tiny=arguments.tiny, settings=SHAKESPEARE, runs=[])
@@ -1049,8 +1049,130 @@ def shakespeare(arguments):
     )
 
 
+def read_shakespeare(arguments):
+    """Return the training and validation text of a parsed command."""
+    if arguments.data is None:
+        return {part: data.shakespeare(part) for part in ("train", "valid")}
+    text = arguments.data.read_text(encoding="utf-8")
+    boundary = int(0.9 * len(text))
+    return dict(train=text[:boundary], valid=text[boundary:])
+
+
+# --- how the model grows ----------------------------------------------------------------------
+
+page = run_cells(
+    "24_gpt",
+    *("bigram", "training", "one-step", "self-attention", "listing"),
+    names=dict(math=math, torch=torch, nn=nn, F=F),
+)
+GROWTH_RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+GROWTH_STEPS = 2000
+TUNED_ON = 0.05  # of the training text, its end
+STAGES = {  # vocabulary and width to a model
+    "bigram": lambda V, C: page.Bigram(V),
+    "average": lambda V, C: page.OneStep(V, C, page.Average(C)),
+    "one head": lambda V, C: page.OneStep(V, C, page.SelfAttention(C, 1)),
+    "four heads": lambda V, C: page.OneStep(V, C, page.SelfAttention(C, 4)),
+    "one layer": lambda V, C: page.SmallGPT(V, C, 4, 1),
+    "four layers": lambda V, C: page.SmallGPT(V, C, 4, 4),
+}
+
+
+def growth(arguments):
+    """Train each stage of the page's GPT on tiny Shakespeare, with nanoGPT's width and steps.
+
+    The learning rate of a stage has the least loss on the last twentieth of the training text,
+    which the training of these runs leaves out. Three seeds then train on the whole training
+    text, and the loss on the validation text is recorded.
+    """
+    tiny = arguments.tiny
+    texts = read_shakespeare(arguments)
+    symbols = sorted(set(texts["train"] + texts["valid"]))
+    index = {symbol: i for i, symbol in enumerate(symbols)}
+    ids = {part: torch.tensor([index[x] for x in text]) for part, text in texts.items()}
+    ids = {part: x[: 2000 if tiny else None] for part, x in ids.items()}
+    cut = int((1 - TUNED_ON) * len(ids["train"]))
+    steps = 3 if tiny else GROWTH_STEPS
+    width = 16 if tiny else 128
+    record = start("gpt", arguments, tiny=tiny, width=width, steps=steps, tuning=[], runs=[])
+
+    def once(stage, lr, seed, fit_on, judge, kind):
+        def make():
+            torch.manual_seed(seed)
+            model = STAGES[stage](len(symbols), width)
+            page.train(model, fit_on, steps, lr, seed=seed)
+            count = sum(p.numel() for p in model.parameters())
+            return dict(parameters=count, nats=round(page.validate(model, judge), 4))
+
+        return record.once(dict(stage=stage, lr=lr, seed=seed, steps=steps), make, kind)
+
+    def go():
+        for stage in STAGES:
+            tried = []
+            for lr in GROWTH_RATES[: 1 if tiny else None]:
+                rows = ids["train"][:cut], ids["train"][cut:]
+                tried.append(once(stage, lr, 100, *rows, "tuning"))
+            best = min(tried, key=lambda run: run["nats"])
+            for seed in SEEDS[: 1 if tiny else None]:
+                once(stage, best["lr"], seed, ids["train"], ids["valid"], "runs")
+
+    record.work(go)
+
+
+# --- what a model of Shakespeare writes -------------------------------------------------------
+
+DRAWN = {
+    "temperature 0": dict(temperature=0.0),
+    "temperature 0.5": dict(temperature=0.5),
+    "temperature 0.8": dict(temperature=0.8),
+    "temperature 1": dict(),
+    "temperature 1.5": dict(temperature=1.5),
+    "top-k 5": dict(top_k=5),
+    "top-p 0.9": dict(top_p=0.9),
+}
+BEGINNING = "ROMEO:\n"
+CONTEXTS = (  # an explorer shows the distribution after each
+    "ROMEO:\nWhat, art thou q",
+    "KING RICHARD III:\nMy lor",
+    "JULIET:\nO, speak again, my ",
+    "First Citizen:\nWe are the ",
+    "GLOUCESTER:\nI will not go",
+)
+
+
+def drawn(arguments):
+    """Write with a model of Shakespeare, from its checkpoint, under several settings.
+
+    The record also has the logits after a few beginnings.
+    """
+    model = load_model(arguments.model)
+    model.eval()
+    tokenizer = model.tokenizer
+    samples = {}
+    for name, setting in DRAWN.items():
+        generator = torch.Generator().manual_seed(0)
+        count = 8 if arguments.tiny else 300
+        samples[name] = model.write(BEGINNING, count, **setting, generator=generator)
+    contexts = []
+    for text in CONTEXTS:
+        tokens = torch.tensor([tokenizer.encode(text).ids[-model.config.block_size :]])
+        with torch.no_grad():
+            logits = model(tokens)[0, -1]
+        contexts.append(dict(text=text, logits=[round(x, 3) for x in logits.tolist()]))
+    symbols = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    record = dict(tiny=arguments.tiny, beginning=BEGINNING, samples=samples)
+    write_record(
+        arguments.out / "gpt_drawn.json",
+        record | dict(symbols=symbols, contexts=contexts),
+    )
+
+
 def main(arguments=None):
     commands = Commands(__doc__)
+    parser = commands.experiment("growth", growth)
+    parser.add_argument("--data", type=Path, help="the text's file; by default it is fetched")
+    parser = commands.experiment("drawn", drawn)
+    parser.add_argument("--model", type=Path, required=True, help="a checkpoint, or its folder")
     parser = commands.experiment("shakespeare", shakespeare)
     parser.add_argument("--data", type=Path, help="the text's file; by default it is fetched")
     parser.add_argument("--setting", choices=SHAKESPEARE, default="nanogpt")
