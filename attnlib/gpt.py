@@ -414,8 +414,9 @@ class GPT(nn.Module):
     def write(self, prompt: str, max_new_tokens: int = 100, **sampling: Any) -> str:
         """Continue a text, which the model's `tokenizer` turns into tokens and back.
 
-        Once the text has `block_size` tokens, the model reads only so many of the last ones
-        for the next, as in nanoGPT, which takes longer: it can keep no keys and values.
+        Once the text has `block_size` tokens, the model reads only the last `block_size` of
+        them for each new token, as nanoGPT does. This takes longer, because no keys and values
+        can be kept.
 
         Parameters
         ----------
@@ -609,7 +610,7 @@ def rope_scaling_factors(
     low_freq_factor: float = 1.0, high_freq_factor: float = 4.0,
     original_max_position_embeddings: int = 8192,
 ) -> Float[Tensor, "..."]:
-    """The number that multiplies each frequency, so that a model can read longer texts.
+    """Return the factor of each frequency with which a model reads longer texts.
 
     "linear" divides all frequencies by `factor`. "llama3" keeps those that turn more than
     `high_freq_factor` times in a text of the original length, divides those that turn less than
@@ -651,8 +652,8 @@ def decoder_mask(
 
     Query i is token m - n + i: after m - n tokens in a cache, query 0 is the first new token.
     It may attend to key j if j <= m - n + i, and if key j is neither padding nor outside of
-    the window. Here alone is decided which form a decoder's mask has. Where neither a window
-    nor padding hides a key, "causal" tells the kernels of `attnlib.attention`, which
+    the window. This function alone decides which form a decoder's mask has. Where neither a
+    window nor padding hides a key, "causal" tells the kernels of `attnlib.attention`, which
     then read no mask, and a single query, the last token, needs no mask at all.
 
     Parameters
@@ -902,10 +903,10 @@ def _make_norm(config: GPTConfig) -> nn.RMSNorm | nn.LayerNorm:
 
 
 def init_weights(model: nn.Module) -> None:
-    """Start as GPT-2 does: weights normal, with deviation 0.02; biases zero.
+    """Initialize the parameters as GPT-2 does: normal matrices, and biases of zero.
 
-    Matrices that write to the residual stream start smaller, by √(2 L) for L blocks (Radford et
-    al. 2019, section 2.3).
+    Matrices have a standard deviation of 0.02, divided by √(2 L) for L blocks if they write to
+    the residual stream (Radford et al. 2019, section 2.3).
 
     Parameters
     ----------
@@ -1074,7 +1075,7 @@ def text_batches(
 def text_loss(
     model: Callable, batch: tuple[Int[Tensor, "B N"]]
 ) -> tuple[Float[Tensor, ""], int]:
-    """The loss of all tokens but the first of each row, as `attnlib.train.fit` wants it.
+    """Return the summed loss of all tokens except the first of each row, for `train.fit`.
 
     Parameters
     ----------
@@ -1102,10 +1103,10 @@ def text_loss(
 def text_bits(
     model: nn.Module, tokens: Int[Tensor, " n"], length: int, stride: int | None = None
 ) -> float:
-    """-log₂ of the probability that a model gives to a text without its first token.
+    """Return −log₂ of the probability of a text without its first token.
 
-    Every token is predicted once, from at least `length` - `stride` tokens before it where
-    there are so many.
+    Every token is predicted once, from at least `length` - `stride` tokens before it, except
+    near the beginning of the text.
 
     Parameters
     ----------

@@ -5,8 +5,6 @@
     scaling    measure the loss against the number of parameters and of training tokens
     induction  train two layers to copy what followed last time; find and remove heads
     sampling   compare temperature, top-k, top-p, and min-p with the statistics of unseen text
-    groups     time a step of decoding with grouped queries, with and without copies of keys
-    speed      time GPT next to GPT-2 and Llama of the transformers library
     nanogpt    compare GPT with nanoGPT, and time both
     shakespeare  train on tiny Shakespeare, in nanoGPT's published setting or a better one
     growth     train each stage of the page's GPT on tiny Shakespeare
@@ -22,12 +20,10 @@ import bz2
 import itertools
 import lzma
 import math
-import resource
 import runpy
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from math import log2
 from pathlib import Path
 from statistics import median, stdev
@@ -38,28 +34,25 @@ import torch.nn as nn
 import torch.nn.functional as F
 from accelerate import Accelerator
 
-from attnlib import data, gpt
+from attnlib import data
 from attnlib import train as train_module
-from attnlib.attention import attention, record_attention
+from attnlib.attention import record_attention
 from attnlib.data import book_text, train_tokenizer
 from attnlib.gpt import (
     GPT,
     GPT2_STYLE,
     GPTConfig,
-    grouped_attention,
     text_batches,
     text_bits,
     text_loss,
 )
-from attnlib.inference import optimize_for_inference
 from attnlib.models import load_model
 from attnlib.train import fit
-from benchmarks import runner, timing
 from benchmarks.chapter import run_cells
 from benchmarks.corpora import text_corpus
 from benchmarks.records import write_record
 from benchmarks.runner import RESULTS, Commands, start, write
-from benchmarks.timing import OPTIMIZED, OURS, ratio, take_turns
+from benchmarks.timing import OURS, ratio, take_turns
 
 LENGTH = 64
 BATCH = 16
@@ -292,7 +285,7 @@ def induction(arguments):
     record.write(symbols=SYMBOLS, half=HALF, chance=round(math.log(SYMBOLS), 4))
 
 
-# --- sampling, and the first token ------------------------------------------------------------
+# --- sampling ------------------------------------------------------------------------------
 SETTINGS = {
     **{f"temperature {t}": dict(temperature=t) for t in (0.0, 0.5, 0.7, 0.85, 1.0, 1.2)},
     **{f"top-k {k}": dict(top_k=k) for k in (5, 20, 80)},
@@ -334,37 +327,6 @@ def sampled(models, ids, seed, rows):
     return {name: {k: round(x, 4) for k, x in own.items()} for name, own in found.items()}
 
 
-@torch.no_grad()
-def first_token(model, ids, sizes, length):
-    """How much attention falls on the first token, and what it is worth under a window."""
-    pieces = ids["test"][: length * 16].view(16, length)
-    with record_attention() as maps:
-        model(pieces)
-    late = slice(length // 2, None)
-    even = (1 / torch.arange(1, length + 1.0))[late].mean().item()
-    share = [w[:, :, late, 0].mean((0, 2)).tolist() for w in maps]
-    plain = gpt.decoder_mask
-    window = length // 4
-    bits = {}
-    test = ids["test"][: 8 * length]
-
-    def score(keep, sees):
-        gpt.decoder_mask = lambda n, m, *_, **__: (
-            (plain(n, m, sees, torch.ones(1, m)) | (torch.arange(m) < keep))
-            & torch.ones(n, m, dtype=torch.bool).tril(m - n)
-        )
-        try:
-            return round(text_bits(model, test, length), 1)
-        finally:
-            gpt.decoder_mask = plain
-
-    bits["all"] = score(0, length)
-    bits["window"] = score(0, window)
-    bits["window and the first token"] = score(1, window)
-    bits["window and the first four"] = score(4, window)
-    return dict(even=even, share=share, bits=bits, tokens=len(test) - 1, window=window)
-
-
 def sampling(arguments):
     """Three models of a minute each; each writes, and the next one judges."""
     tiny = arguments.tiny
@@ -387,70 +349,9 @@ def sampling(arguments):
         record.add(f"model {seed}", lambda row=row: row)
     for seed, model in enumerate(models):
         record.add(
-            f"first {seed}",
-            lambda model=model: first_token(model, ids, sizes, 16 if tiny else length),
-        )
-        record.add(
             f"texts {seed}", lambda seed=seed: dict(found=sampled(models, ids, seed, rows))
         )
     record.write(settings=SETTINGS, prompt=PROMPT, new=NEW, texts=rows)
-
-
-# --- grouped queries --------------------------------------------------------------------------
-# heads of queries, and the width of a head
-QUERIES = 32
-WIDTH = 64
-
-
-def page_faults(call):
-    """How many pages of memory the operating system hands out during a call."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    call()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-@torch.no_grad()
-def groups_run(groups, keys, repeats):
-    """CPU time of one query in each of 32 heads, for so many heads of keys in a cache.
-
-    "copied" repeats keys and values for each query head, in new memory in every step; "kept"
-    does so in memory that it keeps. The ratios are to `grouped_attention`, without copies.
-    """
-    shapes = (QUERIES, 1), (groups, keys), (groups, keys)
-    q, k, v = (torch.randn(1, heads, n, WIDTH) for heads, n in shapes)
-    room = torch.empty(2, 1, QUERIES, keys, WIDTH)
-
-    def copied():
-        return attention(q, *(x.repeat_interleave(QUERIES // groups, 1) for x in (k, v)))
-
-    def kept():
-        for own, x in zip(
-            room, (k, v), strict=True
-        ):  # (1, g, 1, n, d) into (1, g, h / g, n, d)
-            own.unflatten(1, (groups, -1)).copy_(x[:, :, None])
-        return attention(q, *room)
-
-    calls = dict(copied=copied, kept=kept, grouped=lambda: grouped_attention(q, k, v))
-    take_turns(calls, 2, "cpu")  # the first rounds are slower
-    times = take_turns(calls, repeats, "cpu", clock=time.process_time)
-    row = dict(groups=groups, keys=keys, ms={}, ratios={}, faults=page_faults(copied))
-    for name, own in times.items():
-        row["ms"][name] = round(median(own), 3)
-        row["ratios"][name] = ratio(own, times["grouped"])
-    return row
-
-
-def groups(arguments):
-    """One step of decoding for several numbers of key heads and lengths of the cache."""
-    tiny = arguments.tiny
-    record = start("gpt", arguments, rows=[])
-    for key_heads in (8, 4, 1):
-        for keys in (16, 32) if tiny else (1024, 8192, 32768):
-            record.add(
-                f"{key_heads} heads, {keys} keys",
-                lambda heads=key_heads, keys=keys: groups_run(heads, keys, 2 if tiny else 21),
-            )
-    record.write(queries=QUERIES, width=WIDTH)
 
 
 # --- the book, a minute per run, and longer on a GPU -----------------------------------------
@@ -657,82 +558,15 @@ def book(arguments):
     record.work(go)
 
 
-# --- speed next to transformers --------------------------------------------------------------
+# --- nanoGPT ---------------------------------------------------------------------------------
 
-PEER = "transformers"
-PRODUCTS = "products"
-PROMPT_LENGTH = 32
-SIZES = {  # layers, heads, heads of keys and values, width, vocabulary, new tokens
-    "tiny": (2, 3, 1, 48, 60, 3),
-    "14M": (6, 6, 2, 384, 8192, 48),
-    "124M": (12, 12, 4, 768, 50257, 16),
+NANOGPT = "nanoGPT"
+PEAK = 989e12  # operations per second of an H100 in bfloat16
+SHAPES = {
+    "tiny": dict(vocab_size=60, block_size=16, n_layer=2, n_head=3, n_embd=48),
+    "cpu": dict(vocab_size=8192, block_size=256, n_layer=6, n_head=6, n_embd=384),
+    "cuda": dict(vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768),
 }
-
-
-def peer(kind, size):
-    """A model of the transformers library with random weights, without dropout."""
-    import transformers  # which not every machine has
-
-    layers, heads, groups, width, vocab, _ = SIZES[size]
-    torch.manual_seed(0)
-    same = dict(vocab_size=vocab, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    if kind == "GPT-2":
-        drop = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-        shape = dict(n_positions=1024, n_embd=width, n_layer=layers, n_head=heads)
-        config = transformers.GPT2Config(**same, **drop, **shape)
-        return transformers.GPT2LMHeadModel(config).eval()
-    config = transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=8 * round(width / 3),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        **same,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def transformers_pair(kind, size, device):
-    """The peer, and ours with its weights."""
-    theirs = peer(kind, size)
-    if device == "cuda":
-        theirs = theirs.to(device, torch.bfloat16)
-    return theirs, GPT.from_pretrained(theirs)
-
-
-def products(model, batch, new):
-    """All matrix products of writing `new` tokens behind a prompt, as a function."""
-    layers = [m for m in model.h.modules() if isinstance(m, nn.Linear)]
-    x = {
-        (n, width): torch.randn(batch, n, width)
-        for n in (PROMPT_LENGTH, 1)
-        for width in {layer.in_features for layer in layers}
-    }
-
-    def run():
-        for n in [PROMPT_LENGTH] + [1] * (new - 1):
-            for layer in layers:
-                layer(x[n, layer.in_features])
-            model.lm_head(x[1, model.config.n_embd])  # of the last token only
-
-    return run
-
-
-def decoding_calls(theirs, ours, batch, new, device, left_out):
-    vocab = ours.config.vocab_size
-    tokens = torch.randint(vocab, (batch, PROMPT_LENGTH), device=device)
-    models = {OURS: ours}
-    if device == "cpu":
-        copies = {OPTIMIZED: partial(optimize_for_inference, ours)}
-        models |= timing.attempt_all(copies, left_out)
-    options = dict(max_new_tokens=new, do_sample=False, use_cache=True)
-    options["attention_mask"] = torch.ones_like(tokens)
-    calls = {name: lambda m=m: m.generate(tokens, new, 0.0) for name, m in models.items()}
-    if device == "cpu":
-        calls[PRODUCTS] = products(ours, batch, new)
-    return calls | {PEER: lambda: theirs.generate(tokens, **options)}
 
 
 def step(model, loss):
@@ -745,26 +579,6 @@ def step(model, loss):
     return run
 
 
-def training_calls(theirs, ours, batch, length, device):
-    tokens = torch.randint(ours.config.vocab_size, (batch, length), device=device)
-    # the last has none
-    calls = {}
-    targets = F.pad(tokens[:, 1:], (0, 1), value=-100).flatten()
-    theirs.train()
-    models = {OURS: ours.train()}
-    if device == "cuda":
-        models[f"{OURS}, compiled"] = torch.compile(ours)
-    for name, m in models.items():
-        calls[name] = step(
-            m, lambda m=m: F.cross_entropy(m(tokens).flatten(0, 1).float(), targets)
-        )
-
-    def their_loss():
-        return theirs(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-    return calls | {PEER: step(theirs, their_loss)}
-
-
 def utilisation(model, batch, length, ms, peak):
     """The share of a processor's operations a second that the model's own operations are."""
     c = model.config
@@ -772,83 +586,6 @@ def utilisation(model, batch, length, ms, peak):
     n -= model.wpe.weight.numel() if model.wpe is not None else 0
     work = 6 * n + 12 * c.n_layer * c.n_head * c.resolved_head_dim * length
     return round(work * batch * length / (ms / 1000) / peak, 3)
-
-
-def measure(setting, length, arguments, clock, left_out):
-    """A row for each contestant of a setting."""
-    device = arguments.device
-    batch = setting["batch"]
-    theirs, ours = transformers_pair(setting["kind"], setting["size"], device)
-    training = setting["task"] == "training"
-    with torch.set_grad_enabled(training):
-        if training:
-            calls = training_calls(theirs, ours, batch, length, device)
-        else:
-            calls = decoding_calls(theirs, ours, batch, setting["new"], device, left_out)
-        warm_up = 1 if device == "cpu" else 3
-        turns = arguments.repeats, device, left_out, clock, warm_up
-        times = timing.warm_turns(calls, *turns)
-    rows = []
-    for name in calls:
-        if name in times:
-            row = dict(what=name, **timing.median_row(times, name, PEER, digits=2))
-            if training and device == "cuda":
-                row["utilisation"] = utilisation(ours, batch, length, row["ms"], arguments.peak)
-            print(setting, row, flush=True)
-            rows.append(row)
-    return rows
-
-
-def settings(device, tiny, batch):
-    """What is timed, in order."""
-    sizes = ["tiny"] if tiny else ["14M", "124M"] if device == "cpu" else ["124M"]
-    for size, kind in itertools.product(sizes, ("GPT-2", "Llama")):
-        new = SIZES[size][-1] if device == "cpu" else 64
-        for rows_of in (1, 16):
-            yield dict(kind=kind, size=size, task="decoding", batch=rows_of, new=new)
-        if size != "124M" or device == "cuda":  # a step of it takes seconds on a CPU
-            yield dict(kind=kind, size=size, task="training", batch=batch)
-
-
-def speed(arguments):
-    """Time GPT next to the GPT-2 and the Llama of the transformers library.
-
-    The same random weights in both. A training step is forward, loss and backward; decoding
-    writes tokens greedily behind a prompt of 32, with a cache in both, plain and as
-    `optimize_for_inference` makes it (on a CPU). "products" multiplies by the same matrices as
-    often and does nothing else: no program can do without that. Contestants take turns; a row
-    has the ratio to transformers. On a CPU one thread is used, and its own time counts, without
-    that of other programs. On a GPU weights are in bfloat16, and a training step is timed
-    compiled as well, with its model utilisation: 6 operations for each parameter and token, and
-    12 L d N for attention (Chowdhery et al. 2022, appendix B), over --peak. The record is
-    FOLDER/gpt_speed_DEVICE.json.
-    """
-    device = arguments.device
-    tiny = arguments.tiny
-    if device == "cpu":
-        torch.set_num_threads(1)
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    batch, length = (1, 8) if tiny else (4, 128) if device == "cpu" else (16, 1024)
-    path = arguments.out and arguments.out / f"gpt_speed_{device}.json"
-    known = dict(tiny=tiny, length=length, peak=arguments.peak)
-    bench = runner.Rows(path, device, arguments.minutes, **known)
-
-    def go():
-        for setting in settings(device, tiny, batch):
-            bench.once(setting, partial(measure, setting, length, arguments, clock))
-
-    bench.work(go)
-
-
-# --- nanoGPT ---------------------------------------------------------------------------------
-
-NANOGPT = "nanoGPT"
-PEAK = 989e12  # operations per second of an H100 in bfloat16
-SHAPES = {
-    "tiny": dict(vocab_size=60, block_size=16, n_layer=2, n_head=3, n_embd=48),
-    "cpu": dict(vocab_size=8192, block_size=256, n_layer=6, n_head=6, n_embd=384),
-    "cuda": dict(vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768),
-}
 
 
 def nanogpt_pair(path, shape):
@@ -893,8 +630,9 @@ def nanogpt(arguments):
     GPT-2 its tanh approximation: outputs and gradients are compared as nanoGPT stands
     ("exact"), and with the approximation in its place ("tanh"). Then training steps take turns;
     a row has the ratio to nanoGPT. On a CPU one thread is used, and its own time counts. On a
-    GPU weights are in bfloat16, both are compiled, and the model utilisation is recorded as by
-    the command speed. The record is FOLDER/nanogpt_DEVICE.json.
+    GPU weights are in bfloat16, both are compiled, and the model utilisation is recorded:
+    6 operations for each parameter and token, and 12 L d N for attention (Chowdhery et al.
+    2022, appendix B), over --peak. The record is FOLDER/nanogpt_DEVICE.json.
     """
     device = arguments.device
     if device == "cpu":
@@ -1198,10 +936,8 @@ def main(arguments=None):
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
     commands.experiment("book", book)
-    for function in (options, scaling, induction, sampling, groups):
+    for function in (options, scaling, induction, sampling):
         commands.experiment(function.__name__, function)
-    parser = commands.timing("speed", speed, repeats=7)
-    parser.add_argument("--peak", type=float, default=PEAK, help="operations per second")
     parser = commands.timing("nanogpt", nanogpt, repeats=15)
     parser.add_argument("--model", type=Path, required=True, help="nanoGPT's model.py")
     parser.set_defaults(out=RESULTS)

@@ -60,7 +60,6 @@ NEEDS = {  # packages without which nothing of a part runs; peers that lack are 
     **dict.fromkeys(("checks", "kernels", "sanitize"), ("pytest",)),
     "compile_models": ("triton", "timm"),
     "translation": ("transformers",),
-    "gpt_speed": ("transformers",),
     **dict.fromkeys(
         ("detr_speed", "panoptic_speed"), ("transformers", "timm", "torchvision", "scipy")
     ),
@@ -160,7 +159,7 @@ PARTS = {  # the most important first
     "translation": benchmark("transformer", "speed", "--dropout", "0", "0.1"),
     **{
         f"{name}_speed": benchmark(name, "speed")
-        for name in ("mae", "detr", "panoptic", "autoformer", "gpt")
+        for name in ("mae", "detr", "panoptic", "autoformer")
     },
     "efficient": lambda device, tiny: [script("efficient", "crossover")],
     **{f"run_{name}": run(name) for name in RUNS + NETWORK},
@@ -173,7 +172,7 @@ MINUTES = {  # what a part takes on an H100, estimated; more than 8 need the com
     **dict(compile=8, kernels=8, checks=3, sanitize=6, roof=1, flash=7, windows=5),
     **dict(compile_models=8, fused=2, swin=7, swinv2=8, tnt=8, vit=6, flash_wide=7),
     **dict(attention=1, translation=6, mae_speed=2, detr_speed=2, panoptic_speed=2),
-    **dict(autoformer_speed=2, gpt_speed=4, efficient=3, run_translator=5),
+    **dict(autoformer_speed=2, efficient=3, run_translator=5),
     **dict(run_lengths=6, run_digits=12, run_detr=10, run_supernet=10, run_captions=12),
     **dict(run_gpt=12, run_cifar10=60, run_mae_cifar=40, run_supernet_cifar10=40),
     **dict(run_multi30k=30, run_gpt_tinystories=60),

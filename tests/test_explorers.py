@@ -19,6 +19,7 @@ import explorers as directive
 from attnlib.attention import attention
 from attnlib.cost import count_operations
 from attnlib.data import number_words
+from attnlib.decoding import top_p_filter
 from attnlib.efficient import linear_attention, local_attention
 from attnlib.position import apply_rotary, sinusoidal_encoding
 from attnlib.swin import shift_mask, window_layout
@@ -241,6 +242,17 @@ def test_operations(formula):
     }
     block, x = Block(4 * d, 4).eval(), torch.randn(1, n, 4 * d)
     assert count_operations(block, x).flops == n * (found["layers"] + found["exact"])
+
+
+def test_nucleus(formula):
+    """The distribution from which the library draws, at several temperatures and top-p."""
+    logits = torch.tensor(explorers.read_data("sampling")["contexts"][2]["logits"]).double()
+    for temperature, p in (1.0, 0.9), (0.3, 0.5), (2.0, 1.0), (1.5, 0.05):
+        expected = top_p_filter(logits[None] / temperature, p)[0].softmax(-1)
+        found = formula("nucleus", logits.tolist(), temperature, p)
+        after = torch.tensor([token["after"] for token in found], dtype=torch.float64)
+        torch.testing.assert_close(after, expected)
+        assert [token["kept"] for token in found] == (expected > 0).tolist()
 
 
 def test_normal_numbers_are_normal(formula):

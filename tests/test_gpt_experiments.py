@@ -9,7 +9,6 @@ pytest.importorskip("accelerate", reason="trains")
 pytest.importorskip("tokenizers", reason="reads a text")
 
 from attnlib.gpt import GPT, GPTConfig
-from attnlib.train import read_record
 from benchmarks import gpt
 
 
@@ -47,30 +46,6 @@ def test_induction(tmp_path):
 def test_sampling(tmp_path):
     found = rows(tmp_path, "sampling")
     assert set(gpt.SETTINGS) < set(found["texts 0"]["found"])
-    assert set(found["first 0"]["bits"]) == {
-        "all",
-        "window",
-        "window and the first token",
-        "window and the first four",
-    }
-
-
-@pytest.mark.slow
-def test_groups(tmp_path):
-    found = rows(tmp_path, "groups")
-    assert {(row["groups"], row["keys"]) for row in found.values()} == {
-        (groups, keys) for groups in (8, 4, 1) for keys in (16, 32)
-    }
-    for row in found.values():
-        assert row["ratios"]["grouped"]["ratio"] == 1 and row["ratios"]["kept"]["ratio"] > 0
-
-
-def test_the_record_of_groups_shows_what_the_page_says():
-    for row in read_record("gpt_groups")["rows"]:
-        fresh, kept = (row["ratios"][name]["quartiles"] for name in ("copied", "kept"))
-        assert kept[0] > (10 if row["groups"] == 1 and row["keys"] > 1024 else 2)
-        if row["keys"] == 8192:
-            assert fresh[0] > 10
 
 
 def test_second_half_is_the_first_begun_elsewhere():

@@ -17,15 +17,6 @@ def run(command, folder, *options):
     gpt.main([command, "--tiny", "--out", str(folder), *options])
 
 
-@pytest.mark.slow
-def test_the_speed_is_recorded(tmp_path):
-    run("speed", tmp_path, "--device", "cpu", "--repeats", "1")
-    rows = json.loads((tmp_path / "gpt_speed_cpu.json").read_text())["rows"]
-    assert {row["task"] for row in rows} == {"decoding", "training"}
-    assert {row["kind"] for row in rows} == {"GPT-2", "Llama"}
-    assert all(row["ratio"] > 0 for row in rows)
-
-
 STAND_IN = """
 import torch.nn as nn, torch.nn.functional as F
 from attnlib.gpt import GPT as Ours, GPTConfig as Config, GPT2_STYLE
@@ -114,3 +105,59 @@ def test_batches_are_pieces_of_the_text():
 
 def test_the_pinned_text_is_prose():
     assert "attention" in book_text("test") and ":::" not in book_text()
+
+
+PLAY = "ROMEO:\nBut soft, what light through yonder window breaks?\n\nJULIET:\nO Romeo!\n"
+
+
+@pytest.fixture
+def play(tmp_path):
+    path = tmp_path / "input.txt"
+    path.write_text(PLAY * 40, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("setting", gpt.SHAKESPEARE)
+def test_shakespeare_goes_on_and_ships(tmp_path, play, setting):
+    """A second call makes no run again; the checkpoint has the tokenizer of characters."""
+    options = ("--data", str(play), "--checkpoints", str(tmp_path), "--setting", setting)
+    run("shakespeare", tmp_path, *options)
+    run("shakespeare", tmp_path, *options)
+    (row,) = json.loads((tmp_path / "gpt_shakespeare.json").read_text())["runs"]
+    assert row["bits"] == pytest.approx(row["nats"] / math.log(2), abs=1e-3)
+    assert row["curve"][-1][2] == pytest.approx(row["nats"], abs=1e-3)
+    path = tmp_path / f"shakespeare_{setting}_0.json"
+    run("drawn", tmp_path, "--data", str(play), "--model", str(path))
+    record = json.loads((tmp_path / "gpt_drawn.json").read_text())
+    assert sorted(record["symbols"]) == sorted(set(PLAY))
+    assert all(len(own["logits"]) == len(set(PLAY)) for own in record["contexts"])
+
+
+def test_the_tokenizer_of_characters():
+    tokenizer = gpt.character_tokenizer(PLAY)
+    tokens = tokenizer.encode(PLAY).ids
+    assert len(tokens) == len(PLAY) and tokenizer.decode(tokens) == PLAY
+
+
+def test_every_stage_grows(tmp_path, play):
+    run("growth", tmp_path, "--data", str(play))
+    record = json.loads((tmp_path / "gpt_growth.json").read_text())
+    assert [row["stage"] for row in record["runs"]] == list(gpt.STAGES)
+    assert all(row["seed"] == 100 for row in record["tuning"])
+
+
+def test_the_schedule_is_nanogpts():
+    rate = gpt.learning_rate_with_floor
+    options = dict(steps=2000, warmup=100, schedule="cosine")
+    assert rate(0, **options) == 1 / 101 and rate(100, **options) == 1
+    assert rate(1050, **options) == pytest.approx(0.55) and rate(2000, **options) == 0.1
+
+
+def test_the_record_of_shakespeare_is_near_nanogpt():
+    runs = read_record("gpt_shakespeare")["runs"]
+    nats = [row["nats"] for row in runs if row["setting"] == "nanogpt"]
+    assert len(nats) >= 3
+    assert (
+        abs(sum(nats) / len(nats) - 1.88)
+        < 2 * read_record("gpt_drawn")["estimate"]["deviation"]
+    )

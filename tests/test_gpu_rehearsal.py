@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parent.parent
 TIMED = (  # parts that write rows; of the models one, for all are timed by one script
     *("roof", "attention", "flash", "windows", "fused", "vit", "translation", "mae_speed"),
-    *("detr_speed", "panoptic_speed", "autoformer_speed", "gpt_speed", "efficient"),
+    *("detr_speed", "panoptic_speed", "autoformer_speed", "efficient"),
 )
 PACKAGES = (
     *("timm", "torchvision", "transformers", "triton", "accelerate", "safetensors", "scipy"),

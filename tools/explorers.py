@@ -28,12 +28,13 @@ from attnlib.decoding import beam_search, beam_step, greedy
 from attnlib.finetune import normalize_for
 from attnlib.models import create_model
 from attnlib.recipes import translator
+from attnlib.train import read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
 FOLDER = STATIC / "explorers"
 EXPLORERS = """
-saturation sinusoids rotary shift-mask patches heads crossover beams
+saturation sinusoids rotary shift-mask patches heads crossover beams sampling
 """.split()
 PAGE = """<!doctype html><html lang="en" data-theme="{theme}"><body style="margin: 0">
 <article class="bd-article" style="width: {width}px; background: var(--paper)">
@@ -176,7 +177,13 @@ def beams():
     return dict(cases=found)
 
 
-DATA = {"patches": patches, "heads": heads, "beams": beams}
+def sampling():
+    """Logits of the next character after a few beginnings, by the recorded model."""
+    record = read_record("gpt_drawn")
+    return dict(symbols=record["symbols"], contexts=record["contexts"])
+
+
+DATA = {"patches": patches, "heads": heads, "beams": beams, "sampling": sampling}
 
 
 def write_data(name, folder=FOLDER):

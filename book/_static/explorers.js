@@ -782,15 +782,64 @@ const attnlibExplorers = (() => {
     row(kept.length, best.p ? chance(best.p) : "", best.p ? `${best.text} (complete)` : "nothing complete yet", GREEN);
   }
 
+  // --- the next token under temperature and top-p --------------------------------------------------------------
+
+  // The distribution at a temperature and the nucleus of top-p, as attnlib.decoding.next_token: a token is kept if
+  // the tokens that are more probable have less than p together.
+  function nucleus(logits, temperature, p) {
+    const q = softmax(logits.map(z => z / temperature)), kept = range(q.length, () => false);
+    let before = 0;
+    for (const i of range(q.length).sort((i, j) => q[j] - q[i])) {
+      kept[i] = p === 1 || before < p;
+      before += q[i];
+    }
+    const total = sum(q.filter((_, i) => kept[i]));
+    return q.map((x, i) => ({ before: x, after: kept[i] ? x / total : 0, kept: kept[i] }));
+  }
+
+  const SHOWN_TOKENS = 14;
+  const visible = symbol => ({ "\n": "new line", " ": "space" })[symbol] || symbol;
+
+  function samplingExplorer(stage, { symbols, contexts }) {
+    const oneLine = text => text.replace(/\n/g, " / ");
+    const which = stage.choice("the text so far", contexts.map(({ text }, i) => [i, oneLine(text)]), 3);
+    const heat = stage.slider("temperature T", { min: 0.1, max: 2, step: 0.1, value: 1, text: x => x.toFixed(1) });
+    const top = stage.slider("top-p", { min: 0.05, max: 1, step: 0.05, value: 0.9, text: x => x.toFixed(2) });
+    const bars = stage.panel(700);
+
+    return () => {
+      const found = nucleus(contexts[which.value].logits, heat.value, top.value);
+      const order = range(symbols.length).sort((i, j) => found[j].before - found[i].before).slice(0, SHOWN_TOKENS);
+      const kept = found.filter(token => token.kept).length, best = visible(symbols[order[0]]);
+      drawNext(bars, order.map(i => ({ name: visible(symbols[i]), ...found[i] })));
+      stage.say(`Top-p keeps ${kept} of ${symbols.length} characters. The most probable one, “${best}”, has probability ` +
+        `${chance(found[order[0]].before)} at this temperature, and is drawn with probability ${chance(found[order[0]].after)}.`);
+    };
+  }
+
+  function drawNext(panel, tokens) {
+    const high = 20, left = 74, most = Math.max(...tokens.flatMap(({ before, after }) => [before, after]));
+    const wide = (panel.width - left - 60) / most;
+    panel.clear(high * tokens.length + 8, "The most probable characters with the probabilities of being drawn: " +
+      tokens.map(({ name, after }) => `${name} ${chance(after)}`).join(", ") + ".");
+    tokens.forEach(({ name, before, after, kept }, i) => {
+      const y = high * i + 4;
+      panel.text(left - 8, y + 13, name, fromRight(kept ? TEXT : MUTED));
+      panel.rect(left, y + 2, wide * after, high - 5, { fill: BLUE });
+      panel.rect(left, y + 2, wide * before, high - 5, { fill: "none", stroke: kept ? TEXT : MUTED, "stroke-width": 1 });
+      panel.text(left + wide * Math.max(before, after) + 6, y + 13, kept ? chance(after) : "dropped", fromLeft(kept ? TEXT : MUTED));
+    });
+  }
+
   // --- start ---------------------------------------------------------------------------------------------------
 
   const explorers = {
     saturation, crossover, sinusoids: sinusoidalCode, rotary: rotaryLogits, "shift-mask": shiftExplorer,
-    patches: patchExplorer, heads: headExplorer, beams: beamExplorer,
+    patches: patchExplorer, heads: headExplorer, beams: beamExplorer, sampling: samplingExplorer,
   };
 
   // `python -m tools.explorers` writes their data to _static/explorers/NAME.js
-  const WITH_DATA = new Set(["patches", "heads", "beams"]);
+  const WITH_DATA = new Set(["patches", "heads", "beams", "sampling"]);
   const folder = (document.currentScript?.src || "").replace(/explorers\.js.*/, "explorers/");
   globalThis.explorerData ??= {};
 
@@ -812,5 +861,5 @@ const attnlibExplorers = (() => {
       stage.run(explorers[name](stage, explorerData[name]));
     });
   }
-  return { formulas: { softmax, sinusoids, rotary, normals, windowLayout, shiftMask, operations } };
+  return { formulas: { softmax, sinusoids, rotary, normals, windowLayout, shiftMask, operations, nucleus } };
 })();
