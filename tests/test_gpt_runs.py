@@ -118,9 +118,10 @@ def play(tmp_path):
 
 
 @pytest.mark.parametrize("setting", gpt.SHAKESPEARE)
-def test_shakespeare_goes_on_and_ships(tmp_path, play, setting):
+def test_shakespeare_goes_on_and_ships(tmp_path, play, setting, fresh_accelerate):
     """A second call makes no run again; the checkpoint has the tokenizer of characters."""
-    options = ("--data", str(play), "--checkpoints", str(tmp_path), "--setting", setting)
+    options = ["--data", str(play), "--checkpoints", str(tmp_path), "--setting", setting]
+    options += ["--threads", str(torch.get_num_threads())]
     run("shakespeare", tmp_path, *options)
     run("shakespeare", tmp_path, *options)
     (row,) = json.loads((tmp_path / "gpt_shakespeare.json").read_text())["runs"]
