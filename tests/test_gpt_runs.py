@@ -14,7 +14,9 @@ from helpers import close
 
 
 def run(command, folder, *options):
+    threads = torch.get_num_threads()  # a command sets them for its whole process
     gpt.main([command, "--tiny", "--out", str(folder), *options])
+    torch.set_num_threads(threads)
 
 
 STAND_IN = """
@@ -120,8 +122,7 @@ def play(tmp_path):
 @pytest.mark.parametrize("setting", gpt.SHAKESPEARE)
 def test_shakespeare_goes_on_and_ships(tmp_path, play, setting, fresh_accelerate):
     """A second call makes no run again; the checkpoint has the tokenizer of characters."""
-    options = ["--data", str(play), "--checkpoints", str(tmp_path), "--setting", setting]
-    options += ["--threads", str(torch.get_num_threads())]
+    options = ("--data", str(play), "--checkpoints", str(tmp_path), "--setting", setting)
     run("shakespeare", tmp_path, *options)
     run("shakespeare", tmp_path, *options)
     (row,) = json.loads((tmp_path / "gpt_shakespeare.json").read_text())["runs"]
