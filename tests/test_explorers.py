@@ -18,7 +18,6 @@ from PIL import Image
 import explorers as directive
 from attnlib.attention import attention
 from attnlib.cost import count_operations
-from attnlib.data import number_words
 from attnlib.decoding import top_p_filter
 from attnlib.efficient import linear_attention, local_attention
 from attnlib.position import apply_rotary, sinusoidal_encoding
@@ -161,11 +160,20 @@ def test_other_data_are_noticed():
     assert same(found, found) and not same(explorers.read_data("patches"), found)
 
 
-def test_the_translator_is_right_in_the_numbers_shown():
-    for own in explorers.read_data("heads")["numbers"]:
-        said = "".join(own["target"][1:-1]).lstrip("_")
+TRANSLATIONS = {
+    "Ein bärtiger Mann repariert ein altes Fahrrad.",
+    "Ein Hund rennt am Strand.",
+    "Zwei junge Frauen spielen Fußball im Park.",
+    "Eine Frau in einem blauen Kleid geht die Straße entlang.",
+}
+
+
+def test_the_translator_says_what_is_shown():
+    for own in explorers.read_data("heads")["sentences"]:
+        said = "".join(own["target"][1:-1]).replace("_", " ").strip()
         assert (own["target"][0], own["target"][-1]) == ("<s>", "</s>")
-        assert said == number_words([own["number"]], "de")[0]
+        assert "".join(own["source"][1:-1]).replace("_", " ").strip() == own["title"]
+        assert said in TRANSLATIONS
 
 
 def test_searches_end_as_in_the_chapter():

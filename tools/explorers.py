@@ -23,12 +23,13 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 
 from attnlib import decoding
-from attnlib.data import collages, encode, number_words
-from attnlib.decoding import beam_search, beam_step, greedy
+from attnlib.data import collages, encode
+from attnlib.decoding import beam_search, beam_step
 from attnlib.finetune import normalize_for
-from attnlib.models import create_model
+from attnlib.models import create_model, load_model
 from attnlib.recipes import translator
 from attnlib.train import read_record
+from attnlib.translation import translate
 
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
@@ -81,26 +82,35 @@ def patches():
     return dict(pictures=found)
 
 
-NUMBERS = [933274, 366396, 555555, 48021, 120012]
+SENTENCES = [
+    "A man with a beard is repairing an old bicycle.",
+    "A dog runs on the beach.",
+    "Two young women are playing soccer in the park.",
+    "A woman who is wearing a blue dress walks down the street.",
+]
 
 
 @torch.no_grad()
 def heads():
-    """Attention of the translator of numbers in all layers and heads, for its own answers."""
-    model, tokenizer = translator()
+    """Attention of the book's translator in all layers and heads, for its own translations."""
+    model = load_model("en-de").eval()
+    tokenizer = model.tokenizer
     found = []
-    for number in NUMBERS:
-        source = encode(tokenizer, number_words([number], "en"))  # (1, M)
-        target = F.pad(greedy(model, source, 48), (1, 0), value=tokenizer.token_to_id("<s>"))
-        words = {
-            side: [tokenizer.id_to_token(i).replace("▁", "_") for i in tokens[0].tolist()]
-            for side, tokens in (("source", source), ("target", target))
-        }
+    for sentence in SENTENCES:
+        source = encode(tokenizer, [sentence])  # (1, M)
+        said = translate(model, tokenizer, [sentence], beam_size=5)[0]
+        target = encode(tokenizer, [said])  # (1, N)
+        words = dict(source=tokens_of(tokenizer, source), target=tokens_of(tokenizer, target))
         maps = model.attention_maps(source, target[:, :-1])  # cross: (1, h, N, M) a layer
         packs = {kind: packed(torch.cat(layers)) for kind, layers in maps.items()}
-        found.append(dict(number=number) | words | packs)
+        found.append(dict(title=sentence) | words | packs)
     layers, count = torch.cat(maps["cross"]).shape[:2]
-    return dict(layers=layers, heads=count, numbers=found)
+    return dict(layers=layers, heads=count, sentences=found)
+
+
+def tokens_of(tokenizer, tokens):
+    """A row of tokens (1, N) as text, with a space's mark as an underscore."""
+    return [tokenizer.id_to_token(i).replace("▁", "_") for i in tokens[0].tolist()]
 
 
 class Tree(nn.Module):

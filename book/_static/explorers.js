@@ -596,16 +596,16 @@ const attnlibExplorers = (() => {
 
   // --- a translator: what does each head look at? --------------------------------------------------------------
 
-  const KINDS = [["cross", "German asks English"], ["encoder", "English asks English"], ["decoder", "German asks German"]];
+  const KINDS = [["cross", "from German to English"], ["encoder", "within English"], ["decoder", "within German"]];
 
-  function headExplorer(stage, { layers, heads, numbers }) {
-    const which = stage.choice("number", numbers.map(({ number }, i) => [i, number.toLocaleString("en")]), 0);
+  function headExplorer(stage, { layers, heads, sentences }) {
+    const which = stage.choice("sentence", sentences.map(({ title }, i) => [i, title]), 0);
     const kind = stage.choice("attention", KINDS);
-    const token = stage.tokens("the query: the token to be said, or read"), table = stage.panel(600);
+    const token = stage.tokens("the query: the token that is produced, or read"), table = stage.panel(600);
     let shown = "";
 
     return () => {
-      const own = numbers[which.value], said = own.target.slice(1), read = own.target.slice(0, -1);
+      const own = sentences[which.value], said = own.target.slice(1), read = own.target.slice(0, -1);
       const queries = kind.value === "encoder" ? own.source : said;
       const keys = kind.value === "decoder" ? read : own.source;
       if (shown !== `${which.value} ${kind.value}`) token.set(queries, Math.min(2, queries.length - 1));
@@ -616,26 +616,29 @@ const attnlibExplorers = (() => {
       const tops = weights.map(w => Math.max(...w)), sharpest = tops.indexOf(Math.max(...tops));
       const mean = keys.map((_, j) => sum(weights.map(w => w[j])) / weights.length), most = Math.max(...mean);
       const name = `${Math.floor(sharpest / heads) + 1}.${sharpest % heads + 1}`;
-      stage.say(`${kind.value === "encoder" ? "Reading" : "To say"} “${queries[query]}”, the sharpest head, ${name}, ` +
+      const does = kind.value === "encoder" ? "reads" : "produces";
+      stage.say(`While the model ${does} “${queries[query]}”, the sharpest head, ${name}, ` +
         `gives ${percent(tops[sharpest])} to “${keys[weights[sharpest].indexOf(tops[sharpest])]}”. ` +
-        `In the mean of all heads “${keys[mean.indexOf(most)]}” leads with ${percent(most)}.`);
+        `On average over all heads, “${keys[mean.indexOf(most)]}” gets the most, ${percent(most)}.`);
     };
   }
 
   // Rows are keys, columns the heads, layer by layer.
   function drawTable(panel, keys, weights, heads, query) {
-    const left = Math.min(96, panel.width * 0.24), gap = 10, count = weights.length, high = 25, top = 40;
-    const wide = (panel.width - left - gap) / count, X = lh => left + lh * wide + (lh >= heads ? gap : 0);
+    const left = Math.min(96, panel.width * 0.24), gap = 6, count = weights.length, high = 25, top = 40;
+    const wide = (panel.width - left - (count / heads - 1) * gap) / count;
+    const X = lh => left + lh * wide + Math.floor(lh / heads) * gap;
     panel.clear(top + keys.length * high + 4, `The weights of ${count} heads, ${heads} in each layer, for the query ` +
       `“${query}”; rows are the keys ${keys.join(", ")}.`);
     weights.forEach((own, lh) => {
       if (lh % heads === 0) panel.text(X(lh) + (wide * heads) / 2, 13, `layer ${lh / heads + 1}`, { fill: MUTED });
-      panel.text(X(lh) + wide / 2, 31, `${Math.floor(lh / heads) + 1}.${lh % heads + 1}`, { fill: MUTED });
+      const name = wide < 24 ? `${lh % heads + 1}` : `${Math.floor(lh / heads) + 1}.${lh % heads + 1}`;
+      panel.text(X(lh) + wide / 2, 31, name, { fill: MUTED });
       own.forEach((weight, j) => {
         const y = top + j * high;
         panel.rect(X(lh) + 1, y + 1, wide - 2, high - 2, { fill: "var(--shade)" });
         panel.rect(X(lh) + 1, y + 1, wide - 2, high - 2, { fill: BLUE, opacity: weight });
-        if (weight >= 0.095) panel.text(X(lh) + wide / 2, y + 17, weight.toFixed(2).replace(/^0/, ""),
+        if (weight >= 0.095 && wide >= 24) panel.text(X(lh) + wide / 2, y + 17, weight.toFixed(2).replace(/^0/, ""),
           weight > 0.5 ? { fill: "var(--paper)" } : {});
       });
     });
