@@ -303,6 +303,8 @@ def written(name):
         "images": [(image["src"], image.get("alt", "")) for image in page.select("img")],
         "links": [link["href"] for link in page.select("a[href]")],
         "ids": [element["id"] for element in page.select("[id]")],
+        "terms": [word.parent["href"] for word in page.select("a > .std-term")],
+        "box": [link["href"] for link in page.select(".chapter-box a")],
         "boxes": len(page.select(".proof.admonition")),
         "exercises": len(page.select(".exercise.admonition")),
         "solutions": len(page.select(".solution.admonition")),
@@ -1032,7 +1034,7 @@ def test_names_in_docstrings_are_links_and_other_words_code(site):
 def test_words_of_the_glossary_lead_to_it(site):
     entries, used = {dt["id"] for dt in soup("book/glossary").select("dl.glossary dt")}, set()
     for name in NOTEBOOKS:
-        links = [word.parent["href"] for word in soup(name).select("a > .std-term")]
+        links = written(name)["terms"]
         targets = [link.removeprefix("../book/glossary.html#") for link in links]
         assert len(set(targets)) == len(targets), f"{name} links a word twice"
         used |= set(targets)
@@ -1041,6 +1043,5 @@ def test_words_of_the_glossary_lead_to_it(site):
 
 @pytest.mark.parametrize("name", CHAPTERS)
 def test_the_box_of_a_chapter_leads_to_the_notation(site, name):
-    links = [a["href"] for a in soup(name).select(".chapter-box a")]
-    assert "../book/glossary.html#notation" in links
-    assert len(soup("book/glossary").find_all(id="notation")) == 1
+    assert "../book/glossary.html#notation" in written(name)["box"]
+    assert written("book/glossary")["ids"].count("notation") == 1
