@@ -20,31 +20,35 @@ from .backbone import check_counts, check_rates
 # %% ../nbs/11_multihead.ipynb #split-heads
 def split_heads(
     x: Shaped[Tensor, "B N width"], num_heads: int
-) -> Shaped[Tensor, "B num_heads N d"]:
-    """Split the columns of tokens x into `num_heads` heads: (B, N, h·d) -> (B, h, N, d)."""
-    x = x.unflatten(-1, (num_heads, -1))  # (B, N, h d) -> (B, N, h, d)
-    return x.transpose(1, 2)  # -> (B, h, N, d)
+) -> Shaped[Tensor, "B num_heads N d_k"]:
+    """Split tokens x into `num_heads` heads: (B, N, h·d_k) -> (B, h, N, d_k)."""
+    x = x.unflatten(-1, (num_heads, -1))  # (B, N, h d_k) -> (B, N, h, d_k)
+    return x.transpose(1, 2)  # -> (B, h, N, d_k)
 
 
-def merge_heads(x: Shaped[Tensor, "B h N d"]) -> Shaped[Tensor, "B N h*d"]:
-    """Put the heads of x side by side; undoes `split_heads`: (B, h, N, d) -> (B, N, h·d)."""
-    x = x.transpose(1, 2)  # (B, h, N, d) -> (B, N, h, d)
-    return x.flatten(2)  # -> (B, N, h d)
+def merge_heads(x: Shaped[Tensor, "B h N d_v"]) -> Shaped[Tensor, "B N h*d_v"]:
+    """Undo `split_heads`: concatenate heads x, (B, h, N, d_v) -> (B, N, h·d_v)."""
+    x = x.transpose(1, 2)  # (B, h, N, d_v) -> (B, N, h, d_v)
+    return x.flatten(2)  # -> (B, N, h d_v)
 
 # %% ../nbs/11_multihead.ipynb #check-heads
 def check_heads(num_heads: int, **widths: int) -> None:
-    """Raise unless all are integers of at least 1, and `num_heads` divides the first width.
+    """Raise an error unless `num_heads` divides the first width.
+
+    All arguments must be integers of at least 1.
 
     Parameters
     ----------
     num_heads : int
+        Number of heads.
     **widths : int
-        Widths, keyed by the name to print in errors.
+        Widths, keyed by the name to print in errors. Only the first must be divisible by
+        `num_heads`.
 
     Raises
     ------
     ValueError
-        If a number is not allowed; the message names it and says what it must be.
+        If an argument violates a condition; the message names both.
     """
     check_counts(num_heads=num_heads, **widths)
     name = list(widths)[0]
@@ -53,7 +57,7 @@ def check_heads(num_heads: int, **widths: int) -> None:
         raise ValueError(f"{name} ({width}) must be divisible by num_heads ({num_heads})")
 
 
-_TORCH_ARGUMENTS = {  # of torch.nn.MultiheadAttention and its call: what to do here
+_TORCH_ARGUMENTS = {  # of torch.nn.MultiheadAttention and its call, with advice
     "batch_first": "tensors are always (B, N, width)",
     "device": "move the layer: MultiHeadAttention(...).to(device)",
     "dtype": "convert the layer: MultiHeadAttention(...).to(dtype)",
@@ -71,7 +75,7 @@ _TORCH_ARGUMENTS = {  # of torch.nn.MultiheadAttention and its call: what to do 
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    """Raise if there are unexpected arguments, and explain those of PyTorch's layer."""
+    """Raise an error for any unexpected argument; explain those of PyTorch's layer."""
     for name, value in others.items():
         advice = _TORCH_ARGUMENTS.get(name, "there is no such argument")
         raise TypeError(
@@ -81,25 +85,28 @@ def _refuse(others: dict[str, Any]) -> None:
 class MultiHeadAttention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2).
 
-    Loads the state dict of torch.nn.MultiheadAttention.
+    The layer loads state dicts of torch.nn.MultiheadAttention.
 
     Parameters
     ----------
-    embed_dim, num_heads : int
-        Width of queries and output, and the number of heads among which it is divided.
+    embed_dim : int
+        Width of the queries and the output.
+    num_heads : int
+        Number of heads among which `embed_dim` is divided.
     kdim, vdim : int, optional
-        Widths of keys and values; `embed_dim` by default.
+        Widths of the keys and the values; `embed_dim` by default.
     bias : bool
-        Let each of the four projections add a bias.
+        Add a bias in each of the four projections.
     dropout : float
-        Probability with which an attention weight is dropped in training.
+        Probability of dropping an attention weight in training.
     **others
-        Refused: arguments of torch.nn.MultiheadAttention with an explanation.
+        Not accepted. For arguments of torch.nn.MultiheadAttention, the error says what to do
+        instead.
 
     Raises
     ------
     TypeError
-        If there is another argument.
+        If there is any other argument.
     ValueError
         If a width is not positive, `num_heads` does not divide `embed_dim`, or `dropout` is not
         in [0, 1).
@@ -110,7 +117,7 @@ class MultiHeadAttention(nn.Module):
         vdim: int | None = None, bias: bool = True, dropout: float = 0.0, **others: Any
     ):
         super().__init__()
-        _refuse(others)  # and explain, if they are arguments of torch.nn.MultiheadAttention
+        _refuse(others)  # and explain those of torch.nn.MultiheadAttention
         if kdim is None:
             kdim = embed_dim
         if vdim is None:
@@ -123,7 +130,7 @@ class MultiHeadAttention(nn.Module):
         self.kdim = kdim
         self.vdim = vdim
         self.fused = kdim == vdim == embed_dim
-        # torch's names for W^Q, W^K and W^V of all heads: one matrix if all are equally wide
+        # torch's names for W^Q, W^K, and W^V; one matrix if all inputs are equally wide
         if self.fused:
             self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim))
         else:
@@ -135,31 +142,34 @@ class MultiHeadAttention(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif name != "out_proj.weight":  # which stays as nn.Linear made it, as in torch
+            elif name != "out_proj.weight":  # keeps nn.Linear's initialization, as in torch
                 nn.init.xavier_uniform_(parameter)
 
     @classmethod
     def from_torch(cls, layer: nn.MultiheadAttention) -> "MultiHeadAttention":
-        """Convert PyTorch's layer: copy its parameters, its mode, and what is frozen.
+        """Convert PyTorch's layer: copy its parameters, `requires_grad`, and mode.
 
-        The call differs: tensors are (B, N, width) whatever `batch_first` was, masks are True
-        where a query may attend, and only the output is returned.
+        A call of the new layer differs from PyTorch's: tensors are (B, N, width) whatever
+        `batch_first` was, masks are True where a query may attend, and only the output is
+        returned.
 
         Parameters
         ----------
         layer : torch.nn.MultiheadAttention
+            Layer to convert; it is not changed.
 
         Returns
         -------
         MultiHeadAttention
+            New layer with copies of the parameters.
 
         Raises
         ------
         TypeError
-            If `layer` is another layer.
+            If `layer` is not a torch.nn.MultiheadAttention.
         ValueError
-            If `layer` adds a key and value of its own, `add_bias_kv` or `add_zero_attn`, or
-            has a setting that a subclass does not have.
+            If `layer` adds a key and value of its own (`add_bias_kv` or `add_zero_attn`), or
+            has a setting that a subclass does not support.
         """
         if not isinstance(layer, nn.MultiheadAttention):
             raise TypeError(f"layer ({type(layer).__name__}) must be a "
@@ -167,10 +177,10 @@ class MultiHeadAttention(nn.Module):
         if layer.bias_k is not None or layer.add_zero_attn:
             raise ValueError("layer must have add_bias_kv (False) and add_zero_attn (False): "
                              "there are no such options here")
-        # on "meta" a layer has no values, so that none are drawn; the copies take their place
+        # on "meta", parameters have no values, so none are drawn; the copies replace them
         with torch.device("meta"):
             ours = cls._with_settings_of(layer)
-        weights = layer.state_dict(keep_vars=True)  # parameters, which know if they are trained
+        weights = layer.state_dict(keep_vars=True)  # keeps requires_grad
         copies = {name: p.detach().clone() for name, p in weights.items()}
         ours.load_state_dict(copies, assign=True)
         for name, p in ours.named_parameters():
@@ -179,16 +189,17 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def _with_settings_of(cls, layer: nn.MultiheadAttention) -> "MultiHeadAttention":
-        """Make a layer with the settings of PyTorch's; a subclass with others overrides it."""
+        """Make a layer with the settings of PyTorch's; subclasses may override it."""
         return cls(layer.embed_dim, layer.num_heads, kdim=layer.kdim, vdim=layer.vdim,
                    bias=layer.in_proj_bias is not None, dropout=layer.dropout)
 
     def project(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None
     ) -> list[Tensor]:
-        """Project each input that is given and split it into heads.
+        """Project each given input and split it into heads.
 
-        A list of one to three tensors, (B, N, width) -> (B, h, N, d): queries, keys, values.
+        Returns a list of one to three tensors, (B, N, width) -> (B, h, N, d_k): queries, keys,
+        and values.
         """
         inputs = (query, key, value)
         names = ("query", "key", "value")
@@ -212,7 +223,7 @@ class MultiHeadAttention(nn.Module):
             if x is None:
                 continue
             x = F.linear(x, weight, bias)  # (B, N, width) -> (B, N, embed_dim)
-            x = split_heads(x, self.num_heads)  # -> (B, h, N, d)
+            x = split_heads(x, self.num_heads)  # -> (B, h, N, d_k)
             projected.append(x)
         return projected
 
@@ -223,32 +234,34 @@ class MultiHeadAttention(nn.Module):
         mask: Tensor | Literal["causal"] | None = None, bias: Tensor | None = None,
         **others: Any,
     ) -> Float[Tensor, "_ N embed_dim"]:
-        """Attend from `query` to `key` and average `value`: a Tensor (B, N, embed_dim).
+        """Attend from `query` to `key`, and average `value`: a Tensor (B, N, embed_dim).
 
         Parameters
         ----------
         query : Tensor
+            Tokens (B, N, embed_dim) that attend.
         key : Tensor, optional
-            `query` by default: self-attention.
+            Tokens (B, M, kdim) to attend to; `query` by default, which gives self-attention.
         value : Tensor, optional
-            `key` by default.
+            Tokens (B, M, vdim) to average; `key` by default.
         mask : bool Tensor, broadcastable to (B, h, N, M), or "causal", optional
-            True where a query may attend. One for each sequence needs its axes:
-            ``padding[:, None, None, :]``.
+            True where a query may attend. A mask (B, M) of the padding of each sequence
+            needs two more axes: ``padding[:, None, None, :]``.
         bias : float Tensor, broadcastable to (B, h, N, M), optional
-            Added to the logits.
+            Bias to add to the logits.
         **others
-            Refused: arguments of PyTorch's layer with an explanation.
+            Not accepted. For arguments of PyTorch's layer, the error says what to do instead.
         """
         _refuse(others)
         if key is None:
             key = query
         if value is None:
             value = key
-        q, k, v = self.project(query, key, value)  # (B, h, N, d), twice (B, h, M, d)
+        # (B, h, N, d_k), (B, h, M, d_k), (B, h, M, d_v)
+        q, k, v = self.project(query, key, value)
         dropout_p = self.dropout if self.training else 0.0
-        x = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p)  # (B, h, N, d)
-        x = merge_heads(x)  # -> (B, N, h d)
+        x = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p)  # (B, h, N, d_v)
+        x = merge_heads(x)  # -> (B, N, h d_v)
         return self.out_proj(x)  # -> (B, N, embed_dim)
 
     def attention_maps(
