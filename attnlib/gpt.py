@@ -34,16 +34,17 @@ from .vit_variants import SwiGLU
 # %% ../nbs/24_gpt.ipynb #config
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes and options of a `GPT`, under nanoGPT's names where it has the option.
+    """Sizes and options of a `GPT`, under nanoGPT's names where nanoGPT has the option.
 
-    The defaults are today's choices at the size of GPT-2; `GPT2_STYLE` has those of 2019. For
-    a field that may be None, layers read the property `resolved_...`.
+    The defaults are today's choices at the size of GPT-2; `GPT2_STYLE` holds the choices of
+    2019. For a field that may be None, the property `resolved_...` gives the value that the
+    layers use.
 
     Attributes
     ----------
     vocab_size, block_size, n_layer, n_head, n_embd : int
-        Number of tokens in the vocabulary, of tokens in the longest text, of blocks, and of
-        query heads; width of the tokens.
+        Size of the vocabulary, number of tokens in the longest text, number of blocks, number
+        of query heads, and width of the vectors of the tokens.
     n_kv_head : int, optional
         Number of heads of keys and values, a divisor of `n_head`; `n_head` by default.
     head_dim : int, optional
@@ -52,29 +53,37 @@ class GPTConfig:
         Width of the MLP's hidden layer; by default 4 n_embd for "gelu" and about 8/3 n_embd
         for "swiglu".
     norm : {"rms", "layer"}
+        RMSNorm or LayerNorm.
     position : {"rotary", "learned", "none"}
+        Rotate queries and keys by their positions, add learned position embeddings to the
+        tokens, or give the model no positions.
     mlp : {"swiglu", "gelu"}
+        SwiGLU, or the MLP of GPT-2.
     qk_norm : bool
         Normalize queries and keys, head by head.
     tied : bool
         Use the embedding as the last matrix, too.
     window : int, optional
-        Number of tokens, itself included, that a token may attend to; all by default.
+        Number of tokens that a token may attend to, itself included; by default all.
     rope_base : float
+        Base of the rotary frequencies.
     rope_scaling : dict, optional
         Slower rotations for longer texts: {"rope_type": "linear", "factor": 4.0}, or "llama3"
-        with `factor`, `low_freq_factor`, `high_freq_factor` and
+        with `factor`, `low_freq_factor`, `high_freq_factor`, and
         `original_max_position_embeddings`.
     bias : bool
         Let all linear layers and layer norms add a bias.
     qkv_bias : bool, optional
-        The same for the matrix of queries, keys, and values; `bias` by default.
-    norm_eps, dropout : float
+        Let the matrix of queries, keys, and values add a bias; by default as `bias`.
+    norm_eps : float
+        Constant that the norms add under the square root.
+    dropout : float
+        Rate of dropout.
 
     Raises
     ------
     ValueError
-        If a value is none of those above, or widths do not fit together.
+        If a field has none of the values above, or widths do not fit together.
     """
 
     vocab_size: int = 50257
@@ -118,8 +127,8 @@ class GPTConfig:
             return self.n_inner
         if self.mlp == "gelu":
             return 4 * self.n_embd
-        # SwiGLU has three matrices in place of two: with 2/3 of the width, 8/3 n_embd, it has
-        # as many parameters; here as a multiple of 8, which matrix multiplications prefer
+        # SwiGLU has three matrices instead of two: with 2/3 of the width, 8/3 n_embd, it has
+        # as many parameters. A multiple of 8 makes matrix multiplications faster.
         return 8 * max(1, round(self.n_embd / 3))
 
     @property
@@ -129,11 +138,12 @@ class GPTConfig:
 
 # %% ../nbs/24_gpt.ipynb #attention
 class CausalSelfAttention(nn.Module):
-    """Attention of each token to itself and the tokens before it.
+    """Attention of each token to itself and to the tokens before it.
 
     Parameters
     ----------
     config : GPTConfig
+        Gives the numbers of heads, their width, the biases, QK-norm, and dropout.
     """
 
     def __init__(self, config: GPTConfig):
@@ -163,21 +173,24 @@ class CausalSelfAttention(nn.Module):
         Parameters
         ----------
         x : Tensor
+            The N tokens.
         rope : (Tensor, Tensor), optional
-            The cosines and sines that rotate queries and keys, from `rope_cos_sin`. By default
-            those of the tokens' positions, if the configuration has rotary positions.
+            Cosines and sines that rotate queries and keys, from `rope_cos_sin`. By default,
+            those of the tokens' positions if the configuration has rotary positions.
         mask : bool Tensor or "causal", optional
-            The tokens that each token may attend to, from `decoder_mask`. "causal" stands for
-            the mask of the configuration, including its window; None allows all tokens.
+            Mask of the tokens that each token may attend to, from `decoder_mask`. "causal"
+            stands for the mask of the configuration, including its window; None allows all
+            tokens.
         cache : KVCache, optional
-            Keys and values of the tokens before x, to which those of x are appended.
+            Keys and values of the tokens before x, to which the call appends those of x.
         layer : int
-            Number of this layer in the cache.
+            Index of this layer in the cache.
         """
         past = 0 if cache is None else cache.tokens_of(layer)
-        # a `GPT` makes rotation and mask once for all layers; a layer used alone makes its own
+        # a `GPT` computes rotation and mask once for all layers; a layer that is used alone
+        # computes its own
         rope, mask = layer_inputs(self.config, x, rope, mask, past)
-        # queries, keys, and values of all heads: h of queries, g of keys and of values
+        # queries of h heads, keys and values of g heads
         h = self.n_head
         g = self.n_kv_head
         qkv = split_heads(self.c_attn(x), h + 2 * g)  # (B, N, C) -> (B, h + 2 g, N, d)
@@ -198,13 +211,14 @@ class CausalSelfAttention(nn.Module):
 
 # %% ../nbs/24_gpt.ipynb #block
 class MLP(nn.Module):
-    """GPT-2's MLP: W₂ GELU(W₁ x + b₁) + b₂, with GELU's tanh approximation (Radford et al.
-    2019).
+    """The MLP of GPT-2, W₂ GELU(W₁ x + b₁) + b₂ (Radford et al. 2019).
+
+    GELU is computed in its tanh approximation.
 
     Parameters
     ----------
     config : GPTConfig
-        Gives `n_embd`, the hidden width, `bias` and `dropout`.
+        Gives `n_embd`, the hidden width, `bias`, and `dropout`.
     """
 
     def __init__(self, config: GPTConfig):
@@ -214,7 +228,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "*batch n_embd"]) -> Float[Tensor, "*batch n_embd"]:
-        """Tokens to tokens, each by itself."""
+        """Transform each token by itself."""
         x = self.c_fc(x)  # (..., n_embd) -> (..., n_inner)
         x = F.gelu(x, approximate="tanh")
         x = self.c_proj(x)  # -> (..., n_embd)
@@ -222,12 +236,15 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP: each reads the residual stream through a norm and adds to it
-    (Radford et al. 2019, section 2.3).
+    """Attention and an MLP, each with a norm (Radford et al. 2019, section 2.3).
+
+    Each of the two reads the residual stream through its norm and adds its output to the
+    stream.
 
     Parameters
     ----------
     config : GPTConfig
+        Gives the options of attention, MLP, and norms.
     """
 
     def __init__(self, config: GPTConfig):
@@ -238,7 +255,7 @@ class Block(nn.Module):
         if config.mlp == "gelu":
             self.mlp = MLP(config)
         else:
-            gate_and_value = 2 * config.resolved_n_inner  # one matrix makes both
+            gate_and_value = 2 * config.resolved_n_inner  # one matrix computes both
             self.mlp = SwiGLU(config.n_embd, gate_and_value, config.dropout, bias=config.bias)
 
     def forward(
@@ -246,24 +263,25 @@ class Block(nn.Module):
         mask: Tensor | Literal["causal"] | None = "causal", cache: KVCache | None = None,
         layer: int = 0,
     ) -> Float[Tensor, "B N n_embd"]:
-        """Tokens to tokens; the other arguments are those of `CausalSelfAttention`."""
+        """Transform tokens; the other arguments are those of `CausalSelfAttention`."""
         x = x + self.attn(self.ln_1(x), rope=rope, mask=mask, cache=cache, layer=layer)
         return x + self.mlp(self.ln_2(x))
 
 # %% ../nbs/24_gpt.ipynb #class
 class GPT(nn.Module):
-    """A decoder-only language model (Radford et al. 2019), with the options of a `GPTConfig`.
+    """A decoder-only language model with the options of a `GPTConfig` (Radford et al. 2019).
 
     Its parameters have nanoGPT's names. A subclass that replaces `forward` must take the same
-    arguments, because `generate` passes all of them. A `tokenizer`, of the tokenizers library,
-    may be set; `write` uses it, and a checkpoint keeps it.
+    arguments, because `generate` passes all of them. The attribute `tokenizer` may be set to a
+    tokenizer of the tokenizers library; `write` uses it, and a checkpoint keeps it.
 
     Parameters
     ----------
     config : GPTConfig
+        Sizes and options.
     """
 
-    tokenizer: Any  # such as `data.train_tokenizer` makes
+    tokenizer: Any  # for example, from `data.train_tokenizer`
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -286,23 +304,24 @@ class GPT(nn.Module):
 
     @property
     def checkpoint_config(self) -> dict[str, Any]:
-        """The arguments from which `models.load_model` makes such a model."""
+        """Arguments from which `models.load_model` builds such a model."""
         return {"architecture": "GPT", "model_args": asdict(self.config)}
 
     def forward(
         self, tokens: Int[Tensor, "B N"], attention_mask: Tensor | None = None,
         cache: KVCache | None = None, last_only: bool = False,
     ) -> Float[Tensor, "B _ vocab_size"]:
-        """Logits (B, N, vocab_size) of the token that follows each of the tokens.
+        """Compute the logits (B, N, vocab_size) of the token after each of the tokens.
 
         Parameters
         ----------
         tokens : int Tensor
-            With a cache, the new tokens only.
+            With a cache, only the new tokens.
         attention_mask : Tensor, shape (B, earlier + N), optional
-            0 or False at padding.
+            1 or True at tokens, 0 or False at padding.
         cache : KVCache, optional
-            Keys and values of the earlier tokens; those of the new tokens are appended.
+            Keys and values of the earlier tokens, to which the call appends those of the new
+            tokens.
         last_only : bool
             Compute only the logits (B, 1, vocab_size) after the last token.
         """
@@ -315,7 +334,7 @@ class GPT(nn.Module):
         self, tokens: Int[Tensor, "B N"], attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "B N n_embd"]:
-        """The input of the last matrix; the arguments are those of `forward`."""
+        """Compute the input of the last matrix; the arguments are those of `forward`."""
         past = 0 if cache is None else len(cache)
         _check_input(tokens, attention_mask, self.config, past)
         if attention_mask is not None:
@@ -331,8 +350,8 @@ class GPT(nn.Module):
         elif self.config.position == "rotary":
             rope = rope_cos_sin(self.config, positions, x.dtype)
         x = self.drop(x)
-        # blocks: each appends its keys and values to the cache, but only `advance` makes them
-        # count; `rewind` drops those that an interrupted call has left
+        # each block appends its keys and values to the cache, but they count only after
+        # `advance`; `rewind` drops those that an interrupted call has left
         if cache is not None:
             cache.rewind()
         for layer, block in enumerate(self.h):
@@ -347,32 +366,34 @@ class GPT(nn.Module):
         attention_mask: Tensor | None = None, eos_id: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Int[Tensor, "B _"]:
-        """The tokens, continued by up to `max_new_tokens` tokens of the model.
+        """Continue the tokens by up to `max_new_tokens` tokens that the model draws.
 
         Parameters
         ----------
         tokens : int Tensor
-            Prompts; those of different lengths are padded on the left, see `pad_left`.
+            Prompts; pad those of different lengths on the left, see `pad_left`.
         max_new_tokens : int
+            Largest number of new tokens for each prompt.
         temperature, top_k, top_p, min_p, generator
-            As in `attnlib.decoding.next_token`; at the temperature 0 the most probable token
-            is taken.
+            As in `attnlib.decoding.next_token`; the temperature 0 takes the most probable
+            token.
         attention_mask : Tensor, shape (B, N), optional
-            0 or False at padding.
+            1 or True at tokens, 0 or False at padding.
         eos_id : int, optional
-            The token that ends a row; a row that has ended is filled with it.
+            Token that ends a row; the rest of a row that has ended is filled with it.
 
         Returns
         -------
         int64 Tensor, shape (B, N + new)
+            The prompts and their continuations.
 
         Raises
         ------
         ValueError
-            If a number is out of its range, the text gets longer than `block_size`, padding
-            stands on the right, or the mask holds other values than 0 and 1.
+            If a number is out of its range, the text would get longer than `block_size`, a
+            row is padded on the right, or the mask has values other than 0 and 1.
         TypeError
-            If `temperature`, `top_p`, or `min_p` is no number.
+            If `temperature`, `top_p`, or `min_p` is not a number.
         """
         stream = self.stream(
             tokens, max_new_tokens, attention_mask=attention_mask, eos_id=eos_id,
@@ -385,16 +406,16 @@ class GPT(nn.Module):
         self, tokens: Int[Tensor, "B N"], max_new_tokens: int, *,
         attention_mask: Tensor | None = None, eos_id: int | None = None, **sampling: Any,
     ) -> Iterator[Int[Tensor, " B"]]:
-        """Yield the new tokens of `generate`, one for each row, a step at a time.
+        """Yield the new tokens of `generate` step by step, one for each row.
 
-        The model is in evaluation mode during a step, and between steps in its own mode.
+        The model is in evaluation mode during each step, and in its own mode between steps.
         """
         _check_generation(tokens, max_new_tokens, attention_mask, self.config, eos_id)
         if attention_mask is not None:
             attention_mask = _boolean_mask(attention_mask)
         ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
         cache = KVCache()
-        parts = list(self.modules())  # once, as the walk through the model takes time
+        parts = list(self.modules())  # once, because the walk through the model takes time
         for _ in range(max_new_tokens):
             with evaluation(self, parts):
                 logits = self(tokens, attention_mask=attention_mask, cache=cache,
@@ -403,7 +424,7 @@ class GPT(nn.Module):
             if eos_id is not None:
                 newest = newest.masked_fill(ended, eos_id)
                 ended = ended | (newest == eos_id)
-            # the model reads only the newest token next: the cache has the others
+            # in the next step, the model reads only the newest token: the cache has the others
             tokens = newest[:, None]  # (B,) -> (B, 1)
             if attention_mask is not None:
                 attention_mask = F.pad(attention_mask, (0, 1), value=True)
@@ -412,18 +433,20 @@ class GPT(nn.Module):
                 return
 
     def write(self, prompt: str, max_new_tokens: int = 100, **sampling: Any) -> str:
-        """Continue a text, which the model's `tokenizer` turns into tokens and back.
+        """Continue a text; the model's `tokenizer` turns it into tokens and back.
 
         Once the text has `block_size` tokens, the model reads only the last `block_size` of
-        them for each new token, as nanoGPT does. This takes longer, because no keys and values
-        can be kept.
+        them for each new token, as nanoGPT does. Such steps take longer, because keys and
+        values cannot be reused.
 
         Parameters
         ----------
         prompt : str
+            Beginning of the text.
         max_new_tokens : int
+            Largest number of new tokens.
         **sampling
-            As of `generate`, such as ``temperature=0.8``.
+            Options of `generate`, such as ``temperature=0.8``.
 
         Returns
         -------
@@ -433,8 +456,8 @@ class GPT(nn.Module):
         Raises
         ------
         ValueError
-            If the model has no tokenizer, the prompt has no token, or `max_new_tokens` is not
-            an integer of at least 1.
+            If the model has no tokenizer, the prompt has no tokens, or `max_new_tokens` is not
+            a positive integer.
 
         Examples
         --------
@@ -467,13 +490,14 @@ class GPT(nn.Module):
     def default_loss(
         model: Callable, batch: tuple[Int[Tensor, "B N"]]
     ) -> tuple[Float[Tensor, ""], int]:
-        """The loss that `train.fit` takes if it is given none: `text_loss`."""
+        """Compute `text_loss`, which `train.fit` minimizes if it is given no loss."""
         return text_loss(model, batch)
 
     @classmethod
     def from_pretrained(cls, source: Any) -> "GPT":
-        """Return a model with published weights; `source` is a language model of the
-        transformers library, or its name.
+        """Return a model with published weights.
+
+        `source` is a language model of the transformers library, or its name.
         """
         config, weights = _read_transformers(source)
         model = cls(config).to(weights["wte.weight"])
@@ -574,17 +598,19 @@ def _has_needed_entries(scaling: Any) -> bool:
 def rope_cos_sin(
     config: GPTConfig, positions: Int[Tensor, "*B N"], dtype: torch.dtype = torch.float32
 ) -> tuple[Float[Tensor, "... N half"], Float[Tensor, "... N half"]]:
-    """The cosines and sines that rotate queries and keys at these positions.
+    """Compute the cosines and sines that rotate queries and keys at these positions.
 
-    `attnlib.position.rotate_halves` applies them. They depend on the positions alone, so a
-    model computes them once for all layers.
+    `attnlib.position.rotate_halves` applies them. They depend only on the positions, so a model
+    computes them once for all layers.
 
     Parameters
     ----------
     config : GPTConfig
+        Gives the width of a head and the options of the rotation.
     positions : int Tensor, shape (N,) or (B, N)
+        Positions of the tokens, from 0.
     dtype : torch.dtype
-        Of the result.
+        Data type of the result; the angles are computed in float64.
 
     Returns
     -------
@@ -610,20 +636,23 @@ def rope_scaling_factors(
     low_freq_factor: float = 1.0, high_freq_factor: float = 4.0,
     original_max_position_embeddings: int = 8192,
 ) -> Float[Tensor, "..."]:
-    """Return the factor of each frequency with which a model reads longer texts.
+    """Return the factor by which each rotary frequency is scaled for longer texts.
 
-    "linear" divides all frequencies by `factor`. "llama3" keeps those that turn more than
-    `high_freq_factor` times in a text of the original length, divides those that turn less than
-    `low_freq_factor` times, and interpolates linearly between the two (Llama 3.1's code).
+    "linear" divides all frequencies by `factor`. "llama3" keeps the frequencies that turn more
+    than `high_freq_factor` times in a text of the original length, divides those that turn
+    fewer than `low_freq_factor` times by `factor`, and interpolates linearly between the two
+    (Llama 3.1's code).
 
     Parameters
     ----------
     frequencies : Tensor, shape (d / 2,)
-        Angles by which one step turns each pair.
+        Angles by which one step turns each pair of entries.
     rope_type : {"linear", "llama3"}
+        The rule.
     factor, low_freq_factor, high_freq_factor : float
+        Constants of the rule; "linear" uses only `factor`.
     original_max_position_embeddings : int
-        The original length, in tokens.
+        Length of the texts before the scaling, in tokens.
 
     Returns
     -------
@@ -647,33 +676,33 @@ def decoder_mask(
     n: int, m: int, window: int | None = None, attention_mask: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Bool[Tensor, "*B n m"] | Literal["causal"] | None:
-    """The mask with which the last n of m tokens attend to all m: earlier, in the window, no
-    padding.
+    """Return the mask with which the last n of m tokens attend to all m tokens.
 
     Query i is token m - n + i: after m - n tokens in a cache, query 0 is the first new token.
-    It may attend to key j if j <= m - n + i, and if key j is neither padding nor outside of
-    the window. This function alone decides which form a decoder's mask has. Where neither a
-    window nor padding hides a key, "causal" tells the kernels of `attnlib.attention`, which
-    then read no mask, and a single query, the last token, needs no mask at all.
+    It may attend to key j if j <= m - n + i, and if key j is neither padding nor outside the
+    window. This function alone decides which form a decoder's mask has. If neither a window
+    nor padding hides a key, it returns "causal", so that the kernels of `attnlib.attention`
+    read no mask, or None for a single query, the last token, which attends to all keys.
 
     Parameters
     ----------
     n, m : int
-        Number of queries, and of keys; n <= m.
+        Number of queries and number of keys; n <= m.
     window : int, optional
-        Number of tokens, itself included, that a token may attend to. Padding does not count.
+        Number of tokens that a token may attend to, itself included. Padding does not count.
     attention_mask : Tensor, shape (B, m), optional
         1 or True for tokens, 0 or False for padding.
+    device : torch.device or str, optional
+        Device of the mask.
 
     Returns
     -------
-    bool Tensor, shape (n, m) or (B, 1, n, m), or "causal", or None where all is visible
+    bool Tensor, shape (n, m) or (B, 1, n, m), or "causal", or None if nothing is hidden
 
     Raises
     ------
     ValueError
-        If `window` is not an integer of at least 1, or the mask holds other values than 0 and
-        1.
+        If `window` is not a positive integer, or the mask has values other than 0 and 1.
     """
     if window is not None:
         check_counts(window=window)
@@ -682,7 +711,7 @@ def decoder_mask(
     if window is None and attention_mask is None:
         if n == 1:
             return None  # the last token sees all
-        return "causal"  # aligned at the last key, also where n < m
+        return "causal"  # the last query is aligned with the last key, also if n < m
     offsets = relative_positions(n, m, device=device)  # j - (m - n + i), (n, m)
     mask = offsets <= 0
     if attention_mask is not None:
@@ -703,18 +732,20 @@ def layer_inputs(
     config: GPTConfig, x: Float[Tensor, "B N n_embd"], rope: tuple[Tensor, Tensor] | None,
     mask: Tensor | Literal["causal"] | None, past: int,
 ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | Literal["causal"] | None]:
-    """The rotation and the mask of a layer, completed where the caller leaves them to it.
+    """Return the rotation and the mask of a layer; compute those that the caller left out.
 
-    A `GPT` passes both to its layers; a layer that is called alone makes its own.
+    A `GPT` passes both to its layers; a layer that is called alone computes its own.
 
     Parameters
     ----------
     config : GPTConfig
+        Gives the kind of positions and the window.
     x : Tensor
+        Input of the layer.
     rope : (Tensor, Tensor), optional
         From `rope_cos_sin`; by default computed if the configuration has rotary positions.
     mask : bool Tensor or "causal", optional
-        "causal" includes the window of the configuration.
+        "causal" stands for the mask of the configuration, including its window.
     past : int
         Number of tokens before those of x.
 
@@ -802,13 +833,16 @@ def grouped_attention(
     Parameters
     ----------
     q : Tensor
-    k, v : Tensor, with g a divisor of h
+        Queries of h heads.
+    k, v : Tensor
+        Keys and values of g heads, where g divides h.
     mask, dropout_p, bias
-        As of `attnlib.attention`, broadcastable to (B, h, N, M).
+        As in `attnlib.attention`; mask and bias are broadcastable to (B, h, N, M).
 
     Returns
     -------
     Tensor
+        Outputs of h heads.
 
     Raises
     ------
@@ -903,15 +937,15 @@ def _make_norm(config: GPTConfig) -> nn.RMSNorm | nn.LayerNorm:
 
 
 def init_weights(model: nn.Module) -> None:
-    """Initialize the parameters as GPT-2 does: normal matrices, and biases of zero.
+    """Initialize parameters as GPT-2 does: normal matrices, and biases of 0.
 
-    Matrices have a standard deviation of 0.02, divided by √(2 L) for L blocks if they write to
-    the residual stream (Radford et al. 2019, section 2.3).
+    The entries of matrices have a standard deviation of 0.02. It is divided by √(2 L), for L
+    blocks, if the matrix writes to the residual stream (Radford et al. 2019, section 2.3).
 
     Parameters
     ----------
     model : GPT
-        It is changed.
+        Its parameters are changed in place.
     """
     for name, parameter in model.named_parameters():
         if name.endswith(("c_proj.weight", "fc2.weight")):  # writes to the residual stream
@@ -1007,23 +1041,26 @@ def _check_generation(
 def pad_left(
     prompts: Iterable[Sequence[int]], pad_id: int = 0
 ) -> tuple[Int[Tensor, "B longest"], Bool[Tensor, "B longest"]]:
-    """Prompts of different lengths as one batch, with padding on their left.
+    """Combine prompts of different lengths into one batch, with padding on the left.
 
     Parameters
     ----------
     prompts : sequence of sequences of int
+        Tokens of each prompt.
     pad_id : int
-        Any token; nothing attends to it.
+        Any token; no token attends to it.
 
     Returns
     -------
     tokens : int64 Tensor
+        The padded prompts.
     attention_mask : bool Tensor
+        True at tokens, False at padding.
 
     Raises
     ------
     ValueError
-        If there is no prompt, one is empty, or `pad_id` is not an integer of at least 0.
+        If there is no prompt, a prompt is empty, or `pad_id` is not an integer of at least 0.
     """
     prompts = list(prompts)
     check_naturals(pad_id=pad_id)
@@ -1040,13 +1077,16 @@ def pad_left(
 def text_batches(
     tokens: Int[Tensor, " n"] | Sequence[int], length: int, batch_size: int, seed: int = 0
 ) -> Callable[[int], tuple[Tensor]]:
-    """Random pieces of a long text for `attnlib.train.fit`, new ones in each step.
+    """Return a function that draws random pieces of a text for each step of `fit`.
 
     Parameters
     ----------
     tokens : int64 Tensor or sequence of int
-        Such as ``tokenizer.encode(text).ids``.
-    length, batch_size, seed : int
+        Tokens of the text, such as ``tokenizer.encode(text).ids``.
+    length, batch_size : int
+        Each step draws `batch_size` pieces of `length` + 1 tokens.
+    seed : int
+        Seed of the random numbers.
 
     Returns
     -------
@@ -1056,8 +1096,8 @@ def text_batches(
     Raises
     ------
     ValueError
-        If `length` or `batch_size` is not an integer of at least 1, or the text is not longer
-        than `length`.
+        If `length` or `batch_size` is not a positive integer, or the text has at most `length`
+        tokens.
     """
     check_counts(length=length, batch_size=batch_size)
     tokens = torch.as_tensor(tokens)
@@ -1080,15 +1120,16 @@ def text_loss(
     Parameters
     ----------
     model : GPT
+        Language model.
     batch : tuple of Tensor
-        Tokens alone, from `text_batches`.
+        The tokens, as the only entry; from `text_batches`.
 
     Returns
     -------
     loss : Tensor
-        Summed, in nats.
+        Sum of the losses, in nats.
     count : int
-        B (N - 1), the number of terms.
+        Number of terms, B (N - 1).
     """
     (tokens,) = batch
     inputs = tokens[:, :-1]
@@ -1105,20 +1146,24 @@ def text_bits(
 ) -> float:
     """Return −log₂ of the probability of a text without its first token.
 
-    Every token is predicted once, from at least `length` - `stride` tokens before it, except
-    near the beginning of the text.
+    The model predicts every token once, from at least `length` - `stride` tokens before it,
+    except near the beginning of the text.
 
     Parameters
     ----------
     model : GPT
+        Language model.
     tokens : int64 Tensor
+        Tokens of the text.
     length : int
+        Largest number of tokens that the model reads at once.
     stride : int, optional
-        Half of the length by default.
+        Number of new tokens that each pass predicts; by default half of the length.
 
     Returns
     -------
     float
+        Bits of the whole text.
 
     Raises
     ------
@@ -1176,12 +1221,12 @@ PUBLISHED = {  # vocab_size, block_size, n_layer, n_head
 
 # %% ../nbs/24_gpt.ipynb #transformers-config
 def config_from_transformers(source: Any) -> GPTConfig:
-    """The `GPTConfig` of a configuration of the transformers library.
+    """Convert a configuration of the transformers library to a `GPTConfig`.
 
     Parameters
     ----------
     source : transformers.PretrainedConfig
-        Of GPT-2, Llama, Mistral, Qwen2 or Qwen3.
+        Configuration of GPT-2, Llama, Mistral, Qwen2, or Qwen3.
 
     Returns
     -------
@@ -1190,7 +1235,7 @@ def config_from_transformers(source: Any) -> GPTConfig:
     Raises
     ------
     ValueError
-        If it asks for what `GPT` does not compute; the message names the entry.
+        If it asks for something that `GPT` cannot compute; the message names the entry.
     """
     if source.model_type == "gpt2":
         _check_published(source, activation_function=("gelu_new", "gelu_pytorch_tanh"),
