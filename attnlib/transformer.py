@@ -28,14 +28,14 @@ from .seq2seq import check_padding, check_token, check_tokens
 
 # %% ../nbs/21_transformer.ipynb #self-attention
 class SelfAttention(MultiHeadAttention):
-    """Multi-head attention of tokens to themselves (Vaswani et al. 2017, 3.2.3).
+    """Multi-head self-attention (Vaswani et al. 2017, section 3.2.3).
 
     Parameters
     ----------
     embed_dim, num_heads : int
         As in `MultiHeadAttention`.
     rotary : bool
-        Rotate queries and keys by their positions.
+        Rotate queries and keys by their positions (rotary position embeddings).
     """
 
     def __init__(self, embed_dim: int, num_heads: int, rotary: bool = False):
@@ -44,12 +44,13 @@ class SelfAttention(MultiHeadAttention):
 
     @classmethod
     def _with_settings_of(cls, layer: nn.MultiheadAttention) -> "SelfAttention":
-        """Make a layer like PyTorch's, for `from_torch`; refuse settings that it cannot have.
+        """Create a layer with the settings of PyTorch's layer, for `from_torch`.
 
         Raises
         ------
         ValueError
-            If the layer has other widths for keys or values, no biases, or dropout.
+            If the layer has other widths for keys or values, no biases, or dropout, because
+            this class has no such options.
         """
         if not layer.embed_dim == layer.kdim == layer.vdim:
             raise ValueError(f"layer must have kdim ({layer.kdim}) and vdim ({layer.vdim}) "
@@ -64,9 +65,9 @@ class SelfAttention(MultiHeadAttention):
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
         offset: int = 0,
     ) -> list[Tensor]:
-        """As in `MultiHeadAttention`; the first token is at position `offset`."""
+        """Project tokens to rotated heads; the first token is at position `offset`."""
         heads = super().project(query, key, value)  # (B, h, N, d) each
-        if self.rotary:  # queries and keys, not values
+        if self.rotary:  # rotate queries and keys, but not values
             queries, keys = heads[:2]
             end = offset + queries.shape[2]
             positions = torch.arange(offset, end, device=queries.device)
@@ -78,19 +79,19 @@ class SelfAttention(MultiHeadAttention):
         self, x: Float[Tensor, "B N embed_dim"], mask: Tensor | Literal["causal"] | None = None,
         bias: Tensor | None = None, cache: Any = None, layer: int = 0,
     ) -> Float[Tensor, "B N embed_dim"]:
-        """Map tokens (B, N, embed_dim) to tokens; a `cache` holds the earlier ones."""
+        """Map tokens (B, N, embed_dim) to tokens; a `cache` holds earlier keys and values."""
         past = 0 if cache is None else cache.tokens_of(layer)
         q, k, v = self.project(x, x, x, offset=past)
         if cache is not None:
             k, v = cache.update(layer, k, v)  # (B, h, N, d) -> (B, h, earlier + N, d)
-        # without dropout of the weights, which the paper does not have
+        # like the paper, without dropout of the attention weights
         x = attention(q, k, v, mask=mask, bias=bias)  # (B, h, N, d)
         x = merge_heads(x)  # -> (B, N, h d)
         return self.out_proj(x)  # -> (B, N, embed_dim)
 
 # %% ../nbs/21_transformer.ipynb #cross-attention
 class CrossAttention(MultiHeadAttention):
-    """Multi-head attention of tokens to the encoder's output (Vaswani et al. 2017, 3.2.3)."""
+    """Multi-head cross-attention to the memory (Vaswani et al. 2017, section 3.2.3)."""
 
     def forward(
         self, x: Float[Tensor, "B N C"], memory: Float[Tensor, "B M _"],
@@ -98,8 +99,8 @@ class CrossAttention(MultiHeadAttention):
     ) -> Float[Tensor, "B N C"]:
         """Map tokens (B, N, C) and memory (B, M, C) to tokens.
 
-        A `cache` keeps the memory's keys and values as long as calls are given the same tensor,
-        and have gradients or need none.
+        A `cache` stores the keys and values of the memory. Later calls reuse them if they get
+        the same memory tensor, unless they need gradients that the stored tensors do not have.
         """
         if self._can_reuse(cache, layer, memory):
             (q,) = self.project(x)  # (B, h, N, d)
@@ -109,14 +110,14 @@ class CrossAttention(MultiHeadAttention):
             if cache is not None:
                 cache.memory[layer] = (k, v)
                 cache.sources[layer] = memory
-        # 0 in a `Transformer`; this class has the options of `MultiHeadAttention`, too
+        # 0 in a `Transformer`, but this class also has the options of `MultiHeadAttention`
         dropout_p = self.dropout if self.training else 0.0
         x = attention(q, k, v, mask=mask, dropout_p=dropout_p)  # (B, h, N, d)
         x = merge_heads(x)  # -> (B, N, h d)
         return self.out_proj(x)  # -> (B, N, C)
 
     def _can_reuse(self, cache: Any, layer: int, memory: Tensor) -> bool:
-        """Return whether a cache has keys and values of this memory, with all gradients."""
+        """Return whether a cache has keys and values of this memory that a call can reuse."""
         if cache is None or cache.sources.get(layer) is not memory:
             return False
         keys, _ = cache.memory[layer]
@@ -129,21 +130,21 @@ _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "swish": F.silu}
 
 
 class FeedForward(nn.Module):
-    """The position-wise network W₂ σ(W₁ x + b₁) + b₂ (Vaswani et al. 2017, equation 2).
+    """Position-wise network W₂ σ(W₁ x + b₁) + b₂ (Vaswani et al. 2017, equation 2).
 
     Parameters
     ----------
     d_model, dim_feedforward : int
         Width of the tokens and of the hidden layer.
     activation : {"relu", "gelu", "silu", "swish"} or callable
-        The function σ; "swish" is another name of "silu". A module is copied, so that layers
-        that are given the same one do not share its parameters.
+        The function σ; "swish" is another name for "silu". A module is copied, so that layers
+        built with the same module do not share its parameters.
 
     Raises
     ------
     ValueError
-        If there is no activation of that name, it is a class, such as `nn.GELU` without
-        parentheses, or a width is not an integer of at least 1.
+        If `activation` is an unknown name or a class, such as `nn.GELU` without parentheses, or
+        if a width is not an integer of at least 1.
     """
 
     def __init__(
@@ -165,14 +166,16 @@ class FeedForward(nn.Module):
             self.activation = _ACTIVATIONS.get(activation, activation)
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
-        """Tokens (..., d_model) to tokens."""
+        """Map tokens (..., d_model) to tokens, each position separately."""
         x = self.linear1(x)  # (..., d_model) -> (..., dim_feedforward)
         x = self.activation(x)
         return self.linear2(x)  # -> (..., d_model)
 
 # %% ../nbs/21_transformer.ipynb #encoder-layer
 class EncoderLayer(nn.Module):
-    """Self-attention and the position-wise network (Vaswani et al. 2017, section 3.1).
+    """Encoder layer: self-attention and position-wise network.
+
+    See section 3.1 of Vaswani et al. 2017.
 
     Parameters
     ----------
@@ -201,7 +204,7 @@ class EncoderLayer(nn.Module):
     ) -> Tensor:
         """Compute x + f(LN(x)) with the norm first, LN(x + f(x)) otherwise.
 
-        `inputs` and `keywords` are further arguments of f.
+        `inputs` and `keywords` are passed on to f.
         """
         if self.norm_first:
             change = f(norm(x), *inputs, **keywords)
@@ -219,7 +222,7 @@ class EncoderLayer(nn.Module):
 
 # %% ../nbs/21_transformer.ipynb #decoder-layer
 class DecoderLayer(EncoderLayer):
-    """Causal self-attention, attention to the encoder's output, position-wise network.
+    """Decoder layer: self-attention, cross-attention, and position-wise network.
 
     See section 3.1 of Vaswani et al. 2017.
 
@@ -246,8 +249,9 @@ class DecoderLayer(EncoderLayer):
     ) -> Float[Tensor, "B N d_model"]:
         """Map tokens (B, N, d_model) and memory (B, M, d_model) to tokens.
 
-        The masks are True where a query may attend, the bias is that of self-attention. With a
-        `cache` this is the decoder's layer of number `layer`.
+        The masks are True where a query may attend. The bias is added to the logits of
+        self-attention. `layer` is the number of this layer in the decoder, under which a
+        `cache` stores its keys and values.
         """
         x = self.residual(x, self.norm1, self.self_attn, mask=mask, bias=bias, cache=cache,
                           layer=layer)
@@ -257,14 +261,14 @@ class DecoderLayer(EncoderLayer):
 
 # %% ../nbs/21_transformer.ipynb #stacks
 class Encoder(nn.Module):
-    """Encoder layers one after the other, and a last norm if `norm` is given (Vaswani et al.
-    2017, section 3.1).
+    """Stack of encoder layers (Vaswani et al. 2017, section 3.1).
 
     Parameters
     ----------
     layers : iterable of Module
-        Such as `EncoderLayer`.
+        The layers, such as `EncoderLayer`, in the order in which they are applied.
     norm : Module, optional
+        Applied to the output of the last layer.
     """
 
     def __init__(self, layers: Iterable[nn.Module], norm: nn.Module | None = None):
@@ -285,7 +289,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(Encoder):
-    """Decoder layers, and a last norm if there is one (Vaswani et al. 2017, section 3.1)."""
+    """Stack of decoder layers, with an optional last norm (Vaswani et al. 2017, 3.1)."""
 
     def forward(
         self, x: Float[Tensor, "B N d_model"], memory: Float[Tensor, "B M d_model"],
@@ -293,8 +297,8 @@ class Decoder(Encoder):
         bias: Tensor | None = None, cache: Any = None,
     ) -> Float[Tensor, "B N d_model"]:
         """Map tokens (B, N, d_model) and memory (B, M, d_model) to tokens."""
-        # each layer appends its keys and values to the cache, but only `advance` makes them
-        # count; `rewind` drops those that a call has left which did not come to its end
+        # each layer appends its keys and values to the cache, but they become valid only with
+        # `advance`; `rewind` drops those that an earlier, interrupted call has left
         if cache is not None:
             cache.rewind()
         for i, layer in enumerate(self.layers):
@@ -311,19 +315,22 @@ POSITIONS = ("sinusoidal", "learned", "relative", "alibi", "rotary", "none")
 
 
 class Positions(nn.Module):
-    """A position scheme of the chapter on position, as the Transformer uses it.
+    """Position scheme of a `Transformer`.
 
-    "rotary" adds nothing here, because `SelfAttention` rotates queries and keys.
+    "rotary" and "none" add nothing here; with "rotary", `SelfAttention` rotates queries and
+    keys.
 
     Parameters
     ----------
     scheme : {"sinusoidal", "learned", "relative", "alibi", "rotary", "none"}
+        The first two add a vector to each token, the next two add a bias to the logits.
     d_model, nhead, max_length : int
+        Width of the tokens, number of heads, and number of positions.
 
     Raises
     ------
     ValueError
-        If there is no such scheme.
+        If `scheme` is unknown.
     """
 
     def __init__(
@@ -340,13 +347,13 @@ class Positions(nn.Module):
         elif scheme == "learned":
             self.learned = LearnedPositionalEmbedding(max_length, d_model)
         elif scheme == "relative":
-            # two tables of biases, for the self-attention of each stack: the decoder's tokens
-            # attend to earlier ones only
+            # one table of biases for the self-attention of each stack, because the decoder's
+            # tokens attend only to earlier tokens
             self.encoder = RelativePositionBias(nhead)
             self.decoder = RelativePositionBias(nhead, bidirectional=False)
 
     def rows(self, first: int, end: int) -> Float[Tensor, "_ d_model"]:
-        """Rows of the sinusoidal table; a model in float64 gets them in full precision."""
+        """Return rows of the sinusoidal table, for a model in float64 in full precision."""
         rows = self.table[first:end]
         if rows.dtype == torch.float64:
             rows = self._restore_precision(rows, first)
@@ -355,10 +362,10 @@ class Positions(nn.Module):
     def _restore_precision(
         self, rows: Float[Tensor, "n d_model"], first: int
     ) -> Float[Tensor, "n d_model"]:
-        """Compute sinusoids in float64 where `rows` are sinusoids that float32 has rounded.
+        """Recompute in float64 those rows that are sinusoids rounded to float32.
 
-        The weights of a model in float64 have mostly been stored in float32. A table of other
-        vectors, such as Marian's, stays as it is.
+        This is needed because the weights of a model in float64 have usually been stored in
+        float32. A table of other vectors, such as Marian's, remains unchanged.
         """
         n, d_model = rows.shape
         exact = sinusoidal_encoding(n, d_model, offset=first, device=rows.device,
@@ -369,9 +376,9 @@ class Positions(nn.Module):
     def add(
         self, x: Float[Tensor, "B N d_model"], offset: int = 0
     ) -> Float[Tensor, "B N d_model"]:
-        """Embeddings (B, N, d_model) with a vector for each position, from `offset` on.
+        """Add a vector for each position, from `offset` on, to embeddings (B, N, d_model).
 
-        Raises ValueError if a token stands where the table has no row.
+        Raises ValueError if a token is at a position for which the table has no row.
         """
         if self.scheme == "sinusoidal":
             end = offset + x.shape[1]
@@ -388,10 +395,10 @@ class Positions(nn.Module):
         self, stack: Literal["encoder", "decoder"], n: int, m: int,
         device: torch.device | str, dtype: torch.dtype = torch.float32,
     ) -> Float[Tensor, "h n m"] | None:
-        """The bias (h, n, m) that n queries add to their logits for m keys, or None.
+        """Return the bias (h, n, m) of the logits of n queries and m keys, or None.
 
-        `stack` is "encoder" or "decoder". The queries are the last n of the m positions. ALiBi
-        needs the device and the dtype of the tokens.
+        The n queries are at the last n of the m positions. ALiBi needs the device and the dtype
+        of the tokens.
         """
         if self.scheme == "alibi":
             wide = torch.promote_types(dtype, torch.float32)
@@ -405,24 +412,26 @@ class Positions(nn.Module):
 def check_tied(
     module: nn.Module, state_dict: dict[str, Tensor], prefix: str = "", *unused: Any
 ) -> None:
-    """Raise if a state dict has two different tensors for a parameter that a module shares.
+    """Raise if a state dict has two different tensors for one tied parameter.
 
-    A hook for `register_load_state_dict_pre_hook`: PyTorch itself keeps the tensor that comes
-    last, so that a tied model would compute with only one matrix of an untied one.
+    This is a hook for `register_load_state_dict_pre_hook`. PyTorch itself keeps only the last
+    of the two tensors, so that a tied model would silently drop a matrix of an untied model.
 
     Parameters
     ----------
     module : Module
+        The model that loads the weights.
     state_dict : dict of str to Tensor
+        The weights to load.
     prefix : str
-        Prefix of the module's own names in the state dict.
+        Prefix of the module's parameter names in the state dict.
     *unused
-        Passed by PyTorch to such a hook in addition.
+        Further arguments that PyTorch passes to such a hook.
 
     Raises
     ------
     ValueError
-        If the two differ.
+        If the two tensors differ.
     """
     first_names = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -441,15 +450,16 @@ def check_tied(
 
 
 def tie(layer: nn.Module, table: nn.Module) -> None:
-    """Give a layer the weight of a table, if both are plain layers with a weight of their own.
+    """Let a layer use the weight of a table, if both are plain layers with a weight.
 
-    An adapter or a pruned layer is left alone.
+    An adapter or a pruned layer remains unchanged.
 
     Parameters
     ----------
     layer : Module
-        It is changed.
+        The layer whose weight is replaced.
     table : Module
+        The embedding whose weight both share afterwards.
     """
     own = getattr(layer, "weight", None)
     shared = getattr(table, "weight", None)
@@ -458,15 +468,15 @@ def tie(layer: nn.Module, table: nn.Module) -> None:
 
 
 def _tie_embeddings(model: "Transformer", incompatible_keys: Any = None) -> None:
-    """Let a `Transformer` have one matrix where its settings say so.
+    """Tie the embeddings and the output matrix of a `Transformer` as its settings say.
 
-    It runs after each `load_state_dict`, because ``assign=True`` and `to_empty` put several
-    parameters in place of the one.
+    This hook runs after each `load_state_dict`, because ``assign=True`` and `to_empty` replace
+    the one parameter by several.
 
     Parameters
     ----------
     model : Transformer
-        It is changed.
+        The model, which is changed.
     incompatible_keys : optional
         Passed by PyTorch to such a hook, and not used.
     """
@@ -477,7 +487,7 @@ def _tie_embeddings(model: "Transformer", incompatible_keys: Any = None) -> None
 
 
 def _check_rows(tgt: Tensor, memory: Tensor) -> None:
-    """Raise unless targets (B, N) and memory (B, M, d_model) have the same number of rows.
+    """Raise unless targets (B, N) and memory (B, M, d_model) have the same batch size.
 
     Parameters
     ----------
@@ -495,37 +505,38 @@ def _check_rows(tgt: Tensor, memory: Tensor) -> None:
 
 # %% ../nbs/21_transformer.ipynb #class
 class Transformer(nn.Module):
-    """The encoder-decoder of Vaswani et al. 2017, section 3.
+    """Encoder-decoder Transformer (Vaswani et al. 2017, section 3).
 
-    A `tokenizer`, of the tokenizers library, may be set; a checkpoint keeps it.
+    The attribute `tokenizer` may hold a tokenizer of the tokenizers library; checkpoints then
+    contain it.
 
     Parameters
     ----------
     src_vocab : int
-        Number of tokens of the source language.
+        Size of the source vocabulary.
     tgt_vocab : int, optional
-        That of the target; by default both languages have one vocabulary.
+        Size of the target vocabulary; by default, both languages share one vocabulary.
     d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout, activation
-        As in torch.nn.Transformer; dropout applies where the paper has it.
+        As in torch.nn.Transformer, but dropout acts only where the paper has it.
     norm_first : bool
         Compute x + f(LN(x)) instead of the paper's LN(x + f(x)).
     final_norm : bool, optional
-        Let encoder and decoder end with a norm; by default if `norm_first`, and in
-        torch.nn.Transformer always.
+        Let encoder and decoder end with a norm. By default, they do if `norm_first`; in
+        torch.nn.Transformer, they always do.
     max_length, pad_id : int
-        Number of positions, and the token that fills up sequences after their end.
+        Number of positions, and the id of the padding token.
     tie_weights : bool
         Use the target's embedding as the output matrix and, with one vocabulary, as the
         source's embedding.
     output_bias : bool
-        Add a trained number to the logits of each token, as Marian does.
+        Add a trained bias to the logit of each token, as Marian does.
     position : {"sinusoidal", "learned", "relative", "alibi", "rotary", "none"}
-        The scheme that tells the model the order of tokens; see `Positions`.
+        Position scheme; see `Positions`.
 
     Raises
     ------
     ValueError
-        If an argument is out of its range.
+        If an argument is outside its range.
     """
 
     tokenizer: Any
@@ -546,7 +557,7 @@ class Transformer(nn.Module):
             dim_feedforward=dim_feedforward, dropout=dropout, activation=activation,
             norm_first=norm_first, final_norm=final_norm, max_length=max_length, pad_id=pad_id,
             tie_weights=tie_weights, output_bias=output_bias, position=position)
-        # from which `models.load_model` makes such a model again
+        # `models.load_model` builds the model again from these arguments
         self.checkpoint_config = {"architecture": "Transformer", "model_args": arguments}
         shares_embedding = tgt_vocab is None and tie_weights
         if tgt_vocab is None:
@@ -563,12 +574,12 @@ class Transformer(nn.Module):
         self.src_vocab_size = src_vocab
         self.vocab_size = tgt_vocab
         self.src_embed = nn.Embedding(src_vocab, d_model)
-        # a matrix that _tie_embeddings replaces by another one is on "meta": it has no values
+        # a matrix that _tie_embeddings will replace needs no values, so it is on "meta"
         device = "meta" if shares_embedding else None
         self.tgt_embed = nn.Embedding(tgt_vocab, d_model, device=device)
         self.output = nn.Linear(d_model, tgt_vocab, bias=False, device="meta")
         if not tie_weights:
-            # a matrix of its own, which starts as the target's embedding does, although a
+            # a separate matrix, which is initialized like the target's embedding although a
             # linear layer uses it
             own_table = nn.Embedding(tgt_vocab, d_model)
             self.output.weight = own_table.weight
@@ -597,7 +608,7 @@ class Transformer(nn.Module):
         self.register_load_state_dict_post_hook(_tie_embeddings)
 
     def init_weights(self) -> None:
-        """Embeddings of variance 1 / d_model, Xavier-uniform matrices, biases of zero."""
+        """Initialize embeddings (variance 1 / d_model), Xavier matrices, and zero biases."""
         # embeddings and the output matrix; tied ones are a single table, drawn once
         tables = []
         for module in (self.src_embed, self.tgt_embed, self.output):
@@ -614,12 +625,12 @@ class Transformer(nn.Module):
                     nn.init.zeros_(parameter)
         if self.output_bias is not None:
             nn.init.zeros_(self.output_bias)
-        # tables of positions stay as `Positions` made them
+        # tables of positions remain as `Positions` has initialized them
 
     def embed(
         self, tokens: Int[Tensor, "B N"], table: nn.Module, offset: int = 0
     ) -> Float[Tensor, "B N d_model"]:
-        """√d_model E[token] + position, the first at `offset`: (B, N) -> (B, N, d_model)."""
+        """Embed tokens (B, N) from position `offset` on as √d_model E[token] + position."""
         x = math.sqrt(self.d_model) * table(tokens)  # (B, N) -> (B, N, d_model)
         x = self.positions.add(x, offset)
         return self.dropout(x)
@@ -627,10 +638,10 @@ class Transformer(nn.Module):
     def encode(
         self, src: Int[Tensor, "B M"]
     ) -> tuple[Float[Tensor, "B M d_model"], Bool[Tensor, "B 1 1 M"]]:
-        """The memory (B, M, d_model) of source tokens (B, M), and its mask (B, 1, 1, M).
+        """Return the memory (B, M, d_model) of source tokens (B, M) and its mask.
 
-        The mask hides padding: it is False there. Padding must stand after the tokens of its
-        row; this is checked on the CPU.
+        The mask (B, 1, 1, M) is False at padding. In each row, padding must come after all
+        tokens; this is checked on the CPU only.
         """
         check_tokens("src", src, self.src_vocab_size, max_length=self.max_length)
         check_padding("src", src, self.pad_id)
@@ -646,18 +657,18 @@ class Transformer(nn.Module):
         self, tgt: Int[Tensor, "B N"], memory: Float[Tensor, "B M d_model"],
         src_mask: Tensor | None = None, cache: Any = None,
     ) -> Float[Tensor, "B N tgt_vocab"]:
-        """Logits (B, N, tgt_vocab) of the token that follows each of the target tokens (B, N).
+        """Return the logits (B, N, tgt_vocab) of the next token after each target token.
 
-        With a `cache` (`attnlib.decoding.KVCache`) `tgt` holds new tokens only; those of
-        earlier calls are in it. A call that fails leaves it as it was. Row i of the `memory`
-        belongs to row i of the cache. Keys and values of the memory are computed again if it is
-        not the tensor of the call before.
+        With a `cache` (`attnlib.decoding.KVCache`), `tgt` (B, N) holds only new tokens, because
+        the cache contains those of earlier calls. A call that fails leaves the cache unchanged.
+        Row i of `memory` belongs to row i of the cache. The keys and values of the memory are
+        recomputed if `memory` is not the tensor of the previous call.
         """
         past = 0 if cache is None else len(cache)
         n = tgt.shape[-1]
         check_tokens("tgt", tgt, self.vocab_size, max_length=self.max_length, offset=past)
         _check_rows(tgt, memory)
-        mask = "causal" if n > 1 else None  # one token may attend to all
+        mask = "causal" if n > 1 else None  # a single token may attend to all earlier tokens
         x = self.embed(tgt, self.tgt_embed, offset=past)  # (B, N) -> (B, N, d_model)
         bias = self.positions.bias("decoder", n, past + n, device=x.device, dtype=x.dtype)
         x = self.decoder(x, memory, mask=mask, memory_mask=src_mask, bias=bias, cache=cache)
@@ -669,7 +680,7 @@ class Transformer(nn.Module):
     def forward(
         self, src: Int[Tensor, "B M"], tgt: Int[Tensor, "B N"]
     ) -> Float[Tensor, "B N tgt_vocab"]:
-        """Logits (B, N, tgt_vocab) for source tokens (B, M) and target tokens (B, N)."""
+        """Return logits (B, N, tgt_vocab) for sources (B, M) and targets (B, N)."""
         memory, src_mask = self.encode(src)
         return self.decode(tgt, memory, src_mask)
 
@@ -678,8 +689,8 @@ class Transformer(nn.Module):
     ) -> dict[str, list[Tensor]]:
         """Return the attention weights of all layers in evaluation mode.
 
-        They are a dict of lists with a Tensor (B, h, N, M) for each layer: "encoder", "decoder"
-        and "cross".
+        The result is a dict with the keys "encoder", "decoder", and "cross". Each value is a
+        list with one Tensor (B, h, N, M) per layer.
         """
         modules = {
             "encoder": [layer.self_attn for layer in self.encoder.layers],
@@ -690,7 +701,7 @@ class Transformer(nn.Module):
         handles = []
         with evaluation(self), record_attention() as maps:
             for kind, layers in modules.items():
-                # when a module returns, its weights are the last that were recorded
+                # when a module returns, its attention weights are the last that were recorded
                 def keep(module, inputs, output, kind=kind):
                     found[kind].append(maps[-1])
 
@@ -710,9 +721,10 @@ BUILDERS["Transformer"] = Transformer  # for load_model
 def _layer_from_torch(
     layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, rotary: bool = False
 ) -> EncoderLayer | DecoderLayer:
-    """Return a layer of this module with the settings and the weights of PyTorch's layer.
+    """Return a layer with the settings and the weights of PyTorch's layer.
 
-    It is in the mode of that layer, and what is frozen there stays frozen.
+    The returned layer is in the mode (training or evaluation) of PyTorch's layer, and frozen
+    parameters remain frozen.
 
     Parameters
     ----------
@@ -729,9 +741,10 @@ def _layer_from_torch(
     TypeError
         If the layer is of another class.
     ValueError
-        If its attention has zeros added to the keys, or different numbers of heads.
+        If its attention adds zeros to the keys, or its attentions differ in their heads.
     RuntimeError
-        If weights are missing or unexpected, as without biases; the message lists them.
+        If weights are missing or unexpected, for example in a layer without biases; the message
+        lists them.
     """
     if isinstance(layer, nn.TransformerEncoderLayer):
         layer_class = EncoderLayer
@@ -747,7 +760,7 @@ def _layer_from_torch(
                 raise ValueError(f"{name} of the layer must have add_zero_attn (False), not "
                                  f"{part.add_zero_attn}, and as many heads ({heads}) as "
                                  f"self_attn, not {part.num_heads}")
-    # the weights that it starts with are not kept, and must leave no trace in the random state
+    # the initial weights are overwritten, so drawing them must not change the random state
     gpus = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=gpus):
         ours = layer_class(
@@ -757,12 +770,12 @@ def _layer_from_torch(
         ours = ours.to(layer.linear1.weight)  # its device and dtype
     for name, part in layer.named_children():
         if name.startswith("norm"):
-            setattr(ours, name, copy.deepcopy(part))  # an eps is not among the weights
+            setattr(ours, name, copy.deepcopy(part))  # also copies eps, which is no weight
     weights = {}
-    for key, x in layer.state_dict(keep_vars=True).items():  # which know if they are trained
+    for key, x in layer.state_dict(keep_vars=True).items():  # keeps requires_grad
         if key.startswith("linear"):
             key = f"feed_forward.{key}"
-        if not key.startswith("activation"):  # which has been copied with its parameters
+        if not key.startswith("activation"):  # already copied with its parameters
             weights[key] = x
     if isinstance(ours.feed_forward.activation, nn.Module):
         for key, x in ours.feed_forward.activation.state_dict(keep_vars=True).items():
@@ -778,7 +791,7 @@ def from_torch(
 ) -> Transformer:
     """Return a `Transformer` with the layers of a torch.nn.Transformer.
 
-    A torch.nn.Transformer has no embeddings.
+    The embeddings are initialized at random, because a torch.nn.Transformer has none.
 
     Every layer keeps its own activation, order of norms, epsilon, and dropout probability. The
     model is in the mode (training or evaluation) of the module.
@@ -788,7 +801,7 @@ def from_torch(
     module : torch.nn.Transformer
     src_vocab, tgt_vocab, **options
         Settings that the module does not have, as in `Transformer`: max_length, pad_id,
-        tie_weights, output_bias, and position. Embeddings start at random.
+        tie_weights, output_bias, and position.
 
     Returns
     -------
@@ -797,7 +810,7 @@ def from_torch(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `_layer_from_torch` does, and for another option.
+        As in `_layer_from_torch`, and for an unknown option.
     """
     known = ("max_length", "pad_id", "tie_weights", "output_bias", "position")
     for name in options:
@@ -814,7 +827,7 @@ def from_torch(
         num_decoder_layers=0, dropout=dropout, **options)
     model.encoder = Encoder(encoder_layers, copy.deepcopy(module.encoder.norm))
     model.decoder = Decoder(decoder_layers, copy.deepcopy(module.decoder.norm))
-    model.checkpoint_config = None  # no arguments of `Transformer` make these layers again
+    model.checkpoint_config = None  # no arguments of `Transformer` build these layers
     model = model.to(next(module.parameters()))  # its device and dtype
     return model.train(module.training)
 
@@ -823,7 +836,7 @@ from typing import TYPE_CHECKING
 
 from ._renamed import former_name
 
-if not TYPE_CHECKING:  # which would take every name for one that there is
+if not TYPE_CHECKING:  # a type checker would take every name for an existing one
 
     def __getattr__(name):
         return former_name(__name__, name)
@@ -833,36 +846,37 @@ def label_smoothing_loss(
     logits: Float[Tensor, "B N vocab"], targets: Int[Tensor, "B N"], *, smoothing: float = 0.1,
     pad_id: int = 0,
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
-    """Cross-entropy to targets of which a share is spread over the vocabulary (Vaswani et al.
-    2017, section 5.4).
+    """Compute the label-smoothed cross-entropy (Vaswani et al. 2017, section 5.4).
 
     Parameters
     ----------
     logits : Tensor
+        Logits (B, N, vocab).
     targets : int Tensor
+        The correct tokens (B, N).
     smoothing : float
-        The share, in [0, 1].
+        Share of the target probability that is spread evenly over the vocabulary, in [0, 1].
     pad_id : int
-        Positions with this target do not count.
+        Positions with this target are left out.
 
     Returns
     -------
     loss : Tensor
-        Nats, summed over the positions that count.
+        Loss in nats, summed over the positions that are not padding.
     count : Tensor
-        Their number.
+        Number of these positions.
 
     Raises
     ------
     ValueError
-        If the shapes do not fit, or `smoothing` is outside [0, 1].
+        If the shapes of logits and targets differ, or `smoothing` is outside [0, 1].
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets of shape {tuple(targets.shape)} must be of shape "
                          f"{tuple(logits.shape[:-1])}, as logits")
     if not 0 <= smoothing <= 1:
         raise ValueError(f"smoothing ({smoothing}) must be in [0, 1]")
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for a long sum
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for long sums
     logits = logits.flatten(0, -2)  # (B, N, vocab) -> (B N, vocab)
     flat_targets = targets.flatten().long()  # (B, N) -> (B N,)
     loss = F.cross_entropy(logits, flat_targets, reduction="sum", ignore_index=pad_id,
