@@ -176,6 +176,18 @@ def test_the_translator_says_what_is_shown():
         assert said in TRANSLATIONS
 
 
+def test_the_heads_do_what_the_chapter_says():
+    """Head 1.1 attends to what was translated last, head 3.1 to the noun of an article."""
+    found = explorers.read_data("heads")
+    own = found["sentences"][0]
+    shape = (found["layers"], found["heads"], len(own["target"]) - 1, len(own["source"]))
+    weights = explorers.unpacked(own["cross"], shape)
+    said = own["target"][1:]
+    for layer, head, query, key in [(0, 0, "_Mann", "_beard"), (2, 0, "_ein", "_bicycle")]:
+        row = weights[layer, head, said.index(query)]
+        assert row[own["source"].index(key)] > 0.9
+
+
 def test_searches_end_as_in_the_chapter():
     table, unheard, *_ = explorers.read_data("beams")["cases"]
     found = [(search["text"], search["p"]) for search in table["searches"]]

@@ -52,6 +52,12 @@ def packed(weights):
     return base64.b64encode(steps.flatten().numpy().tobytes()).decode()
 
 
+def unpacked(text, shape):
+    """The weights of `packed`, in float64."""
+    steps = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    return (steps.double() / 255).square().view(shape)
+
+
 def as_png(image):
     """A picture (3, H, W), from 0 to 1, as an address that holds it."""
     file = io.BytesIO()
