@@ -22,36 +22,37 @@ from .seq2seq import check_some_tokens, check_token
 
 # %% ../nbs/22_decoding.ipynb #kv-cache
 class KVCache:
-    """Keys and values that a decoder keeps from call to call, of `len(cache)` tokens.
+    """Cache of the keys and values of the tokens that a decoder has read.
 
-    A new cache is empty. A model that is given the same cache in each call reads only the new
-    tokens of a text. When it reads N of them, it uses the cache in this order:
+    A new cache is empty, and `len(cache)` is the number of its tokens. A model that is given
+    the same cache in each call reads only the new tokens of a text. When it reads N new tokens,
+    it uses the cache in this order:
 
-    - `rewind()` at the beginning: the cache forgets what a failed call has left.
-    - In each layer, `tokens_of(layer)` is the number of tokens before the new ones, and
-      ``update(layer, k, v)`` appends the new keys and values and returns those of all tokens.
-      Cross-attention keeps its keys and values in `memory` instead.
-    - `advance(N)` at the end: only now do the new tokens count in `len(cache)`.
+    - It first calls `rewind()`, so that the cache discards what a failed call has left.
+    - In each layer, it calls `tokens_of(layer)` for the number of tokens before the new ones,
+      and ``update(layer, k, v)``, which appends the new keys and values and returns those of
+      all tokens. Cross-attention keeps its keys and values in `memory` instead.
+    - At the end, it calls `advance(N)`, which adds the new tokens to `len(cache)`.
 
     A layer that is called by itself needs only `update`.
 
-    `copy.copy` and `copy.deepcopy` return an independent cache. A cache that began in
-    `torch.inference_mode` may be continued outside of it, but PyTorch allows no gradient for an
-    encoder's output from that mode. Where gradients are computed, each call copies all keys and
-    values, because they need those of the earlier calls.
+    `copy.copy` and `copy.deepcopy` return an independent cache. A cache that was started in
+    `torch.inference_mode` may be continued outside of that mode, but PyTorch allows no gradient
+    for an encoder's output from that mode. Where gradients are computed, each call copies all
+    keys and values, because the backward pass needs those of the earlier calls.
 
     Attributes
     ----------
     length : int
         Number of tokens that all layers have read.
     filled : dict of int to int
-        Number of tokens that each layer has read; more than `length` while a call is running.
+        Number of tokens that each layer has read; it exceeds `length` while a call is running.
     room : dict of int to Tensor, shape (2, B, h, at least length, d)
         Each layer's keys and values, with spare rows after them.
     memory : dict of int to (Tensor, Tensor)
         Each layer's keys and values of the encoder's output, (B, h, M, d).
     sources : dict of int to Tensor, shape (B, M, d_model)
-        The encoder's output from which these were computed.
+        The encoder's output from which each layer's entry of `memory` was computed.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class KVCache:
         return self.length
 
     def __copy__(self):
-        """Copy the cache with its own room; the tensors of the memory are shared."""
+        """Copy the cache and its `room`; both caches share the tensors in `memory`."""
         other = type(self).__new__(type(self))
         vars(other).update(vars(self))
         other.room = {layer: room.clone() for layer, room in self.room.items()}
@@ -107,8 +108,8 @@ class KVCache:
             self.filled[layer] = end
             return grown[0], grown[1]
         closed = False
-        if room is not None and not torch.compiler.is_compiling():  # a compiler cannot ask this
-            # what `torch.inference_mode` has made cannot be written to outside of it
+        if room is not None and not torch.compiler.is_compiling():  # or tracing fails
+            # tensors made in `torch.inference_mode` cannot be changed outside of that mode
             closed = room.is_inference() and not torch.is_inference_mode_enabled()
         if room is None or end > room.shape[3] or closed:
             rows, heads, _, width = k.shape
@@ -123,20 +124,20 @@ class KVCache:
         return room[0, :, :, :end], room[1, :, :, :end]
 
     def rewind(self) -> None:
-        """Forget what a failed call has put after the first `length` tokens."""
+        """Discard what a failed call has stored after the first `length` tokens."""
         if self.length == 0:
-            self.room = {}  # a failed call may have had other rows
+            self.room = {}  # a failed call may have had a different number of rows
         self.filled = dict.fromkeys(self.room, self.length)
 
     def advance(self, count: int) -> None:
-        """Count `count` more tokens, which all layers have read."""
+        """Add `count` tokens, which all layers have read, to the length."""
         self.length += count
 
     def reorder(self, rows: Int[Tensor, " B"]) -> None:
-        """Let row i of every layer continue row `rows[i]`.
+        """Replace row i of every layer by row `rows[i]`.
 
-        The memory is not reordered. If rows now have other sources, pass ``memory[rows]`` to
-        the next call of ``model.decode``, with the mask of these rows.
+        The memory is not reordered. If a row now belongs to another source, pass
+        ``memory[rows]`` to the next call of ``model.decode``, with the mask of these rows.
         """
         self.room = {layer: room[:, rows] for layer, room in self.room.items()}
 
@@ -151,22 +152,22 @@ def next_log_probs(
     ----------
     model : attnlib.transformer.Transformer
     tokens : int Tensor
-        The start token and what has been produced so far. With a cache, only the last column is
-        read; earlier calls with the same cache must have read the earlier columns.
+        The start token and the tokens produced so far. With a cache, the function reads only
+        the last column; earlier calls with the same cache must have read the other columns.
     memory : Tensor, shape (B, M, d_model)
         The encoder's output.
     src_mask : bool Tensor, optional
         True where the decoder may attend to the memory.
     cache : KVCache, optional
-        Changed in place.
+        The keys and values of the earlier columns; changed in place.
 
     Returns
     -------
     Tensor
-        Float32 or float64, in nats. The entry of padding is −inf, because it is never produced.
+        Float32 or float64, in nats. The entry of padding is −inf, so that it is never chosen.
     """
     if cache is not None:
-        tokens = tokens[:, -1:]  # the cache has the earlier ones
+        tokens = tokens[:, -1:]  # the cache holds the earlier tokens
     logits = model.decode(tokens, memory, src_mask, cache)  # (B, N) -> (B, N, vocab)
     logits = logits[:, -1]  # -> (B, vocab), of the token after the last one
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -196,7 +197,7 @@ def generate(
     Raises
     ------
     ValueError
-        If an argument is out of its range or a row of `src` is nothing but padding.
+        If an argument is out of its range or a row of `src` contains only padding.
     """
     _check_decoding(model, src, max_length, bos_id=bos_id, eos_id=eos_id)
     with torch.no_grad(), evaluation(model):
@@ -224,26 +225,27 @@ def greedy(
     Parameters
     ----------
     model : attnlib.transformer.Transformer
-        Its `encode` and `decode` are called instead of its `forward`, so that hooks of the
-        model itself do not run; hooks of its parts do.
+        The function calls `encode` and `decode` instead of `forward`, so that hooks on the
+        model itself do not run, whereas hooks on its submodules do.
     src : int Tensor
         Source tokens, with padding after them.
     max_length : int
-        The largest number of tokens of a result. A row that has not ended by then is cut.
+        The maximal number of tokens of a result; a row that has not ended by then is cut off.
     bos_id, eos_id : int
-        The token that the decoder starts from, and the one that ends a row.
+        The token from which the decoder starts and the token that ends a row.
     use_cache : bool
-        Keep keys and values from step to step, which does not change the result.
+        If True, keep keys and values from step to step, which does not change the result.
 
     Returns
     -------
     int64 Tensor, N <= max_length
-        Without the start token, with the end token, and padding (`model.pad_id`) after it.
+        The produced tokens without the start token, up to and including the end token, with
+        padding (`model.pad_id`) after it.
 
     Raises
     ------
     ValueError
-        If an argument is out of its range or a row of `src` is nothing but padding.
+        If an argument is out of its range or a row of `src` contains only padding.
     """
     def most_probable(log_probs):
         return log_probs.argmax(dim=-1)
@@ -262,7 +264,7 @@ def _check_decoding(
     model: Any, src: Tensor, max_length: int, bos_id: int, eos_id: int,
     beam_size: int = 1, length_penalty: float = 0.0,
 ) -> None:
-    """Raise an error that names the argument with which a model cannot decode.
+    """Raise an error that names an argument with which a model cannot decode.
 
     Parameters
     ----------
@@ -274,7 +276,7 @@ def _check_decoding(
     ------
     ValueError
         If a number is out of its range, `eos_id` is the model's padding, or a row of `src`
-        holds nothing but padding.
+        contains only padding.
     TypeError
         If `length_penalty` is not a number.
     """
@@ -300,7 +302,7 @@ def _check_decoding(
 def beam_step(
     scores: Float[Tensor, "B K"], log_probs: Float[Tensor, "B*K vocab"], eos_id: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the best 2K continuations of K beams, in order, and the best K that go on.
+    """Return the best 2K continuations of K beams, and the best K that do not end.
 
     Parameters
     ----------
@@ -314,7 +316,8 @@ def beam_step(
     Returns
     -------
     score, beam, token : Tensor, shape (B, 2K)
-        The score of each continuation, the beam that it continues, and its last token.
+        The score of each continuation, from the highest to the lowest, the beam that it
+        continues, and its last token.
     alive : int64 Tensor, shape (B, K)
         The indices of the continuations that become the next beams.
     """
@@ -326,7 +329,7 @@ def beam_step(
     score, place = total.topk(2 * k, dim=1)  # -> (B, 2K) each
     beam = place // vocab
     token = place % vocab
-    # A beam ends in one way only, so at least K of the 2K do not end. They sort first.
+    # A beam ends in one way only, so at least K of the 2K do not end; these sort first.
     ends = (token == eos_id).int()
     order = ends.sort(dim=1, stable=True).indices  # (B, 2K)
     alive = order[:, :k]
@@ -334,7 +337,7 @@ def beam_step(
 
 # %% ../nbs/22_decoding.ipynb #beam-state
 class _Beams:
-    """State of a beam search: K beginnings for each of B sources, and the best results.
+    """State of a beam search: K prefixes for each of B sources, and the best results.
 
     Parameters
     ----------
@@ -345,7 +348,7 @@ class _Beams:
     Attributes
     ----------
     tokens : int64 Tensor, shape (B, K, 1 + n)
-        The beginnings, with the start token.
+        The prefixes, with the start token.
     scores : Tensor, shape (B, K)
         Their log-probabilities, the largest first.
     best : int64 Tensor, shape (B, max_length)
@@ -367,7 +370,7 @@ class _Beams:
         wide = torch.promote_types(memory.dtype, torch.float32)
         self.scores = memory.new_full((batch, beam_size), -torch.inf, dtype=wide)
         self.best_score = self.scores[:, 0].clone()
-        self.scores[:, 0] = 0  # the K beams begin equal, so only the first is continued
+        self.scores[:, 0] = 0  # the K beams begin equal, so only the first may continue
 
     def extend(self, log_probs: Tensor, eos_id: int, length_penalty: float) -> Tensor:
         """Continue the beams by one token; return the rows of the cache that they continue."""
@@ -384,7 +387,7 @@ class _Beams:
     def keep_best(
         self, grown: Tensor, score: Tensor, ended: Tensor, length_penalty: float
     ) -> None:
-        """Keep the best sequence that ends in this step, if it beats those before it."""
+        """Keep the best sequence that ends in this step if it beats all earlier ones."""
         n = grown.shape[-1] - 1
         goes_on = ~ended & (n < self.max_length)
         value = score / n**length_penalty  # (B, 2K)
@@ -400,7 +403,7 @@ class _Beams:
         return self.max_length if length_penalty > 0 else self.tokens.shape[-1]
 
     def finished(self, length_penalty: float) -> bool:
-        """Return whether no beam can overtake the best sequence: it can only lose."""
+        """Return True if no beam can still overtake the best sequence of its source."""
         reachable = self.scores[:, 0] / self.longest(length_penalty)**length_penalty
         return bool((self.best_score >= reachable).all())
 
@@ -409,14 +412,14 @@ def beam_search(
     model: Any, src: Tensor, max_length: int, beam_size: int, *,
     length_penalty: float = 1.0, bos_id: int = 1, eos_id: int = 2, use_cache: bool = True,
 ) -> tuple[Int[Tensor, "B N"], Float[Tensor, " B"]]:
-    """Search for the sequence of highest log P(sequence) / length ** length_penalty.
+    """Search for the sequence with the highest log P / length ** length_penalty.
 
     Parameters
     ----------
     model, src, max_length, bos_id, eos_id, use_cache
         As in `greedy`.
     beam_size : int
-        The number K of beginnings that are kept.
+        The number K of prefixes that are kept for each source.
     length_penalty : float
         The exponent of the length; ``max_length ** abs(length_penalty)`` must be below exp(80),
         so that scores are neither 0 nor infinite.
@@ -426,12 +429,12 @@ def beam_search(
     tokens : int64 Tensor, N <= max_length
         The best sequence found for each row, in the form that `greedy` returns.
     scores : Tensor
-        Its score.
+        The score of each of these sequences.
 
     Raises
     ------
     ValueError
-        If an argument is out of its range or a row of `src` is nothing but padding.
+        If an argument is out of its range or a row of `src` contains only padding.
     """
     _check_decoding(model, src, max_length, bos_id=bos_id, eos_id=eos_id, beam_size=beam_size,
                     length_penalty=length_penalty)
@@ -463,8 +466,8 @@ def top_k_filter(
     ----------
     logits : Tensor
     k : int
-        At least 1. If it exceeds the vocabulary, all logits are kept. Of logits tied at the
-        threshold, exactly as many are kept as make k in total.
+        The number of logits to keep, at least 1. If it exceeds the vocabulary, all logits are
+        kept. Of the logits tied at the threshold, only as many are kept as make k in total.
 
     Returns
     -------
@@ -495,12 +498,12 @@ def top_p_filter(
     logits : Tensor
         Logits, that is, log-probabilities up to an additive constant.
     p : float
-        In (0, 1]; 1 keeps all.
+        The least total probability of the kept tokens, in (0, 1]; 1 keeps all tokens.
 
     Returns
     -------
     Tensor
-        The same logits, with −inf for what is not kept. The most probable token is always kept.
+        The logits, with −inf for tokens that are not kept. The most probable token is kept.
 
     Raises
     ------
@@ -518,7 +521,7 @@ def top_p_filter(
     ordered = ordered.to(torch.promote_types(ordered.dtype, torch.float32))  # for a long sum
     sums = ordered.softmax(dim=-1).cumsum(dim=-1)
     sums_before = F.pad(sums, (1, 0))[..., :-1]  # of the more probable tokens
-    cut = sums_before >= p  # they reach p without this one
+    cut = sums_before >= p  # the more probable tokens reach p without this one
     cut = cut.scatter(-1, order, cut)  # back to the order of the vocabulary
     return logits.masked_fill(cut, -torch.inf)
 
@@ -532,7 +535,7 @@ def min_p_filter(
     ----------
     logits : Tensor
     p : float
-        From 0, which keeps all, to 1.
+        The factor, from 0, which keeps all tokens, to 1.
 
     Returns
     -------
@@ -560,27 +563,27 @@ def next_token(
     top_p: float | None = None, min_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, " B"]:
-    """Draw a token for each row from the softmax of its logits, after some changes.
+    """Draw a token for each row from the softmax of its modified logits.
 
-    The settings apply in the order of the arguments, each to the distribution that those
-    before it have left.
+    The modifications apply in the order of the arguments, each to the distribution that
+    results from those before it.
 
     Parameters
     ----------
     logits : Tensor
         Logits or log-probabilities.
     temperature : float
-        Divides the logits; at 0 the most probable token is taken and nothing is drawn.
+        Divides the logits; at 0, the most probable token is taken and nothing is drawn.
     top_k : int, optional
         Draw only among the k most probable tokens.
     top_p : float, optional
-        Draw only among the fewest tokens that have this probability, in (0, 1], together.
+        Draw only among the fewest tokens with at least this total probability, in (0, 1].
     min_p : float, optional
-        Draw only among tokens at least this many times, in [0, 1], as probable as the most
-        probable one.
+        Draw only among tokens whose probability is at least this factor, in [0, 1], times that
+        of the most probable token.
     generator : torch.Generator, optional
-        On the device of the logits. All rows draw from it, so a row's result depends on the
-        other rows.
+        A generator on the device of the logits. All rows draw from it, so the result of a row
+        depends on the other rows.
 
     Returns
     -------
@@ -600,7 +603,7 @@ def next_token(
         return logits.argmax(dim=-1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits - logits.amax(dim=-1, keepdim=True)
-    logits = logits / max(temperature, 1e-30)  # below, float32 divides by zero
+    logits = logits / max(temperature, 1e-30)  # a smaller divisor could be 0 in float32
     if top_k is not None:
         logits = top_k_filter(logits, top_k)
     if top_p is not None:
@@ -618,14 +621,14 @@ def sample(
     generator: torch.Generator | None = None, bos_id: int = 1, eos_id: int = 2,
     use_cache: bool = True,
 ) -> Int[Tensor, "B N"]:
-    """Draw each token from the model's distribution, after some changes.
+    """Decode by sampling: draw each token from the model's modified distribution.
 
     Parameters
     ----------
     model, src, max_length, bos_id, eos_id, use_cache
         As in `greedy`.
     temperature, top_k, top_p, generator
-        As in `next_token`; the temperature 0 gives the result of `greedy`.
+        As in `next_token`; temperature 0 gives the result of `greedy`.
 
     Returns
     -------
@@ -635,7 +638,7 @@ def sample(
     Raises
     ------
     ValueError
-        If an argument is out of its range or a row of `src` is nothing but padding.
+        If an argument is out of its range or a row of `src` contains only padding.
     TypeError
         If `temperature` or `top_p` is not a number.
     """

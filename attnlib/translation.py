@@ -147,7 +147,7 @@ def direction_batches(
     directions: Sequence[tuple[str, str]], *, batch_size: int, seed: int = 0,
     shared: bool = True, tag_on: Literal["source", "target"] = "source",
 ) -> Callable:
-    """Return the batch function of random numbers in random directions.
+    """Return a function that draws batches of random numbers in random directions.
 
     Parameters
     ----------
