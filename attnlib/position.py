@@ -84,7 +84,7 @@ def sinusoidal_encoding(
     Returns
     -------
     Tensor
-        Row p holds sin(ω_i · (offset + p)) in column 2i and its cosine in 2i + 1.
+        Row p holds the sine of ω_i · (offset + p) in column 2i and its cosine in column 2i + 1.
 
     Raises
     ------
@@ -354,7 +354,7 @@ def alibi_bias(
     Returns
     -------
     Tensor
-        Equal for keys before and after a query; a decoder combines it with a causal mask.
+        Equal at equal distances before and after a query; a decoder adds a causal mask.
 
     Raises
     ------
