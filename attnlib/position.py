@@ -31,19 +31,19 @@ def position_angles(
     positions : Tensor
         Integers, or real numbers in float32 or float64.
     dim : int
-        Width of the position embedding, even.
+        Width of the position embedding, an even number.
     base : float
-        Sets the wavelengths, which run from 2π to almost 2π · base.
+        Controls the wavelengths, which run from 2π to almost 2π · base.
 
     Returns
     -------
     float64 Tensor, shape (..., dim / 2)
-        Radians, on the device of the positions, or on the CPU if the device has no float64.
+        Angles in radians, on the device of the positions (on the CPU if it has no float64).
 
     Raises
     ------
     ValueError
-        If `dim` is not even and positive, or `base` not positive and finite.
+        If `dim` is not even and positive, or `base` is not positive and finite.
     TypeError
         If `positions` is in half precision, in which neighboring positions coincide.
     """
@@ -73,24 +73,24 @@ def sinusoidal_encoding(
     length : int
         Number of positions.
     dim : int
-        Width of the embedding, even.
+        Width of the embedding, an even number.
     offset : int
         The first position; with a cache, the number of tokens in it.
     base : float
-        Sets the wavelengths, which run from 2π to almost 2π · base.
+        Controls the wavelengths, which run from 2π to almost 2π · base.
     device, dtype
         Device and dtype of the result; the angles are computed in float64.
 
     Returns
     -------
     Tensor
-        Row p holds sin(ω_i · (offset + p)) in column 2i and the cosine in column 2i + 1.
+        Row p holds the sine of ω_i · (offset + p) in column 2i and its cosine in column 2i + 1.
 
     Raises
     ------
     ValueError
-        If `length` is negative, `dim` is not even and positive, or `base` not positive and
-        finite.
+        If `length` is negative, `dim` is not even and positive, or `base` is not positive
+        and finite.
     """
     if length < 0:
         raise ValueError(f"length ({length}) must be at least 0")
@@ -104,8 +104,8 @@ def sinusoidal_encoding(
 class LearnedPositionalEmbedding(nn.Module):
     """Learned position embeddings: one vector per position, added to the tokens.
 
-    As in BERT, GPT-2, and ViT. Vaswani et al. (2017, section 3.5) found them as good as
-    sinusoids.
+    BERT, GPT-2, and ViT use such a table. Vaswani et al. (2017, section 3.5) found nearly the
+    same results with it as with sinusoids.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ class LearnedPositionalEmbedding(nn.Module):
     ) -> Float[Tensor, "*batch N embed_dim"]:
         """Add the rows `offset`, `offset` + 1, ... to the tokens `x` (..., N, embed_dim).
 
-        Raises ValueError if the table has no row for a position, or if the width differs.
+        Raises ValueError if the table has no row for a position, or if the widths differ.
         """
         max_length, embed_dim = self.weight.shape
         if x.shape[-1] != embed_dim:
@@ -159,7 +159,7 @@ def relative_positions(
 ) -> Int[Tensor, "n _"]:
     """Return the offset j - i from each query i to each key j.
 
-    With more keys than queries, the queries are the last positions.
+    If there are more keys than queries, the queries are at the last positions.
 
     Parameters
     ----------
@@ -195,23 +195,23 @@ def relative_position_bucket(
 ) -> Int[Tensor, "*batch"]:
     """Return T5's bucket for each offset from a query to a key.
 
-    Raffel et al. (2020, section 2.1); the borders are those of their code.
+    Raffel et al. (2020, section 2.1); the boundaries are those of their code.
 
     Parameters
     ----------
     relative_position : integer Tensor
         Key position minus query position.
     bidirectional : bool
-        Whether half of the buckets serve keys after the query; otherwise these share bucket 0.
+        Whether half of the buckets serve keys after the query; otherwise they share bucket 0.
     num_buckets : int
-        Number of buckets, of both directions together.
+        Number of buckets for both directions together.
     max_distance : int
-        Offsets from about here on share the last bucket of their direction.
+        Distances of about this size or more share the last bucket of their direction.
 
     Returns
     -------
     int64 Tensor
-        Numbers in 0, ..., num_buckets - 1.
+        Indices from 0 to num_buckets - 1.
 
     Raises
     ------
@@ -234,11 +234,12 @@ def relative_position_bucket(
     if max_distance <= exact:
         raise ValueError(
             f"max_distance ({max_distance}) must exceed the number of exact buckets ({exact})")
-    # the distances at which the buckets 1, 2, ... start: one by one, then evenly in logarithms
+    # the distances at which the buckets 1, 2, ... start, first one by one, then evenly in
+    # logarithms; integers, so that rounding moves no distance into another bucket
     exact_starts = torch.arange(1, exact + 1)
     steps = torch.arange(1, one_way - exact, dtype=torch.float64) / (one_way - exact)
     wide_starts = exact * (max_distance / exact) ** steps
-    wide_starts = (wide_starts - 1e-9).ceil().long()  # an integer start stays itself
+    wide_starts = (wide_starts - 1e-9).ceil().long()  # keeps a start that is an integer
     starts = torch.cat([exact_starts, wide_starts]).to(relative_position.device)
     if bidirectional:
         distance = relative_position.abs()
@@ -271,7 +272,7 @@ class RelativePositionBias(nn.Module):
     Raises
     ------
     ValueError
-        If `num_heads` is not an integer of at least 1, or the buckets are impossible.
+        If `num_heads` is not an integer of at least 1, or the buckets are invalid.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class RelativePositionBias(nn.Module):
         nn.init.normal_(self.relative_attention_bias.weight, std=0.02)
 
     def forward(self, n: int, m: int | None = None) -> Float[Tensor, "h n _"]:
-        """Return the bias (h, n, m) of `m` keys and `n` queries, the last of the positions."""
+        """Return the bias (h, n, m) for `m` keys and `n` queries at the last positions."""
         offsets = relative_positions(n, m, device=self.relative_attention_bias.weight.device)
         buckets = relative_position_bucket(offsets, **self.buckets)  # (n, m)
         bias = self.relative_attention_bias(buckets)  # (n, m) -> (n, m, h)
@@ -303,6 +304,10 @@ def alibi_slopes(
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " num_heads"]:
     """Return ALiBi's slope for each head (Press et al. 2022, section 3).
+
+    If the number of heads H is a power of two, the slopes are 2^(-8h / H), h = 1, ..., H.
+    Otherwise, as in the authors' code, they are the slopes for P heads, where P is the greatest
+    power of two below H, followed by every second slope for 2P heads.
 
     Parameters
     ----------
@@ -323,7 +328,7 @@ def alibi_slopes(
     check_counts(num_heads=num_heads)
     power = 2 ** int(math.log2(num_heads))  # the greatest power of two up to num_heads
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
-    # for other numbers, as in the authors' code: every second slope of twice as many heads
+    # for the heads beyond this power: every second slope of twice as many heads
     between = [2 ** (-4 * h / power) for h in range(1, 2 * power, 2)]
     return torch.tensor(slopes + between[: num_heads - power], device=device, dtype=dtype)
 
@@ -349,7 +354,7 @@ def alibi_bias(
     Returns
     -------
     Tensor
-        Symmetric in queries and keys; a decoder combines it with a causal mask.
+        Equal at equal distances before and after a query; a decoder adds a causal mask.
 
     Raises
     ------
@@ -447,7 +452,7 @@ def rotate_pairs(x: Float[Tensor, "*batch d"], angles: Tensor) -> Float[Tensor, 
     Returns
     -------
     Tensor
-        In the dtype of x; computed at least in float32.
+        In the dtype of x; the computation uses at least float32.
 
     Raises
     ------
@@ -496,7 +501,7 @@ def apply_rotary(
         Real numbers, such as 0, ..., N - 1, or, with a cache, the positions of the new tokens.
         If each sequence of a batch has its own positions, their shape is (B, 1, N).
     base : float
-        Sets the wavelengths, which run from 2π to almost 2π · base.
+        Controls the wavelengths, which run from 2π to almost 2π · base.
     interleaved : bool
         Whether neighboring entries form a pair, as in the paper; otherwise entry i forms a
         pair with entry i + d / 2, as in Hugging Face's decoders.
