@@ -406,7 +406,7 @@ def attention(
     Raises
     ------
     ValueError
-        If shapes do not fit together, `mask` is another string, or `dropout_p` is outside [0, 1).
+        If shapes do not fit together, `mask` is another string, or `dropout_p` not in [0, 1).
     TypeError
         If `mask` is not boolean, or `bias` is not floating point.
     """
@@ -454,8 +454,8 @@ class _MapRecorder:
 def record_attention() -> Iterator[list[Tensor]]:
     """Keep the weights of every call of `attention` inside the `with` block, in this thread.
 
-    Blocks may be nested, and may contain or be contained in an `attention_backend` block; a call
-    is recorded by every block around it.
+    Blocks may be nested, also with `attention_backend`. Every `record_attention` block that
+    encloses a call records it.
 
     Yields
     ------
@@ -472,7 +472,7 @@ def record_attention() -> Iterator[list[Tensor]]:
 
 # %% ../nbs/10_attention.ipynb #narrow
 def _narrow_bias(bias: Tensor, q: Tensor) -> Tensor:
-    """Convert a bias to q's dtype, keeping the differences within each row.
+    """Convert a bias to q's dtype, with differences within a row as exact as possible.
 
     The kernels add a bias in the dtype of the queries. In bfloat16, 300 and 301 are the same
     number, and in float16, -1e5 is -inf. The softmax does not change when a number is added to
@@ -505,7 +505,7 @@ def sdpa(
 ) -> Tensor:
     """Compute attention by PyTorch's fused kernels; the arguments are those of `attention`."""
     if bias is not None and bias.requires_grad and 0 in (q.numel(), k.numel(), v.numel()):
-        # the kernels return no gradient of the bias then, although it is zero
+        # the kernels then return no gradient of the bias instead of a zero one
         return reference(q, k, v, mask, bias, scale, dropout_p)
     if scale is not None and scale <= 0:  # a kernel may mask first: 0 · (-inf) is NaN
         if scale < 0:
@@ -575,10 +575,10 @@ def attention_backend(name: str | Callable) -> Iterator[None]:
     Parameters
     ----------
     name : {"auto", "reference", "sdpa", "triton"}, another registered name, or a function
-        "reference" is the unfused equation, "sdpa" PyTorch's fused kernels, "triton" the kernels
-        of `attnlib.flash` where they apply, and "auto" the backend that was measured fastest. A
-        function is called like a registered one. Inside `record_attention` the weights are
-        recorded as well.
+        "reference" is the unfused equation, "sdpa" PyTorch's fused kernels, "triton" the
+        kernels of `attnlib.flash` where they apply, and "auto" the backend that was measured
+        fastest. A function is called like a registered one. Inside `record_attention` the
+        weights are recorded as well.
 
     Raises
     ------
@@ -698,8 +698,8 @@ class _SameBackend:
     """Context that restores the backend in force when the context was made.
 
     A backward pass may run in another thread, and after the `with` block of the forward pass
-    has ended. Each backward pass can enter the context again. It records no weights, because the
-    forward pass has recorded them.
+    has ended. Each backward pass can enter the context again. It records no weights, because
+    the forward pass has recorded them.
     """
 
     def __init__(self) -> None:
