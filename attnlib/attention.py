@@ -29,24 +29,24 @@ from torch.utils.checkpoint import checkpoint
 def masked_softmax(
     logits: Float[Tensor, "... N M"], mask: Tensor | None = None
 ) -> Float[Tensor, "... N M"]:
-    """Softmax over the last axis among the entries that may be chosen.
+    """Compute the softmax over the allowed entries of the last axis.
 
     Parameters
     ----------
     logits : Tensor
-        Entries of -inf are never chosen.
+        Entries of -inf get weight zero.
     mask : bool Tensor, broadcastable to `logits`, optional
-        True where an entry may be chosen.
+        True where an entry is allowed; all are by default.
 
     Returns
     -------
     Tensor
-        Rows that sum to one; a row with nothing to choose from is zero, and so is its gradient.
+        Rows that sum to one; a row without allowed entries is zero, and so is its gradient.
     """
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     empty = (logits == -torch.inf).all(-1, keepdim=True)  # (..., N, 1)
-    logits = logits.masked_fill(empty, 0)  # a softmax over nothing but -inf would be NaN
+    logits = logits.masked_fill(empty, 0)  # the softmax of a row of -inf would be NaN
     weights = logits.softmax(-1)
     return weights.masked_fill(empty, 0)
 
@@ -54,7 +54,7 @@ def masked_softmax(
 def causal_mask(
     n: int, m: int | None = None, device: torch.device | str | None = None
 ) -> Bool[Tensor, "n m"]:
-    """The mask with which query i attends to keys up to its own position only.
+    """Return the mask that lets query i attend to keys up to its own position only.
 
     Parameters
     ----------
@@ -63,10 +63,12 @@ def causal_mask(
     m : int, optional
         Number of keys, at least `n`; `n` by default. The queries are the last n positions.
     device : torch.device, optional
+        Where the mask is created; the CPU by default.
 
     Returns
     -------
     bool Tensor
+        True where a query may attend.
 
     Raises
     ------
@@ -81,11 +83,12 @@ def causal_mask(
 
 
 def padding_mask(lengths: Int[Tensor, "B"], m: int | None = None) -> Bool[Tensor, "B 1 1 m"]:
-    """The mask that hides the padding behind sequences of different lengths.
+    """Return the mask that hides the padding after sequences of different lengths.
 
     Parameters
     ----------
-    lengths : int Tensor, of real tokens in each sequence
+    lengths : int Tensor
+        Number of real tokens in each sequence.
     m : int, optional
         Number of keys, at least the longest length and by default equal to it.
 
@@ -97,9 +100,9 @@ def padding_mask(lengths: Int[Tensor, "B"], m: int | None = None) -> Bool[Tensor
     Raises
     ------
     ValueError
-        If `lengths` has not one axis, a length is negative, or `m` is too small.
+        If `lengths` does not have exactly one axis, a length is negative, or `m` is too small.
     TypeError
-        If `lengths` are no integers.
+        If `lengths` are not integers.
     """
     if lengths.ndim != 1 or len(lengths) == 0:
         raise ValueError(f"lengths of shape {tuple(lengths.shape)} must be (B,), at least one")
@@ -123,6 +126,7 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     Parameters
     ----------
     shape, to : tuple of int
+        The shape of the tensor, and the shape to which it would be broadcast.
 
     Returns
     -------
@@ -137,22 +141,23 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def check_fits(name: Literal["mask", "bias"], x: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise unless a mask or bias fits logits of a shape.
+    """Raise an error unless a mask or bias fits logits of a given shape.
 
     Parameters
     ----------
     name : {"mask", "bias"}
+        Which of the two x is.
     x : Tensor
         Boolean as a mask, floating point as a bias.
     shape : tuple of int
-        Of the logits; x must broadcast to it.
+        Shape of the logits, to which x must broadcast.
 
     Raises
     ------
     TypeError
-        If x is no Tensor, or one of another dtype.
+        If x is not a tensor, or has another dtype.
     ValueError
-        If x has more axes than the logits, or a longer one.
+        If x does not broadcast to `shape`.
     """
     dtype = getattr(x, "dtype", type(x).__name__)
     is_tensor = isinstance(x, torch.Tensor)
@@ -199,7 +204,7 @@ class AdditiveAttention(nn.Module):
         self, q: Float[Tensor, "... N query_dim"], k: Float[Tensor, "... M key_dim"],
         mask: Tensor | None = None,
     ) -> Float[Tensor, "... N M"]:
-        """Weights with which `forward` averages the values of the keys."""
+        """Return the attention weights with which `forward` averages the values."""
         queries = self.query_proj(q).unsqueeze(-2)  # (..., N, 1, hidden)
         keys = self.key_proj(k).unsqueeze(-3)  # (..., 1, M, hidden)
         hidden = (queries + keys).tanh()  # (..., N, M, hidden)
@@ -220,7 +225,7 @@ def check_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None = None,
     bias: Tensor | None = None, dropout_p: float = 0.0,
 ) -> torch.Size:
-    """Raise if the arguments of `attention` do not fit together, saying which do not.
+    """Raise an error if the arguments of `attention` do not fit together.
 
     Parameters
     ----------
@@ -230,22 +235,24 @@ def check_attention(
     Returns
     -------
     torch.Size
-        The leading axes that q, k and v have together, after broadcasting.
+        The leading axes of q, k, and v after broadcasting.
 
     Raises
     ------
     ValueError, TypeError
         As `attention` does.
     """
-    try:
-        leading = q.shape[:-2]
-        if not leading == k.shape[:-2] == v.shape[:-2]:
-            leading = torch.broadcast_shapes(leading, k.shape[:-2], v.shape[:-2])
-        same_width = q.shape[-1] == k.shape[-1] > 0
+    leading = q.shape[:-2]
+    fits = min(q.ndim, k.ndim, v.ndim) > 1
+    if fits:
+        same_width = q.shape[-1] == k.shape[-1] and q.shape[-1] > 0
         value_per_key = k.shape[-2] == v.shape[-2]
-        fits = q.ndim > 1 and same_width and value_per_key
-    except (RuntimeError, IndexError):
-        fits = False
+        fits = same_width and value_per_key
+    if fits and (k.shape[:-2] != leading or v.shape[:-2] != leading):
+        try:
+            leading = torch.broadcast_shapes(leading, k.shape[:-2], v.shape[:-2])
+        except RuntimeError:
+            fits = False
     if not fits:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be "
                          "(..., N, d), (..., M, d), (..., M, d_v) with d at least 1, and their "
@@ -268,22 +275,22 @@ def combined_bias(
     mask: Tensor | Literal["causal"] | None, bias: Tensor | None,
     q: Tensor, k: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Mask and bias as one tensor for the logits, and which queries have no key.
+    """Combine mask and bias into one tensor, and find the queries that have no key.
 
     Parameters
     ----------
     mask, bias
         As in `attention`.
     q, k : Tensor
-        Of them only shape, dtype and device are read.
+        Only their shapes, dtypes, and devices are read.
 
     Returns
     -------
     combined : Tensor, broadcastable to (..., N, M)
-        -inf where the mask is False; zero in a row that has no key at all. In q's dtype, or in
-        that of the bias if it is wider.
+        -inf where the mask is False, and zero in a row that has no key. The dtype is that of q
+        or that of the bias, whichever is wider.
     empty : bool Tensor, broadcastable to (..., N, 1)
-        True for such rows, whose output is to be zero.
+        True for rows without a key, whose output has to be zero.
     """
     if isinstance(mask, str):
         mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
@@ -312,9 +319,7 @@ def attention_weights(
 
     Parameters
     ----------
-    q : Tensor
-    k : Tensor
-    mask, bias, scale
+    q, k, mask, bias, scale
         As in `attention`.
 
     Returns
@@ -348,7 +353,7 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
     bias: Tensor | None, scale: float | None, dropout_p: float,
 ) -> Tensor:
-    """Attention as the equation says it; the arguments are those of `attention`."""
+    """Compute attention as in the equation; the arguments are those of `attention`."""
     weights = attention_weights(q, k, mask=mask, bias=bias, scale=scale)  # (..., N, M)
     return _average_values(weights, v, dropout_p)
 
@@ -356,7 +361,7 @@ def reference(
 def _average_values(
     weights: Float[Tensor, "... N M"], v: Float[Tensor, "... M d_v"], dropout_p: float
 ) -> Float[Tensor, "... N d_v"]:
-    """The values averaged with weights, of which some are dropped at random."""
+    """Average the values with the weights, some of which are dropped at random."""
     if dropout_p > 0:
         weights = F.dropout(weights, dropout_p)
     return weights @ v  # (..., N, M) @ (..., M, d_v) -> (..., N, d_v)
@@ -384,15 +389,15 @@ def attention(
     v : Tensor
         Values, one for each key.
     mask : bool Tensor, broadcastable to (..., N, M), or "causal", optional
-        True where a query may attend. A query that may attend nowhere gets zeros, with zero
-        gradient. "causal" stands for ``causal_mask(N, M)``, which the kernels need not read.
+        True where a query may attend. A query that may not attend to anything gets zeros, with
+        zero gradient. "causal" stands for ``causal_mask(N, M)``, which kernels need not read.
     bias : float Tensor, broadcastable to (..., N, M), optional
         Added to the logits after the scaling.
     scale : float, optional
         Factor of QKᵀ; 1/√d_k by default.
     dropout_p : float
-        Probability with which a weight is dropped. It applies whenever it is not zero: a module
-        passes zero in evaluation.
+        Probability with which an attention weight is dropped. It is applied even in
+        evaluation, where callers must pass 0.
 
     Returns
     -------
@@ -401,12 +406,12 @@ def attention(
     Raises
     ------
     ValueError
-        If shapes do not fit together, `mask` is another word, or `dropout_p` is outside [0, 1).
+        If shapes do not fit together, `mask` is another string, or `dropout_p` not in [0, 1).
     TypeError
-        If `mask` is not boolean or `bias` not floating point.
+        If `mask` is not boolean, or `bias` is not floating point.
     """
     leading = check_attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p)
-    if q.shape[:-2] != leading:  # a mask may have axes that v alone has, and so may the result
+    if q.shape[:-2] != leading:  # a mask, and the result, may have axes that only v has
         q = q.expand(*leading, *q.shape[-2:])
     backend = current_backend()
     if backend == "auto":
@@ -416,15 +421,15 @@ def attention(
 
 # %% ../nbs/10_attention.ipynb #record
 class _MapRecorder:
-    """A backend that keeps the attention weights and has another one compute the output.
+    """Backend that keeps the attention weights and lets another backend compute the output.
 
     Parameters
     ----------
     lists : sequence of list
         Each call adds its weights, as they are before dropout, to each of these lists.
     backend : str or callable
-        Computes the output, as in `attention_backend`; for "auto" the equation, since the
-        weights are known.
+        Computes the output, as in `attention_backend`. "auto" means the unfused equation,
+        because the weights are known.
     """
 
     def __init__(self, lists: Sequence[list] = (), backend: str | Callable = "auto") -> None:
@@ -435,7 +440,7 @@ class _MapRecorder:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
         bias: Tensor | None, scale: float | None, dropout_p: float,
     ) -> Tensor:
-        """Attention; the arguments are those of `attention`."""
+        """Compute attention; the arguments are those of `attention`."""
         weights = attention_weights(q, k, mask=mask, bias=bias, scale=scale)  # (..., N, M)
         for maps in self.lists:
             maps.append(weights)
@@ -449,8 +454,8 @@ class _MapRecorder:
 def record_attention() -> Iterator[list[Tensor]]:
     """Keep the weights of every call of `attention` inside the `with` block, in this thread.
 
-    Blocks may be nested: a call is recorded by each block that it is in, also inside an
-    `attention_backend`.
+    Blocks may be nested, also with `attention_backend`. Every `record_attention` block that
+    encloses a call records it.
 
     Yields
     ------
@@ -467,11 +472,12 @@ def record_attention() -> Iterator[list[Tensor]]:
 
 # %% ../nbs/10_attention.ipynb #narrow
 def _narrow_bias(bias: Tensor, q: Tensor) -> Tensor:
-    """A bias in q's dtype, with the differences within each row as exact as they can be.
+    """Convert a bias to q's dtype, with differences within a row as exact as possible.
 
-    The kernels add a bias in the dtype of the queries. In bfloat16, 300 and 301 are one number,
-    and in float16, -1e5 is -inf. Softmax does not change when a number is added to a whole row.
-    Therefore each row is first shifted so that its largest entry, which matters most, is zero.
+    The kernels add a bias in the dtype of the queries. In bfloat16, 300 and 301 are the same
+    number, and in float16, -1e5 is -inf. The softmax does not change when a number is added to
+    a whole row. Each row is therefore first shifted so that its largest entry, which matters
+    most, is zero.
 
     Parameters
     ----------
@@ -482,7 +488,7 @@ def _narrow_bias(bias: Tensor, q: Tensor) -> Tensor:
     Returns
     -------
     Tensor, broadcastable to (..., N, M)
-        The bias itself, if its dtype is that of `q` and autocast does not change either.
+        The bias itself if it has the dtype of `q` and autocast changes neither.
     """
     kind = q.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -497,9 +503,9 @@ def sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None,
     bias: Tensor | None, scale: float | None, dropout_p: float,
 ) -> Tensor:
-    """Attention by PyTorch's fused kernels; the arguments are those of `attention`."""
+    """Compute attention by PyTorch's fused kernels; the arguments are those of `attention`."""
     if bias is not None and bias.requires_grad and 0 in (q.numel(), k.numel(), v.numel()):
-        # the kernels return no gradient of the bias then, where it is zero
+        # the kernels then return no gradient of the bias instead of a zero one
         return reference(q, k, v, mask, bias, scale, dropout_p)
     if scale is not None and scale <= 0:  # a kernel may mask first: 0 · (-inf) is NaN
         if scale < 0:
@@ -527,8 +533,8 @@ def sdpa(
     return out.masked_fill(empty, 0)
 
 # %% ../nbs/10_attention.ipynb #backend
-# The state of this module: the backends by their names, which all threads share, and for each
-# thread the backend in force, a name or a function.
+# The state of this module: the backends by name, shared by all threads, and for each thread the
+# backend in force, a name or a function.
 BACKENDS: dict[str, Callable] = {"reference": reference, "sdpa": sdpa}
 _local = threading.local()
 
@@ -545,14 +551,15 @@ def current_backend() -> str | Callable:
 
 
 def register_backend(name: str, function: Callable) -> None:
-    """Let ``attention_backend(name)`` compute attention by a function.
+    """Register a function as the backend ``attention_backend(name)``.
 
     Parameters
     ----------
     name : str
+        Name of the backend; an existing backend of this name is replaced.
     function : callable
-        Called as ``function(q, k, v, mask, bias, scale, dropout_p)``, with all leading axes in
-        q.
+        Called as ``function(q, k, v, mask, bias, scale, dropout_p)``, where q
+        has all leading axes.
     """
     BACKENDS[name] = function
 
@@ -561,24 +568,24 @@ def register_backend(name: str, function: Callable) -> None:
 def attention_backend(name: str | Callable) -> Iterator[None]:
     """Compute every attention inside the `with` block by the backend `name`.
 
-    The choice holds for the thread that enters the block, as that of `torch.no_grad` does:
-    threads do not disturb each other, and a new thread starts with "auto". Asyncio tasks share
-    one thread, so a block of theirs must not await.
+    The choice holds for the thread that enters the block, like that of `torch.no_grad`: threads
+    do not affect each other, and a new thread begins with "auto". Asyncio tasks share one
+    thread, so they must not await inside a block.
 
     Parameters
     ----------
-    name : {"auto", "reference", "sdpa", "triton"}, or another that is registered, or a function
-        "reference" is the equation as written, "sdpa" PyTorch's fused kernels, "triton" the
-        kernels of `attnlib.flash` where they can serve, "auto" what was measured fastest. A
-        function is called like one that is registered. Inside `record_attention` the weights
-        are recorded as well.
+    name : {"auto", "reference", "sdpa", "triton"}, another registered name, or a function
+        "reference" is the unfused equation, "sdpa" PyTorch's fused kernels, "triton" the
+        kernels of `attnlib.flash` where they apply, and "auto" the backend that was measured
+        fastest. A function is called like a registered one. Inside `record_attention` the
+        weights are recorded as well.
 
     Raises
     ------
     ValueError
-        If there is no backend of that name.
+        If no backend has this name.
     ImportError
-        If "triton" is asked for and the package is missing.
+        If `name` is "triton" and the package is missing.
     """
     if name == "triton" and name not in BACKENDS:
         import_module("attnlib.flash")  # which registers it
@@ -595,7 +602,7 @@ def attention_backend(name: str | Callable) -> Iterator[None]:
 
 @contextmanager
 def _in_force(backend: str | Callable) -> Iterator[None]:
-    """Have a backend in force in the `with` block, in this thread."""
+    """Put a backend in force inside the `with` block, in this thread."""
     previous = current_backend()
     _local.backend = backend
     try:
@@ -605,7 +612,7 @@ def _in_force(backend: str | Callable) -> Iterator[None]:
 
 # %% ../nbs/10_attention.ipynb #float32-products
 def float32_products(device: torch.device | str) -> Literal["ieee", "tf32", "bf16"]:
-    """The precision of float32 matrix products on a device, whichever interface has set it.
+    """Return the precision of float32 matrix multiplications on a device.
 
     Parameters
     ----------
@@ -614,8 +621,8 @@ def float32_products(device: torch.device | str) -> Literal["ieee", "tf32", "bf1
     Returns
     -------
     {"ieee", "tf32", "bf16"}
-        "ieee" is float32 itself. The others round the factors, on a GPU to "tf32", on a CPU to
-        "tf32" or "bf16".
+        "ieee" is float32 itself. The others round the factors: to "tf32" on a GPU, and to
+        "tf32" or "bf16" on a CPU. Both of PyTorch's interfaces for this setting are read.
     """
     on_gpu = torch.device(device).type == "cuda"
     library = torch.backends.cuda if on_gpu else torch.backends.mkldnn
@@ -658,7 +665,7 @@ def _has_amx() -> bool:
 def fastest_backend(
     q: Tensor, k: Tensor, bias: Tensor | None = None, dropout_p: float = 0.0
 ) -> Literal["reference", "sdpa"]:
-    """The backend measured fastest: the kernels, or the equation for few keys on a CPU.
+    """Return the backend measured fastest: "sdpa", or "reference" in some cases on a CPU.
 
     Parameters
     ----------
@@ -668,8 +675,8 @@ def fastest_backend(
     Returns
     -------
     {"reference", "sdpa"}
-        "reference" on a CPU, for 512 keys at most, where PyTorch has no fast kernel: with
-        dropout, for a bias that learns, and for some dtypes.
+        "reference" on a CPU with at most 512 keys where PyTorch has no fast kernel: with
+        dropout, with a bias that requires a gradient, and for some dtypes.
     """
     if q.device.type != "cpu" or k.shape[-2] > 512:
         return "sdpa"
@@ -688,11 +695,11 @@ def fastest_backend(
 
 # %% ../nbs/10_attention.ipynb #checkpoint
 class _SameBackend:
-    """A context in which attention is computed by the backend that made the context.
+    """Context that restores the backend in force when the context was made.
 
     A backward pass may run in another thread, and after the `with` block of the forward pass
-    has ended. The context can be entered again by each backward pass. It records no weights,
-    since the forward pass has recorded them.
+    has ended. Each backward pass can enter the context again. It records no weights, because
+    the forward pass has recorded them.
     """
 
     def __init__(self) -> None:
@@ -710,7 +717,7 @@ class _SameBackend:
 
 
 def _checkpoint_contexts() -> tuple[nullcontext, _SameBackend]:
-    """The contexts of a checkpointed function's first computation and of its second.
+    """Return the contexts of a checkpointed function's first and second computations.
 
     Returns
     -------
@@ -720,7 +727,7 @@ def _checkpoint_contexts() -> tuple[nullcontext, _SameBackend]:
 
 
 class _SameTensors:
-    """A module that computes with the parameters and buffers it has at this moment.
+    """Module that computes with the parameters and buffers it has at this moment.
 
     Inside `torch.func.functional_call` a module has the caller's tensors. They are gone when a
     backward pass computes the module again. Sharded parameters change while they are gathered,
@@ -736,12 +743,12 @@ class _SameTensors:
         self.tensors = self.present()
 
     def present(self) -> dict[str, Tensor]:
-        """The module's parameters and buffers by name, without those that are sharded."""
+        """Return the parameters and buffers by name, without those that are sharded."""
         tensors = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
         return {name: x for name, x in tensors.items() if not hasattr(x, "device_mesh")}
 
     def __call__(self, *inputs, **options) -> Tensor | tuple[Tensor, ...]:
-        """``block(*inputs, **options)``."""
+        """Compute ``block(*inputs, **options)``."""
         present = self.present()
         if all(present.get(name) is x for name, x in self.tensors.items()):
             return self.block(*inputs, **options)
@@ -753,7 +760,7 @@ def checkpoint_block(
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute ``block(*inputs, **options)`` now and again in the backward pass, to save memory.
 
-    Autograd keeps the inputs alone (Chen et al. 2016). The second computation uses the same
+    Autograd keeps only the inputs (Chen et al. 2016). The second computation uses the same
     random numbers and the same attention backend as the first, and the same parameters and
     buffers if `block` is a module.
 
@@ -762,7 +769,9 @@ def checkpoint_block(
     block : callable
         A module, or a function of tensors.
     *inputs : Tensor or tuple of Tensor
+        Positional arguments of the block.
     **options
+        Keyword arguments of the block.
 
     Returns
     -------
