@@ -1,6 +1,7 @@
 """What was run for 20_seq2seq: `python -m benchmarks.seq2seq COMMAND --out FOLDER`.
 
-    bottleneck  compare one vector with attention on copying and on names of numbers
+    numbers     translate names of numbers with one vector or with attention, evenly tuned
+    bottleneck  measure how many bits of a random string one vector, or attention, delivers
 
 `benchmarks.runner` says how runs are resumed and recorded.
 """
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from attnlib.data import PAD, decode, draw_numbers, encode, number_words, train_bpe
 from attnlib.seq2seq import Seq2Seq
 from attnlib.train import fit, shuffled_batches
-from benchmarks.runner import Commands, Runs
+from benchmarks.runner import Commands, Runs, start, tune
 
 # of the strings
 ALPHABET = 32
@@ -24,12 +25,21 @@ BITS = math.log2(ALPHABET)  # in a token
 # seeds of strings that no training step draws
 VALID = 10**9
 TEST = 2 * 10**9
-RATES = {"copy": (5e-3, 1.2e-2, 3e-2, 6e-2), "numbers": (2e-3, 5e-3, 1.2e-2, 3e-2)}
+STRING_RATES = (5e-3, 1.2e-2, 3e-2, 6e-2, 0.12)
+STRING_STEPS = 2000
+TUNING_STEPS = 666  # of the shorter runs that choose the learning rate
+LONG_STEPS = 8000  # of the narrowest vector
+WIDTHS = {False: (16, 32, 64), True: (16,)}  # of the states, without and with attention
+# of the numbers
+NUMBER_RATES = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
+NUMBER_STEPS = {False: (100, 200, 400, 800, 1600), True: (100, 200, 400, 800)}  # attention?
+TEXT_STEPS = 200  # for which the wrong texts of one vector are kept
+SEEDS = (0, 1, 2)
 
 
 # --- random strings ---------------------------------------------------------------------------
 def strings(count, length, seed):
-    """Random strings as source and, behind the start token, as target."""
+    """Random strings as the source and, after the start token, as the target."""
     generator = torch.Generator().manual_seed(seed)
     src = torch.randint(3, 3 + ALPHABET, (count, length), generator=generator)
     return src, F.pad(src, (1, 0), value=1)
@@ -87,7 +97,7 @@ def string_test(model, count):
     return rows
 
 
-def copy_run(attention, width, steps, lr, seed, part, tiny):
+def string_run(attention, width, steps, lr, seed, tested, tiny):
     torch.manual_seed(seed)
     size = 3 + ALPHABET
     model = Seq2Seq(size, size, embed_dim=32, hidden_dim=width, attention=attention)
@@ -96,7 +106,7 @@ def copy_run(attention, width, steps, lr, seed, part, tiny):
     return {
         "history": history,
         "valid": history[-1]["valid"],
-        "test": [] if part == "tune" else string_test(model, 4 if tiny else 512),
+        "test": string_test(model, 4 if tiny else 512) if tested else [],
     }
 
 
@@ -128,23 +138,31 @@ def written(model, bpe, parts, part):
     return decode(bpe["de"], model.greedy(parts[part][1], longest))
 
 
-def number_run(attention, width, steps, lr, seed, part, tiny):
-    bpe, parts = number_data(tiny)
+@torch.no_grad()
+def loss_per_token(model, sources, targets):
+    loss, count = loss_fn(model, (sources, targets))
+    return (loss / count).item()
+
+
+def number_run(bpe, parts, attention, steps, lr, seed):
     torch.manual_seed(seed)
-    model = Seq2Seq(60, 60, embed_dim=32, hidden_dim=width, attention=attention)
+    model = Seq2Seq(60, 60, embed_dim=32, hidden_dim=64, attention=attention)
     batches = shuffled_batches(*parts["train"][1:], batch_size=64, seed=seed)
     history = train(model, batches, steps, lr, None, max(1, steps // 8))
-    model.eval()
     answers = {name: number_words(parts[name][0], "de") for name in ("valid", "test")}
     texts = written(model, bpe, parts, "valid")
     right = sum(x == y for x, y in zip(texts, answers["valid"]))
-    result = {"history": history, "valid": round(right / len(texts), 4)}
-    if part != "tune":
-        texts = written(model, bpe, parts, "test")
-        pairs = list(zip(parts["test"][0], texts, answers["test"]))
-        result["right"] = "".join(str(int(x == y)) for _, x, y in pairs)  # in the test's order
-        if not attention and steps in (4, 200):
-            result["wrong"] = {str(number): x for number, x, y in pairs if x != y}
+    valid_loss = loss_per_token(model, *parts["valid"][1:])
+    texts = written(model, bpe, parts, "test")
+    pairs = list(zip(parts["test"][0], texts, answers["test"]))
+    result = {
+        "history": history,
+        "valid": round(right / len(answers["valid"]), 4),
+        "valid_loss": float(f"{valid_loss:.4g}"),
+        "right": "".join(str(int(x == y)) for _, x, y in pairs),  # in the order of the test
+    }
+    if not attention and steps == TEXT_STEPS:
+        result["wrong"] = {str(number): x for number, x, y in pairs if x != y}
     return result
 
 
@@ -164,82 +182,78 @@ def train(model, batches, steps, lr, evaluate, log_every):
     return [{key: round(x, 5) for key, x in row.items() if key != "lr"} for row in history]
 
 
-def jobs(tiny):
-    """(task, part, attention, width, steps, seed) of all runs, those for tuning first."""
-    if tiny:
-        sizes = {
-            "copy": [(False, 4, 2), (True, 4, 2)],
-            "numbers": [(False, 4, 2), (True, 4, 2)],
-        }
-        tuning = 1
-        others = [("copy", False, 4, 4), ("numbers", False, 4, 4)]
-        seeds = range(1)
-    else:
-        plain = [(False, width, 2000) for width in (16, 32, 64)]
-        sizes = {
-            "copy": [(True, 16, 1500), *plain],
-            "numbers": [(False, 64, 400), (True, 64, 200)],
-        }
-        others = [("numbers", False, 64, 200), ("copy", False, 16, 8000)]
-        tuning = 3
-        seeds = range(3)
-    for task, models in sizes.items():
-        for model in models:
-            steps = model[2] // tuning if task == "copy" else model[2]
-            yield from (
-                (task, "tune", *model[:2], steps, 0, lr)
-                for lr in RATES[task][: 1 if tiny else None]
-            )
-    for seed in seeds:
-        for task, models in sizes.items():
-            yield from ((task, "run", *model, seed, None) for model in models)
-        yield from ((task, "other", *model, seed, None) for task, *model in others)
+def numbers(arguments):
+    """Translate names of numbers with one vector or with attention, evenly tuned.
+
+    English names of numbers below a million are translated into German. For every number of
+    training steps, the models try the same learning rates with the first seed. The rate with
+    the most validation numbers right is chosen, and of equals the one with the lowest
+    validation loss. It is run with all seeds. The record says of every test number whether its
+    translation is right, and holds the wrong texts of one vector after 200 steps. Only the
+    model with one vector, which still improves, is trained for 1,600 steps.
+    """
+    bench = start("seq2seq", arguments, rates=NUMBER_RATES, runs=[])
+    tiny = arguments.tiny
+
+    def go():
+        bpe, parts = number_data(tiny)
+        for attention, budgets in NUMBER_STEPS.items():
+            for steps in (2, 4) if tiny else budgets:
+
+                def run(lr, seed, attention=attention, steps=steps):
+                    settings = dict(attention=attention, steps=steps, lr=lr, seed=seed)
+                    make = partial(number_run, bpe, parts, **settings)
+                    return bench.once(settings, make)
+
+                rates = NUMBER_RATES[:2] if tiny else NUMBER_RATES
+                tune(run, rates, SEEDS[:1] if tiny else SEEDS, number_score)
+
+    bench.work(go)
 
 
-def best_rate(runs, task, attention, width):
-    tuned = [
-        run
-        for run in runs
-        if run["part"] == "tune"
-        and (run["task"], run["attention"], run["width"]) == (task, attention, width)
-    ]
-    return max(tuned, key=lambda run: run["valid"])["lr"]
+def number_score(run):
+    """Rank runs by validation numbers that are right, then by the validation loss."""
+    return run["valid"], -run["valid_loss"]
 
 
 def bottleneck(arguments):
-    """Compare one vector with attention on copying and on names of numbers.
+    """Measure how many bits of a random string one vector, or attention, delivers.
 
-    Two tasks. "copy": random strings must be written down again, so that a string of n tokens
-    carries n·log2(alphabet) bits and none of them can be guessed. "numbers": English names of
-    numbers are translated into German. Each model's learning rate is chosen on validation data;
-    then it is trained with three seeds and tested on other data. Some models are also trained
-    for another number of steps.
-
-    Every run is recorded in FOLDER/bottleneck.json when it is complete, and a run that is there
-    is not repeated, so the work can be done in pieces: --seconds stops after the run in which
-    so much time has passed.
+    Random strings must be written down again, so that a string of n tokens carries
+    n·log2(alphabet) bits and none of them can be guessed. Each model tries the same learning
+    rates, in runs of a third of the steps. The rate that delivers most on validation strings is
+    run with all seeds, and the models are tested on other strings. The narrowest vector is also
+    trained for four times as many steps.
     """
+    tiny = arguments.tiny
     path = arguments.out / "bottleneck.json"
     bench = Runs(path, arguments.minutes, alphabet=ALPHABET, longest=LONGEST, runs=[])
+    rates = STRING_RATES[:2] if tiny else STRING_RATES
+    seeds = SEEDS[:1] if tiny else SEEDS
+
+    def run(part, attention, width, steps, lr, seed):
+        settings = dict(part=part, attention=attention, width=width, steps=steps)
+        settings |= dict(lr=lr, seed=seed)
+        job = attention, width, 2 if tiny else steps, lr, seed, part != "tune", tiny
+        return bench.once(settings, partial(string_run, *job))
 
     def go():
-        for task, part, attention, width, steps, seed, rate in jobs(arguments.tiny):
-            if arguments.task not in (None, task):
-                continue
-            lr = rate or best_rate(bench.record["runs"], task, attention, width)
-            settings = dict(task=task, part=part, attention=attention, width=width)
-            settings |= dict(steps=steps, seed=seed, lr=lr)
-            train_one = copy_run if task == "copy" else number_run
-            job = attention, width, steps, lr, seed, part, arguments.tiny
-            bench.once(settings, partial(train_one, *job))
+        for attention, widths in WIDTHS.items():
+            for width in widths:
+                tuned = {lr: run("tune", attention, width, TUNING_STEPS, lr, 0) for lr in rates}
+                best = max(rates, key=lambda lr: tuned[lr]["valid"])
+                for seed in seeds:
+                    run("run", attention, width, STRING_STEPS, best, seed)
+                    if not attention and width == 16:
+                        run("longer", attention, width, LONG_STEPS, best, seed)
 
     bench.work(go)
 
 
 def main(arguments=None):
     commands = Commands(__doc__)
-    parser = commands.experiment("bottleneck", bottleneck)
-    parser.add_argument("--task", choices=("copy", "numbers"), help="only this task")
+    commands.experiment("numbers", numbers)
+    commands.experiment("bottleneck", bottleneck)
     commands.run(arguments)
 
 

@@ -1,5 +1,5 @@
-"""The runs of one vector against attention: they run, measure what they say, and the record
-is complete."""
+"""The runs of one vector against attention: they run, measure what they say, and the records
+are complete and tuned evenly."""
 
 import json
 import math
@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn as nn
+from number_names import german
 
 from attnlib.train import read_record
 from benchmarks import seq2seq as bottleneck
@@ -48,24 +49,72 @@ def test_parts_of_the_numbers_are_apart():
     assert len(set.union(*numbers)) == sum(map(len, numbers))
 
 
-def test_a_tiny_record_can_be_interrupted_and_goes_on(tmp_path, capsys):
-    command = ["bottleneck", "--tiny", "--out", str(tmp_path)]
-    path = tmp_path / "bottleneck.json"
-    bottleneck.main([*command, "--minutes", "0"])
+@pytest.mark.parametrize(
+    "command, name", [("bottleneck", "bottleneck"), ("numbers", "seq2seq_numbers")]
+)
+def test_a_tiny_record_can_be_interrupted_and_goes_on(tmp_path, capsys, command, name):
+    arguments = [command, "--tiny", "--out", str(tmp_path)]
+    path = tmp_path / f"{name}.json"
+    bottleneck.main([*arguments, "--minutes", "0"])
     assert not path.exists()
-    bottleneck.main([*command, "--task", "copy"])
-    copies = json.loads(path.read_text())["runs"]
-    bottleneck.main(command)
-    runs = json.loads(path.read_text())["runs"]
-    assert runs[: len(copies)] == copies
-    assert len(runs) == len(list(bottleneck.jobs(True)))
+    bottleneck.main(arguments)
+    record = json.loads(path.read_text())
+    runs = record["runs"]
     assert f"{len(runs)} runs, recorded" in capsys.readouterr().out
+    path.write_text(json.dumps(record | {"runs": runs[:3]}))
+    bottleneck.main(arguments)
+    again = json.loads(path.read_text())["runs"]
+    assert again[:3] == runs[:3]
+    assert [run["test" if command == "bottleneck" else "right"] for run in again] == [
+        run["test" if command == "bottleneck" else "right"] for run in runs
+    ]
 
 
-def test_the_record_has_all_runs_each_at_the_best_rate():
+def groups(runs, keys):
+    """The runs by the values of some settings."""
+    found = {}
+    for run in runs:
+        found.setdefault(tuple(run[key] for key in keys), []).append(run)
+    return found
+
+
+def test_the_numbers_are_tuned_evenly():
+    runs = read_record("seq2seq_numbers")["runs"]
+    found = groups(runs, ("attention", "steps"))
+    budgets = bottleneck.NUMBER_STEPS
+    assert set(found) == {(kind, n) for kind, steps in budgets.items() for n in steps}
+    for some in found.values():
+        first = [run for run in some if run["seed"] == 0]
+        assert sorted(run["lr"] for run in first) == sorted(bottleneck.NUMBER_RATES)
+        best = max(first, key=bottleneck.number_score)["lr"]
+        assert min(bottleneck.NUMBER_RATES) < best < max(bottleneck.NUMBER_RATES)
+        assert {run["seed"] for run in some if run["lr"] == best} == set(bottleneck.SEEDS)
+
+
+def test_the_strings_are_tuned_evenly():
     runs = read_record("bottleneck")["runs"]
-    names = ("task", "part", "attention", "width", "steps", "seed")
-    done = {(*(run[name] for name in names), run["lr"]) for run in runs}
-    for *job, rate in bottleneck.jobs(False):
-        task, _, attention, width, *_ = job
-        assert (*job, rate or bottleneck.best_rate(runs, task, attention, width)) in done
+    found = groups(runs, ("attention", "width"))
+    widths = bottleneck.WIDTHS
+    assert set(found) == {(kind, n) for kind, some in widths.items() for n in some}
+    for some in found.values():
+        tuned = [run for run in some if run["part"] == "tune"]
+        assert {run["steps"] for run in tuned} == {bottleneck.TUNING_STEPS}
+        assert sorted(run["lr"] for run in tuned) == sorted(bottleneck.STRING_RATES)
+        best = max(tuned, key=lambda run: run["valid"])["lr"]
+        assert min(bottleneck.STRING_RATES) < best < max(bottleneck.STRING_RATES)
+        final = [run for run in some if run["part"] == "run"]
+        assert {(run["lr"], run["steps"]) for run in final} == {(best, bottleneck.STRING_STEPS)}
+        assert sorted(run["seed"] for run in final) == list(bottleneck.SEEDS)
+    longer = [run for run in runs if run["part"] == "longer"]
+    assert sorted(run["seed"] for run in longer) == list(bottleneck.SEEDS)
+
+
+def test_the_recorded_texts_are_judged_by_correct_german():
+    _, parts = bottleneck.number_data()
+    asked = parts["test"][0]
+    runs = [run for run in read_record("seq2seq_numbers")["runs"] if "wrong" in run]
+    assert len(runs) == len(bottleneck.NUMBER_RATES) + len(bottleneck.SEEDS) - 1
+    for run in runs:
+        wrong = {number for number, ok in zip(asked, run["right"]) if ok == "0"}
+        assert wrong == {int(number) for number in run["wrong"]}
+        assert all(text != german(int(number)) for number, text in run["wrong"].items())
