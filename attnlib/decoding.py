@@ -316,8 +316,8 @@ def beam_step(
     Returns
     -------
     score, beam, token : Tensor, shape (B, 2K)
-        The score of each continuation, from the highest to the lowest, the beam that it
-        continues, and its last token.
+        The log-probability of each continuation, from the highest to the lowest, the beam that
+        it continues, and its last token.
     alive : int64 Tensor, shape (B, K)
         The indices of the continuations that become the next beams.
     """
