@@ -22,7 +22,7 @@ from .backbone import check_counts, check_naturals, check_positive
 def position_angles(
     positions: Real[Tensor, "*batch"], dim: int, *, base: float = 10000.0
 ) -> Float[Tensor, "*batch _"]:
-    """Compute the angles pos · ω_i with ω_i = base^(-2i / dim).
+    """Compute the angles i · ω_u of positions i, with ω_u = base^(-2u / dim).
 
     Vaswani et al. (2017, section 3.5).
 
@@ -57,7 +57,7 @@ def position_angles(
     if positions.device.type == "mps":
         positions = positions.cpu()
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
-    frequencies = base**-exponents  # ω_i, (dim / 2)
+    frequencies = base**-exponents  # ω_u, (dim / 2)
     positions = positions[..., None].double()  # (...) -> (..., 1)
     return positions * frequencies  # (..., 1) * (dim / 2) -> (..., dim / 2)
 
@@ -84,7 +84,7 @@ def sinusoidal_encoding(
     Returns
     -------
     Tensor
-        Row p holds the sine of ω_i · (offset + p) in column 2i and its cosine in column 2i + 1.
+        Row i holds the sine of ω_u · (offset + i) in column 2u and its cosine in column 2u + 1.
 
     Raises
     ------
