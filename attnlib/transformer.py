@@ -457,7 +457,7 @@ def tie(layer: nn.Module, table: nn.Module) -> None:
     Parameters
     ----------
     layer : Module
-        The layer whose weight is replaced.
+        It is changed: its weight becomes that of the table.
     table : Module
         The embedding whose weight both share afterwards.
     """
